@@ -1,0 +1,208 @@
+#include "dispatch.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+
+#include "check.h"
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
+
+namespace cpumoe {
+
+extern const Kernels kScalarKernels;
+#if defined(__x86_64__)
+extern const Kernels kAvx2Kernels, kAvxVnniKernels, kAvx512VnniKernels, kAmxKernels;
+#elif defined(__aarch64__)
+extern const Kernels kNeonDotKernels, kNeonI8mmKernels;
+#endif
+
+namespace {
+
+constexpr const char* kOtherArchitecture = "this build is for another processor architecture";
+
+#if defined(__x86_64__)
+
+struct Registers {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+};
+
+Registers cpuid(unsigned leaf, unsigned sub = 0) {
+  Registers r;
+  if (__get_cpuid_count(leaf, sub, &r.a, &r.b, &r.c, &r.d) == 0) return {};
+  return r;
+}
+
+bool bit(unsigned word, int index) { return (word >> index & 1u) != 0; }
+
+// What the operating system saves on a context switch; without it the registers may not be used.
+std::uint64_t enabled_state() {
+  if (!bit(cpuid(1).c, 27)) return 0;  // OSXSAVE
+  unsigned low, high;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return static_cast<std::uint64_t>(high) << 32 | low;
+}
+
+[[maybe_unused]] bool amx_permitted() {
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+
+std::string avx2_obstacle() {
+  const Registers one = cpuid(1), seven = cpuid(7);
+  if ((enabled_state() & 0x6) != 0x6) return "the operating system does not enable AVX state";
+  if (!bit(seven.b, 5) || !bit(one.c, 12) || !bit(one.c, 29)) return "the CPU lacks AVX2, FMA or F16C";
+  return "";
+}
+
+std::string avx512_vnni_obstacle() {
+  const Registers seven = cpuid(7);
+  if (std::string why = avx2_obstacle(); !why.empty()) return why;
+  if ((enabled_state() & 0xE6) != 0xE6) return "the operating system does not enable AVX-512 state";
+  // F, DQ, BW, VL and VNNI
+  if (!bit(seven.b, 16) || !bit(seven.b, 17) || !bit(seven.b, 30) || !bit(seven.b, 31) || !bit(seven.c, 11)) {
+    return "the CPU lacks AVX-512 F, DQ, BW, VL or VNNI";
+  }
+  return "";
+}
+
+std::string avx_vnni_obstacle() {
+  if (std::string why = avx2_obstacle(); !why.empty()) return why;
+#if defined(CPUMOE_EMULATE)
+  return avx512_vnni_obstacle();  // the same instructions in their EVEX encoding
+#else
+  return bit(cpuid(7, 1).a, 4) ? "" : "the CPU lacks AVX-VNNI";
+#endif
+}
+
+std::string amx_obstacle() {
+  if (std::string why = avx512_vnni_obstacle(); !why.empty()) return why;
+#if defined(CPUMOE_EMULATE)
+  return "";  // tiles are emulated
+#else
+  const Registers seven = cpuid(7);
+  if (!bit(seven.d, 24) || !bit(seven.d, 25)) return "the CPU lacks AMX-TILE or AMX-INT8";
+  if (!bit(seven.c, 8)) return "the CPU lacks GFNI";
+  if ((enabled_state() & 0x60000) != 0x60000) return "the operating system does not enable AMX state";
+  if (!amx_permitted()) return "the kernel refused the use of AMX tiles";
+  return "";
+#endif
+}
+
+#elif defined(__aarch64__)
+
+std::string neon_dot_obstacle() {
+  constexpr unsigned long kAsimdDp = 1ul << 20;  // HWCAP_ASIMDDP
+  return (getauxval(AT_HWCAP) & kAsimdDp) != 0 ? "" : "the CPU lacks the dot product instructions (FEAT_DotProd)";
+}
+
+std::string neon_i8mm_obstacle() {
+  constexpr unsigned long kI8mm = 1ul << 13;  // HWCAP2_I8MM
+  if (std::string why = neon_dot_obstacle(); !why.empty()) return why;
+  return (getauxval(AT_HWCAP2) & kI8mm) != 0 ? "" : "the CPU lacks the int8 matrix instructions (FEAT_I8MM)";
+}
+
+#endif
+
+IsaEntry present(const Kernels& kernels, const std::string& obstacle) {
+  return {kernels.name, &kernels, obstacle.empty(), obstacle};
+}
+
+[[maybe_unused]] IsaEntry absent(const char* name) { return {name, nullptr, false, kOtherArchitecture}; }
+
+std::vector<IsaEntry> find_instruction_sets() {
+  std::vector<IsaEntry> found;
+  found.push_back(present(kScalarKernels, ""));
+#if defined(__x86_64__)
+  found.push_back(absent("neon_dot"));
+  found.push_back(absent("neon_i8mm"));
+  found.push_back(present(kAvx2Kernels, avx2_obstacle()));
+  found.push_back(present(kAvxVnniKernels, avx_vnni_obstacle()));
+  found.push_back(present(kAvx512VnniKernels, avx512_vnni_obstacle()));
+  found.push_back(present(kAmxKernels, amx_obstacle()));
+#else
+  for (const char* name : {"avx2", "avx_vnni", "avx512_vnni", "amx"}) found.push_back(absent(name));
+#if defined(__aarch64__)
+  found.push_back(present(kNeonDotKernels, neon_dot_obstacle()));
+  found.push_back(present(kNeonI8mmKernels, neon_i8mm_obstacle()));
+#else
+  found.push_back(absent("neon_dot"));
+  found.push_back(absent("neon_i8mm"));
+#endif
+#endif
+  return found;
+}
+
+const Kernels& find_kernels(const std::string& name, const char* where) {
+  std::string names;
+  for (const IsaEntry& e : instruction_sets()) {
+    if (e.name == name) {
+      require(e.supported, where, "=", name, " cannot run here: ", e.reason);
+      return *e.kernels;
+    }
+    names += names.empty() ? e.name : std::string(", ") + e.name;
+  }
+  require(false, where, "=", name, " is not known; accepted are: ", names);
+  std::abort();  // not reached
+}
+
+const Kernels& default_kernels() {
+  if (const char* name = std::getenv("CPUMOE_ISA"); name != nullptr) return find_kernels(name, "CPUMOE_ISA");
+  const Kernels* best = nullptr;
+  for (const IsaEntry& e : instruction_sets()) {
+#if defined(CPUMOE_EMULATE)
+    if (e.name == std::string("amx")) continue;  // emulated tiles are for tests that ask for them
+#endif
+    if (e.supported) best = e.kernels;
+  }
+  return *best;
+}
+
+std::atomic<const Kernels*> in_use{nullptr};
+
+}  // namespace
+
+const std::vector<IsaEntry>& instruction_sets() {
+  static const std::vector<IsaEntry> found = find_instruction_sets();
+  return found;
+}
+
+const Kernels& active_kernels() {
+  const Kernels* kernels = in_use.load(std::memory_order_acquire);
+  if (kernels == nullptr) {
+    kernels = &default_kernels();
+    in_use.store(kernels, std::memory_order_release);
+  }
+  return *kernels;
+}
+
+void use_kernels(const std::string& name) { in_use.store(name.empty() ? nullptr : &find_kernels(name, "isa")); }
+
+bool amx_palette_hidden() {
+#if defined(__x86_64__)
+  const Registers tiles = cpuid(0x1D, 1);
+  return bit(cpuid(7).d, 24) && (enabled_state() & 0x60000) == 0x60000 && tiles.a == 0 && tiles.b == 0;
+#else
+  return false;
+#endif
+}
+
+std::string cpu_name() {
+  std::ifstream info("/proc/cpuinfo");
+  for (std::string line; std::getline(info, line);) {
+    if (line.rfind("model name", 0) == 0 || line.rfind("CPU part", 0) == 0) {
+      const std::size_t colon = line.find(": ");
+      if (colon != std::string::npos) return line.substr(colon + 2);
+    }
+  }
+  return "unknown";
+}
+
+}  // namespace cpumoe

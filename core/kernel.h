@@ -1,0 +1,149 @@
+// The interface between the fused operators and the instruction-set kernels.
+//
+// One packed layout serves every instruction set, decode and prefill (packed.h describes the bytes).
+// A kernel file implements the functions of `Kernels` for one instruction set and exports one table;
+// everything else in it has internal linkage. The same holds for every header that kernel files
+// include: an inline function with external linkage, compiled once under -mavx512f and once for the
+// baseline, would let the linker keep the AVX-512 copy for both, and older CPUs would die on it.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace cpumoe {
+
+// A block is 32 columns (output features) of a matrix; a record is 128 consecutive inputs of a block.
+static constexpr int kBlockColumns = 32;
+static constexpr int kRecordDepth = 128;
+static constexpr int kTileRows = 16;     // rows of a full row tile
+static constexpr int kTileColumns = 16;  // a block is two column tiles
+static constexpr int kMaxRowTiles = 8;   // row tiles that one product may take: 8 * 2 KB of accumulators stay in L1
+static constexpr int kAccTileFloats = kTileRows * kBlockColumns;
+static constexpr int kInt8RecordBytes = kRecordDepth * kBlockColumns;
+static constexpr int kInt4RecordBytes = kInt8RecordBytes / 2;
+static constexpr int kBlockVectorBytes = kBlockColumns * 4;  // one 32-bit value per column
+
+enum class DType : std::uint8_t { kF32, kBF16, kF16 };
+enum class WeightType : std::uint32_t { kInt4 = 4, kInt8 = 8 };
+enum class ScaleType : std::uint32_t { kBF16 = 2, kF32 = 4 };
+enum class Activation : std::uint8_t { kSilu, kSwigluOai, kSwigluStep, kGelu, kGeluTanh, kRelu2 };
+enum class Scoring : std::uint8_t { kNone, kSoftmax, kSigmoid, kSqrtSoftplus };
+
+struct ActivationSpec {
+  Activation kind = Activation::kSilu;
+  bool gated = true;
+  float alpha = 1.702f;  // kSwigluOai
+  float limit = 7.0f;    // kSwigluOai, kSwigluStep
+};
+
+// How the bytes of one block are to be read.
+struct BlockFormat {
+  WeightType weights;
+  ScaleType scales;  // type of the scales inside the records (grouped weights only)
+  int subgroup;      // 32, 64 or 128 inputs share a scale; 0: one scale per column for all inputs
+  bool has_bias;
+};
+
+// An activation row x is held as bytes u with x = (u - zero) * scale.
+struct RowQuant {
+  float scale;
+  std::int32_t zero;
+};
+
+// Quantises `count` values and pads with zero bytes to `padded` (a multiple of 128).
+// The 64 bytes of inputs [64 c, 64 c + 64) go to dst + (c / 2) * record_stride + (c % 2) * half_stride.
+struct QuantizeRow {
+  const void* src;
+  DType type;
+  std::int64_t count, padded;
+  std::uint8_t* dst;
+  std::ptrdiff_t record_stride, half_stride;
+};
+
+// Where the weights continue after the ones being multiplied, so that reading ahead never stops at
+// the end of a block, an expert or a phase.
+struct ReadAhead {
+  const std::uint8_t* end = nullptr;   // end of the contiguous bytes now being read
+  const std::uint8_t* next = nullptr;  // what is read after them
+  int distance = 0;                    // bytes ahead of the reader; 0 turns it off
+};
+
+// Per-thread buffers of the kernels. The 4 KB alignment keeps their distances known: tile loads that share
+// their low 12 address bits with tile stores in flight would wait for them.
+struct alignas(4096) Workspace {
+  std::uint8_t unpacked[4][kInt8RecordBytes];
+  std::int32_t tiles[4][kTileRows * kTileColumns];
+};
+
+// acc += A x block, over `record_count` records.
+//   A is [record][row tile][half][tile_rows][64] bytes; tile_rows is 16, or below 16 with one tile.
+//   acc is [row tile][column tile][16][16]: float for grouped scales, int32 for per-column scales.
+struct Product {
+  BlockFormat format;
+  const std::uint8_t* records;
+  int record_count;
+  const std::uint8_t* a;
+  std::ptrdiff_t a_record_stride;
+  int tile_rows, tiles, rows;
+  float* acc;
+  ReadAhead ahead;
+  Workspace* workspace;
+};
+
+// What the epilogues need of one block and of the rows it was multiplied with.
+struct BlockRows {
+  BlockFormat format;
+  const std::uint8_t* head;  // column sums, then channel scales (subgroup 0), then biases (has_bias)
+  float* acc;
+  int rows;
+  const float* row_scale;
+  const std::int32_t* row_zero;
+};
+
+struct Kernels {
+  const char* name;
+
+  // Largest number of rows for which `multiply` is given one tile of exactly that many rows and reads
+  // the packed weights straight; above it rows come in tiles of 16.
+  int few_rows;
+
+  // Called by every thread around a sequence of `multiply` calls (AMX tile configuration).
+  void (*thread_begin)();
+  void (*thread_end)();
+
+  RowQuant (*quantize_row)(const QuantizeRow&);
+  void (*multiply)(const Product&);
+
+  // acc = the contribution of the zero points.
+  void (*start)(const BlockRows&);
+  // values[row * stride + column] = the finished product, `columns` (<= 32) of them.
+  void (*finish)(const BlockRows&, float* values, std::ptrdiff_t stride, int columns);
+  // hidden[row * stride + column] = activation of the finished product (16 columns when gated, else 32).
+  void (*activate)(const BlockRows&, const ActivationSpec&, float* hidden, std::ptrdiff_t stride);
+  // out[token[row] * stride + column] += weight[row] * the finished product.
+  void (*combine)(const BlockRows&, const float* weight, const std::int32_t* token, float* out, std::ptrdiff_t stride);
+
+  // dst[i] = src[i] in the given type, rounded to nearest even.
+  void (*store_row)(const float* src, std::int64_t count, DType type, void* dst);
+  // scores[i] = scoring of logits[i] (converted to fp32).
+  void (*score)(const void* logits, DType type, int count, Scoring scoring, float* scores);
+
+  // For measuring the machine: integer operations done by `iterations` rounds of register-only int8
+  // dot products; and a read of `bytes` (a multiple of 4096) that keeps nothing but a checksum.
+  double (*dot_peak)(std::int64_t iterations);
+  std::uint64_t (*read_bytes)(const std::uint8_t* data, std::int64_t bytes);
+};
+
+static constexpr int block_head_bytes(const BlockFormat& f) {
+  return kBlockVectorBytes * (1 + (f.subgroup == 0 ? 1 : 0) + (f.has_bias ? 1 : 0));
+}
+
+static constexpr int record_scale_bytes(const BlockFormat& f) {
+  return f.subgroup == 0 ? 0 : kRecordDepth / f.subgroup * kBlockColumns * static_cast<int>(f.scales);
+}
+
+static constexpr int record_bytes(const BlockFormat& f) {
+  return record_scale_bytes(f) + (f.weights == WeightType::kInt4 ? kInt4RecordBytes : kInt8RecordBytes);
+}
+
+}  // namespace cpumoe

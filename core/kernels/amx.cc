@@ -1,0 +1,259 @@
+// AMX-INT8: tdpbusd on 16 x 16 x 64 tiles for many rows, AVX512-VNNI for few.
+//
+// Grouped weights. A pass holds four weight tiles (two column tiles x two halves of a record) in registers and walks
+// the row tiles. A step multiplies one row tile into the result tiles of both column tiles; the results are stored just
+// before their registers are needed again, one step later, and scaled and added another step later, while the tile unit
+// works on the next products. Tile registers are not renamed, so stores right after the products would stall.
+#include "amx_tiles.h"
+#include "avx512_few_rows.h"
+#include "rowwise.h"
+#include "vector_avx512.h"
+
+namespace cpumoe {
+namespace {
+
+constexpr int kTileBytes = 1024;
+constexpr int kTileInts = kTileRows * kTileColumns;
+
+// Lines [first, first + count) of the 32 of a packed record, spread to weight tiles in the order
+// (column tile 0, half 0), (0, 1), (1, 0), (1, 1). With subgroup 32 lines 0-7 and 8-15 of a column tile go to tiles of
+// their own, whose other rows stay zero: a product with such a tile sums 32 inputs only.
+template <int subgroup>
+inline __attribute__((always_inline)) void unpack_lines(const std::uint8_t* packed, std::uint8_t* tiles, int first,
+                                                        int count) {
+  // The 8x8 bit matrix that moves the low nibble of every byte to the high one.
+  const __m512i to_high = _mm512_set1_epi64(0x0000000001020408ll);
+#pragma GCC unroll 32
+  for (int i = 0; i < count; ++i) {
+    const int line = first + i;
+    if (line >= 32) break;
+    const __m512i v = _mm512_loadu_si512(packed + line * 64);
+    std::uint8_t* dst = tiles + (line & 1) * (2 * kTileBytes) + (line >> 1) * 64;
+    if (subgroup == 32 && line >= 16) dst += 4 * kTileBytes;
+    _mm512_store_si512(dst, _mm512_gf2p8affine_epi64_epi8(v, to_high, 0));
+    _mm512_store_si512(dst + kTileBytes, high_nibbles(v));
+  }
+}
+
+struct Pending {  // a step whose results wait to be scaled and added
+  float* acc;
+  const std::uint8_t* scales;
+};
+
+inline __attribute__((always_inline)) void add_scaled_rows(const std::int32_t* sums, float* acc, __m512 scale,
+                                                           int first, int last) {
+#pragma GCC unroll 16
+  for (int r = first; r < last; ++r) {
+    const __m512 sum = _mm512_cvtepi32_ps(_mm512_load_si512(sums + r * kTileColumns));
+    _mm512_storeu_ps(acc + r * kTileColumns, _mm512_fmadd_ps(sum, scale, _mm512_loadu_ps(acc + r * kTileColumns)));
+  }
+}
+
+template <int tiles, int subgroup>
+void multiply_grouped(const Product& p) {
+  constexpr int kPasses = subgroup == 32 ? 2 : 1;         // per record
+  constexpr int kStepsPerTile = subgroup == 128 ? 1 : 2;  // one per half unless both halves share a scale
+  constexpr int kSlots = kPasses * tiles;                 // where unpacking and reading ahead are spread over
+  constexpr int kLinesPerSlot = (32 + kSlots - 1) / kSlots;
+  static constexpr std::uint8_t kZeroScales[kBlockVectorBytes] = {};
+  const int stride = record_bytes(p.format), scale_bytes = record_scale_bytes(p.format);
+  const int slot_bytes = kBlockColumns * static_cast<int>(p.format.scales);
+  const ScaleType type = p.format.scales;
+  const ReadAhead ahead = p.ahead;
+  // Two sets of unpacked tiles: one in use, one being filled for the next record.
+  constexpr int kSetBytes = subgroup == 32 ? 8 * kTileBytes : 4 * kTileBytes;
+  std::uint8_t *current = p.workspace->unpacked[0], *coming = p.workspace->unpacked[0] + kSetBytes;
+  std::int32_t *ready = p.workspace->tiles[0], *stored = p.workspace->tiles[2];
+  if (subgroup == 32) __builtin_memset(p.workspace->unpacked, 0, 2 * kSetBytes);
+  unpack_lines<subgroup>(p.records + scale_bytes, current, 0, 32);
+  // Steps -2 and -1: nothing, with scale zero.
+  Pending before_last{p.acc, kZeroScales}, last{p.acc, kZeroScales};
+  CPUMOE_TILE_ZERO(6);
+  CPUMOE_TILE_ZERO(7);
+  __builtin_memset(p.workspace->tiles, 0, sizeof(p.workspace->tiles));
+  for (int g = 0; g < p.record_count; ++g) {
+    const std::uint8_t* record = p.records + static_cast<std::ptrdiff_t>(g) * stride;
+    const std::uint8_t* next_weights = (g + 1 < p.record_count ? record + stride : record) + scale_bytes;
+    const char* far = ahead.distance == 0 ? reinterpret_cast<const char*>(record) : ahead_of(ahead, record);
+    const std::uint8_t* a = p.a + g * p.a_record_stride;
+    const int lines_ahead = (stride + 63) / 64;
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const std::uint8_t* weights = current + pass * (4 * kTileBytes);
+      CPUMOE_TILE_LOAD(0, weights, 64);
+      CPUMOE_TILE_LOAD(1, weights + 2 * kTileBytes, 64);
+      CPUMOE_TILE_LOAD(2, weights + kTileBytes, 64);
+      CPUMOE_TILE_LOAD(3, weights + 3 * kTileBytes, 64);
+#pragma GCC unroll 8
+      for (int m = 0; m < tiles; ++m) {
+        const int slot = pass * tiles + m;
+        const int first_ahead = lines_ahead * slot / kSlots, last_ahead = lines_ahead * (slot + 1) / kSlots;
+        const int middle_ahead = (first_ahead + last_ahead) / 2;
+#pragma GCC unroll 2
+        for (int half = 0; half < kStepsPerTile; ++half) {
+          const std::uint8_t* rows = a + m * (2 * kTileBytes) + half * kTileBytes;
+          const __m512 s0 = load_scales(before_last.scales, type, 0);
+          const __m512 s1 = load_scales(before_last.scales, type, kTileColumns);
+          float* acc = before_last.acc;
+          CPUMOE_TILE_LOAD_ONCE(4, rows, 64);
+          CPUMOE_TILE_STORE(6, stored);
+          CPUMOE_TILE_ZERO(6);
+          if (half == 0) {
+            CPUMOE_TILE_DOT(6, 4, 0);
+          } else {
+            CPUMOE_TILE_DOT(6, 4, 2);
+          }
+          if (half == 0) {
+            for (int i = first_ahead; i < middle_ahead; ++i) _mm_prefetch(far + i * 64, _MM_HINT_T1);
+          }
+          add_scaled_rows(ready, acc, s0, 0, 8);
+          if (kStepsPerTile == 1) {
+            CPUMOE_TILE_LOAD_ONCE(5, rows + kTileBytes, 64);
+            CPUMOE_TILE_DOT(6, 5, 2);
+          }
+          add_scaled_rows(ready, acc, s0, 8, 16);
+          CPUMOE_TILE_STORE(7, stored + kTileInts);
+          CPUMOE_TILE_ZERO(7);
+          if (half == 0) {
+            CPUMOE_TILE_DOT(7, 4, 1);
+          } else {
+            CPUMOE_TILE_DOT(7, 4, 3);
+          }
+          if (half == 0) {
+            for (int i = middle_ahead; i < last_ahead; ++i) _mm_prefetch(far + i * 64, _MM_HINT_T1);
+          }
+          add_scaled_rows(ready + kTileInts, acc + kTileInts, s1, 0, 8);
+          if (kStepsPerTile == 1) CPUMOE_TILE_DOT(7, 5, 3);
+          add_scaled_rows(ready + kTileInts, acc + kTileInts, s1, 8, 16);
+          before_last = last;
+          last = {p.acc + m * kAccTileFloats, record + (kStepsPerTile == 1 ? 0 : (pass * 2 + half) * slot_bytes)};
+          std::int32_t* swap = ready;
+          ready = stored;
+          stored = swap;
+        }
+        unpack_lines<subgroup>(next_weights, coming, slot * kLinesPerSlot, kLinesPerSlot);
+      }
+    }
+    std::uint8_t* swap = current;
+    current = coming;
+    coming = swap;
+  }
+  // The last two steps: `ready` holds the one before the last, the last is still in registers.
+  CPUMOE_TILE_STORE(6, stored);
+  CPUMOE_TILE_STORE(7, stored + kTileInts);
+  const Pending unfinished[2] = {before_last, last};
+  for (const Pending& step : unfinished) {
+    add_scaled_rows(ready, step.acc, load_scales(step.scales, type, 0), 0, 16);
+    add_scaled_rows(ready + kTileInts, step.acc + kTileInts, load_scales(step.scales, type, kTileColumns), 0, 16);
+    ready = stored;
+  }
+}
+
+template <int subgroup>
+void multiply_grouped_by_tiles(const Product& p) {
+  switch (p.tiles) {
+    case 1: return multiply_grouped<1, subgroup>(p);
+    case 2: return multiply_grouped<2, subgroup>(p);
+    case 3: return multiply_grouped<3, subgroup>(p);
+    case 4: return multiply_grouped<4, subgroup>(p);
+    case 5: return multiply_grouped<5, subgroup>(p);
+    case 6: return multiply_grouped<6, subgroup>(p);
+    case 7: return multiply_grouped<7, subgroup>(p);
+    default: return multiply_grouped<8, subgroup>(p);
+  }
+}
+
+// One scale per column: the sums stay in tiles over several records, 2 x 2 tiles at a time. `weights` are the tiles of
+// `records` records, rows `row_stride` bytes apart.
+template <int row_tiles, bool packed>
+inline void multiply_columns(const Product& p, const std::uint8_t* weights, int first_record, int records, int m) {
+  constexpr int kRowStride = packed ? 64 : 128;
+  constexpr int kColumnTile = packed ? 2 * kTileBytes : 64, kHalf = packed ? kTileBytes : 2 * kTileBytes;
+  float* acc = p.acc + m * kAccTileFloats;
+  CPUMOE_TILE_LOAD(4, acc, 64);
+  CPUMOE_TILE_LOAD(5, acc + kTileInts, 64);
+  if (row_tiles == 2) {
+    CPUMOE_TILE_LOAD(6, acc + kAccTileFloats, 64);
+    CPUMOE_TILE_LOAD(7, acc + kAccTileFloats + kTileInts, 64);
+  }
+  for (int g = 0; g < records; ++g) {
+    const std::uint8_t* rows = p.a + (first_record + g) * p.a_record_stride + m * (2 * kTileBytes);
+    for (int half = 0; half < 2; ++half) {
+      const std::uint8_t* w = weights + g * kInt8RecordBytes + half * kHalf;
+      CPUMOE_TILE_LOAD_ONCE(0, rows + half * kTileBytes, 64);
+      CPUMOE_TILE_LOAD(2, w, kRowStride);
+      CPUMOE_TILE_DOT(4, 0, 2);
+      CPUMOE_TILE_LOAD(3, w + kColumnTile, kRowStride);
+      CPUMOE_TILE_DOT(5, 0, 3);
+      if (row_tiles == 2) {
+        CPUMOE_TILE_LOAD_ONCE(1, rows + 2 * kTileBytes + half * kTileBytes, 64);
+        CPUMOE_TILE_DOT(6, 1, 2);
+        CPUMOE_TILE_DOT(7, 1, 3);
+      }
+    }
+  }
+  CPUMOE_TILE_STORE(4, acc);
+  CPUMOE_TILE_STORE(5, acc + kTileInts);
+  if (row_tiles == 2) {
+    CPUMOE_TILE_STORE(6, acc + kAccTileFloats);
+    CPUMOE_TILE_STORE(7, acc + kAccTileFloats + kTileInts);
+  }
+}
+
+template <bool packed>
+void multiply_per_column(const Product& p) {
+  constexpr int kRecordsAtOnce = 4;  // 16 KB of weight tiles stay in L1
+  const int stride = record_bytes(p.format);
+  for (int first = 0; first < p.record_count; first += kRecordsAtOnce) {
+    const int count = p.record_count - first < kRecordsAtOnce ? p.record_count - first : kRecordsAtOnce;
+    const std::uint8_t* weights = p.records + static_cast<std::ptrdiff_t>(first) * stride;
+    for (int g = 0; g < count; ++g) {
+      const std::uint8_t* record = weights + static_cast<std::ptrdiff_t>(g) * stride;
+      read_record_ahead(p.ahead, record, stride);
+      if (packed) unpack_lines<128>(record, p.workspace->unpacked[g], 0, 32);
+    }
+    if (packed) weights = p.workspace->unpacked[0];
+    int m = 0;
+    for (; m + 2 <= p.tiles; m += 2) multiply_columns<2, packed>(p, weights, first, count, m);
+    if (m < p.tiles) multiply_columns<1, packed>(p, weights, first, count, m);
+  }
+}
+
+void multiply(const Product& p) {
+  if (p.tile_rows <= kMaxFewRows) return multiply_few_rows(p);
+  switch (p.format.subgroup) {
+    case 0: return p.format.weights == WeightType::kInt4 ? multiply_per_column<true>(p) : multiply_per_column<false>(p);
+    case 32: return multiply_grouped_by_tiles<32>(p);
+    case 64: return multiply_grouped_by_tiles<64>(p);
+    default: return multiply_grouped_by_tiles<128>(p);
+  }
+}
+
+double dot_peak(std::int64_t iterations) {
+  configure_tiles();
+  for (std::int64_t i = 0; i < iterations; ++i) {
+    CPUMOE_TILE_DOT(0, 4, 6);
+    CPUMOE_TILE_DOT(1, 4, 7);
+    CPUMOE_TILE_DOT(2, 5, 6);
+    CPUMOE_TILE_DOT(3, 5, 7);
+  }
+  release_tiles();
+  return static_cast<double>(iterations) * 4 * 32768.0;
+}
+
+constexpr Kernels make_kernels() {
+  Kernels k = rowwise_kernels<F32x16>("amx");
+  k.few_rows = kMaxFewRows;  // from 7 rows on a padded tile of 16 is faster
+  k.thread_begin = configure_tiles;
+  k.thread_end = release_tiles;
+  k.multiply = multiply;
+  k.dot_peak = dot_peak;
+  k.read_bytes = read_zmm;
+  return k;
+}
+
+}  // namespace
+
+extern const Kernels kAmxKernels;
+constexpr Kernels kAmxKernels = make_kernels();
+
+}  // namespace cpumoe

@@ -1,0 +1,163 @@
+// Decode with AVX512-VNNI, straight from the packed weights; shared by the AVX512-VNNI and the AMX kernel.
+//
+// One 64-byte line gives 16 columns x 4 inputs in its low nibbles and as many in its high ones: two masks and two
+// vpdpbusd per row. The arithmetic is several times faster than DRAM, so what matters is reading ahead.
+#pragma once
+
+#include <immintrin.h>
+
+#include "row_blocks.h"
+
+namespace cpumoe {
+namespace {
+
+constexpr int kMaxFewRows = 6;
+
+inline __m512i broadcast_quad(const std::uint8_t* p) {
+  std::int32_t quad;
+  __builtin_memcpy(&quad, p, 4);
+  return _mm512_set1_epi32(quad);
+}
+
+inline __m512i high_nibbles(__m512i v) { return _mm512_and_si512(v, _mm512_set1_epi8(static_cast<char>(0xF0))); }
+inline __m512i low_nibbles(__m512i v) { return high_nibbles(_mm512_slli_epi16(v, 4)); }
+
+inline __m512 load_scales(const std::uint8_t* scales, ScaleType type, int index) {
+  if (type == ScaleType::kF32) return _mm512_loadu_ps(scales + index * 4);
+  const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales + index * 2));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+}
+
+template <int M>
+struct FewSums {
+  __m512i v[M][2];
+  void clear() {
+    for (int r = 0; r < M; ++r) v[r][0] = v[r][1] = _mm512_setzero_si512();
+  }
+};
+
+template <int M>
+inline __attribute__((always_inline)) void add_scaled(const FewSums<M>& sums, const std::uint8_t* scales,
+                                                      ScaleType type, int slot, __m512 (&total)[M][2]) {
+  const __m512 s0 = load_scales(scales, type, slot * kBlockColumns);
+  const __m512 s1 = load_scales(scales, type, slot * kBlockColumns + kTileColumns);
+  for (int r = 0; r < M; ++r) {
+    total[r][0] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums.v[r][0]), s0, total[r][0]);
+    total[r][1] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums.v[r][1]), s1, total[r][1]);
+  }
+}
+
+template <int M, int subgroup, WeightType weights>
+void few_rows_product(const Product& p) {
+  constexpr int kLines = subgroup == 32 ? 8 : 16;
+  const int stride = record_bytes(p.format), scale_bytes = record_scale_bytes(p.format);
+  const ScaleType type = p.format.scales;
+  const ReadAhead ahead = p.ahead;
+  __m512 total[M][2];  // grouped
+  FewSums<M> low, high;
+  if constexpr (subgroup == 0) {
+    high.clear();
+    for (int r = 0; r < M; ++r) {
+      low.v[r][0] = _mm512_loadu_si512(p.acc + r * kTileColumns);
+      low.v[r][1] = _mm512_loadu_si512(p.acc + kTileRows * kTileColumns + r * kTileColumns);
+    }
+  } else {
+    for (int r = 0; r < M; ++r) {
+      total[r][0] = _mm512_loadu_ps(p.acc + r * kTileColumns);
+      total[r][1] = _mm512_loadu_ps(p.acc + kTileRows * kTileColumns + r * kTileColumns);
+    }
+  }
+  for (int g = 0; g < p.record_count; ++g) {
+    const std::uint8_t* record = p.records + static_cast<std::ptrdiff_t>(g) * stride;
+    const std::uint8_t* w = record + scale_bytes;
+    const std::uint8_t* a = p.a + g * p.a_record_stride;
+    const char* next = ahead_of(ahead, record);
+    if (ahead.distance == 0) next = reinterpret_cast<const char*>(record);
+    for (int first = 0; first < 16; first += kLines) {
+      if constexpr (subgroup != 0) {
+        low.clear();
+        high.clear();
+      }
+#pragma GCC unroll 4
+      for (int line = first; line < first + kLines; ++line) {
+        __m512i low0, low1, high0, high1;
+        if constexpr (weights == WeightType::kInt4) {
+          _mm_prefetch(next + line * 128, _MM_HINT_T1);
+          _mm_prefetch(next + line * 128 + 64, _MM_HINT_T1);
+          const __m512i v0 = _mm512_loadu_si512(w + line * 128), v1 = _mm512_loadu_si512(w + line * 128 + 64);
+          low0 = low_nibbles(v0);
+          low1 = low_nibbles(v1);
+          high0 = high_nibbles(v0);
+          high1 = high_nibbles(v1);
+        } else {
+          constexpr int kHalf = kInt8RecordBytes / 2;
+          for (int i = 0; i < 4; ++i) _mm_prefetch(next + line * 256 + i * 64, _MM_HINT_T1);
+          low0 = _mm512_loadu_si512(w + line * 128);
+          low1 = _mm512_loadu_si512(w + line * 128 + 64);
+          high0 = _mm512_loadu_si512(w + kHalf + line * 128);
+          high1 = _mm512_loadu_si512(w + kHalf + line * 128 + 64);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < M; ++r) {
+          const __m512i u = broadcast_quad(a + r * 64 + line * 4);
+          const __m512i v = broadcast_quad(a + M * 64 + r * 64 + line * 4);
+          low.v[r][0] = _mm512_dpbusd_epi32(low.v[r][0], u, low0);
+          low.v[r][1] = _mm512_dpbusd_epi32(low.v[r][1], u, low1);
+          high.v[r][0] = _mm512_dpbusd_epi32(high.v[r][0], v, high0);
+          high.v[r][1] = _mm512_dpbusd_epi32(high.v[r][1], v, high1);
+        }
+      }
+      if constexpr (subgroup == 128) {
+        for (int r = 0; r < M; ++r) {
+          low.v[r][0] = _mm512_add_epi32(low.v[r][0], high.v[r][0]);
+          low.v[r][1] = _mm512_add_epi32(low.v[r][1], high.v[r][1]);
+        }
+        add_scaled<M>(low, record, type, 0, total);
+      } else if constexpr (subgroup != 0) {
+        const int slot = subgroup == 32 ? first / 8 * 2 : 0;
+        add_scaled<M>(low, record, type, slot, total);
+        add_scaled<M>(high, record, type, slot + 1, total);
+      }
+    }
+    for (int i = (weights == WeightType::kInt4 ? kInt4RecordBytes : kInt8RecordBytes); i < stride; i += 64) {
+      _mm_prefetch(next + i, _MM_HINT_T1);
+    }
+  }
+  for (int r = 0; r < M; ++r) {
+    float* left = p.acc + r * kTileColumns;
+    float* right = left + kTileRows * kTileColumns;
+    if constexpr (subgroup == 0) {
+      _mm512_storeu_si512(left, _mm512_add_epi32(low.v[r][0], high.v[r][0]));
+      _mm512_storeu_si512(right, _mm512_add_epi32(low.v[r][1], high.v[r][1]));
+    } else {
+      _mm512_storeu_ps(left, total[r][0]);
+      _mm512_storeu_ps(right, total[r][1]);
+    }
+  }
+}
+
+template <int M>
+void few_rows_by_format(const Product& p) {
+  if (p.format.subgroup == 0) {
+    if (p.format.weights == WeightType::kInt8) return few_rows_product<M, 0, WeightType::kInt8>(p);
+    return few_rows_product<M, 0, WeightType::kInt4>(p);
+  }
+  if (p.format.subgroup == 32) return few_rows_product<M, 32, WeightType::kInt4>(p);
+  if (p.format.subgroup == 64) return few_rows_product<M, 64, WeightType::kInt4>(p);
+  return few_rows_product<M, 128, WeightType::kInt4>(p);
+}
+
+// p.tiles is 1 and p.tile_rows is p.rows, at most kMaxFewRows.
+inline void multiply_few_rows(const Product& p) {
+  switch (p.rows) {
+    case 1: return few_rows_by_format<1>(p);
+    case 2: return few_rows_by_format<2>(p);
+    case 3: return few_rows_by_format<3>(p);
+    case 4: return few_rows_by_format<4>(p);
+    case 5: return few_rows_by_format<5>(p);
+    default: return few_rows_by_format<6>(p);
+  }
+}
+
+}  // namespace
+}  // namespace cpumoe

@@ -1,0 +1,114 @@
+// The product on NEON registers, for the dot product and the int8 matrix instructions. They differ in
+//
+//   template <int M> struct Dot::Sums {             // running sums of M rows x 16 columns
+//     void clear();
+//     void add(const int8x16_t (&w)[2][4], const std::uint8_t* x);  // 8 inputs: two lines; rows of x are 64 bytes
+//     apart int32x4_t value(int row, int quarter) const;                  // columns 4 quarter .. 4 quarter + 3
+//   };
+#pragma once
+
+#include "row_blocks.h"
+#include "rowwise.h"
+#include "vector_neon.h"
+
+namespace cpumoe {
+namespace {
+
+inline int8x16_t low_nibbles(int8x16_t v) { return vshlq_n_s8(v, 4); }
+inline int8x16_t high_nibbles(int8x16_t v) { return vandq_s8(v, vdupq_n_s8(static_cast<std::int8_t>(0xF0))); }
+
+inline int8x16_t load_signed(const std::uint8_t* p) { return vreinterpretq_s8_u8(vld1q_u8(p)); }
+
+inline float32x4_t load_scales(const std::uint8_t* scales, ScaleType type, int index) {
+  if (type == ScaleType::kF32) return vreinterpretq_f32_u8(vld1q_u8(scales + index * 4));
+  return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(scales + index * 2)), 16));
+}
+
+template <class Dot>
+struct Neon {
+  static constexpr int kRowsAtOnce = 4;  // 16 running sums in the 32 registers
+  static constexpr int kStraightRows = 4;
+
+  static void unpack_record(const std::uint8_t* packed, std::uint8_t* unpacked) {
+    for (int i = 0; i < kInt4RecordBytes; i += 16) {
+      const int8x16_t v = load_signed(packed + i);
+      vst1q_u8(unpacked + i, vreinterpretq_u8_s8(low_nibbles(v)));
+      vst1q_u8(unpacked + kInt8RecordBytes / 2 + i, vreinterpretq_u8_s8(high_nibbles(v)));
+    }
+  }
+
+  template <int M, int subgroup, WeightType weights, bool packed>
+  static void record_product(const RecordArgs& args) {
+    for (int tile = 0; tile < 2; ++tile) {
+      typename Dot::template Sums<M> sums;
+      sums.clear();
+      float* tile_acc = args.acc + tile * (kTileRows * kTileColumns);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        const RecordPart part = record_part<subgroup>(i);
+        const std::uint8_t* w =
+            args.weights + part.line * 128 + tile * 64 + (packed ? 0 : part.half * (kInt8RecordBytes / 2));
+        const std::uint8_t* x = args.a + part.half * args.half_bytes + part.line * 4;
+        for (int pair = 0; pair < 4; ++pair) {
+          int8x16_t lines[2][4];
+          for (int line = 0; line < 2; ++line) {
+            for (int quarter = 0; quarter < 4; ++quarter) {
+              const int8x16_t v = load_signed(w + (pair * 2 + line) * 128 + quarter * 16);
+              lines[line][quarter] = !packed ? v : part.half == 0 ? low_nibbles(v) : high_nibbles(v);
+            }
+          }
+          sums.add(lines, x + pair * 8);
+        }
+        if (!part.scale_ends) continue;
+        for (int quarter = 0; quarter < 4; ++quarter) {
+          const float32x4_t s =
+              load_scales(args.scales, args.scale_type, part.slot * kBlockColumns + tile * kTileColumns + quarter * 4);
+          for (int r = 0; r < M; ++r) {
+            float* p = tile_acc + r * kTileColumns + quarter * 4;
+            vst1q_f32(p, vfmaq_f32(vld1q_f32(p), vcvtq_f32_s32(sums.value(r, quarter)), s));
+          }
+        }
+        sums.clear();
+      }
+      if (subgroup != 0) continue;
+      for (int r = 0; r < M; ++r) {
+        for (int quarter = 0; quarter < 4; ++quarter) {
+          auto* p = reinterpret_cast<std::int32_t*>(tile_acc + r * kTileColumns + quarter * 4);
+          vst1q_s32(p, vaddq_s32(vld1q_s32(p), sums.value(r, quarter)));
+        }
+      }
+    }
+  }
+};
+
+// Register-only products of four rows, as the kernels do them.
+template <class Dot>
+double dot_peak(std::int64_t iterations) {
+  typename Dot::template Sums<4> sums;
+  sums.clear();
+  std::uint8_t x[4 * 64];
+  for (auto& byte : x) byte = 3;
+  int8x16_t lines[2][4];
+  for (auto& line : lines) {
+    for (auto& quarter : line) quarter = vdupq_n_s8(5);
+  }
+  for (std::int64_t i = 0; i < iterations; ++i) {
+    asm volatile("" : "+w"(lines[0][0]), "+w"(lines[1][0]) : : "memory");  // keeps the products in the loop
+    sums.add(lines, x);
+  }
+  volatile std::int32_t sink = vgetq_lane_s32(sums.value(3, 3), 0);
+  (void)sink;
+  return static_cast<double>(iterations) * 4 * 16 * 8 * 2.0;
+}
+
+template <class Dot>
+constexpr Kernels neon_kernels(const char* name) {
+  Kernels k = rowwise_kernels<F32x4>(name);
+  k.multiply = multiply_row_blocks<Neon<Dot>>;
+  k.dot_peak = dot_peak<Dot>;
+  k.read_bytes = read_neon;
+  return k;
+}
+
+}  // namespace
+}  // namespace cpumoe

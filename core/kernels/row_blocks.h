@@ -1,0 +1,100 @@
+// The loop around the products that all vector kernels share: record by record, a few rows at a time. An `Isa` gives
+//
+//   kRowsAtOnce                 rows whose running sums fit the registers
+//   kStraightRows               up to so many rows int4 weights are decoded on the way instead of into a buffer first
+//   unpack_record(packed, dst)  int4 record -> int8 layout
+//   record_product<M, subgroup, weights, packed>(weights, a, half_bytes, scales, scale_type, acc)
+//
+// The order of the sub-group scales is that of packed.h. Internal linkage on purpose: see kernel.h.
+#pragma once
+
+#include "../kernel.h"
+
+namespace cpumoe {
+namespace {
+
+// Address `distance` bytes ahead of `at`, continuing at `next` beyond `end`. Computed from the position in the loop:
+// a cursor kept in memory gave almost no overlap.
+inline const char* ahead_of(const ReadAhead& ahead, const std::uint8_t* at) {
+  const std::uint8_t* p = at + ahead.distance;
+  return reinterpret_cast<const char*>(p >= ahead.end ? ahead.next + (p - ahead.end) : p);
+}
+
+inline void read_record_ahead(const ReadAhead& ahead, const std::uint8_t* record, int bytes) {
+  if (ahead.distance == 0) return;
+  const char* p = ahead_of(ahead, record);
+  for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
+}
+
+struct RecordArgs {
+  const std::uint8_t *weights, *a;
+  std::ptrdiff_t half_bytes;  // from a row's first 64 inputs to its last 64
+  const std::uint8_t* scales;
+  ScaleType scale_type;
+  float* acc;
+};
+
+template <class Isa, int M, int subgroup, WeightType weights, bool packed>
+inline void product_of_rows(int rows, const RecordArgs& args) {
+  if constexpr (M > 1) {
+    if (rows < M) return product_of_rows<Isa, M - 1, subgroup, weights, packed>(rows, args);
+  }
+  Isa::template record_product<M, subgroup, weights, packed>(args);
+}
+
+template <class Isa, int subgroup, WeightType weights>
+void multiply_rows(const Product& p) {
+  const int stride = record_bytes(p.format), scale_bytes = record_scale_bytes(p.format);
+  const std::ptrdiff_t half_bytes = static_cast<std::ptrdiff_t>(p.tile_rows) * 64;
+  constexpr bool kInt4 = weights == WeightType::kInt4;
+  const bool straight = kInt4 && p.rows <= Isa::kStraightRows;
+  for (int g = 0; g < p.record_count; ++g) {
+    const std::uint8_t* record = p.records + static_cast<std::ptrdiff_t>(g) * stride;
+    read_record_ahead(p.ahead, record, stride);
+    RecordArgs args{record + scale_bytes, nullptr, half_bytes, record, p.format.scales, nullptr};
+    if (kInt4 && !straight) {
+      Isa::unpack_record(args.weights, p.workspace->unpacked[0]);
+      args.weights = p.workspace->unpacked[0];
+    }
+    for (int row = 0; row < p.rows;) {
+      const int tile = row / p.tile_rows, r = row % p.tile_rows;
+      const int left = p.tile_rows - r < p.rows - row ? p.tile_rows - r : p.rows - row;
+      const int count = left < Isa::kRowsAtOnce ? left : Isa::kRowsAtOnce;
+      args.a = p.a + g * p.a_record_stride + tile * 2 * half_bytes + r * 64;
+      args.acc = p.acc + tile * kAccTileFloats + r * kTileColumns;
+      if (straight) {
+        product_of_rows<Isa, Isa::kRowsAtOnce, subgroup, weights, kInt4>(count, args);
+      } else {
+        product_of_rows<Isa, Isa::kRowsAtOnce, subgroup, weights, false>(count, args);
+      }
+      row += count;
+    }
+  }
+}
+
+template <class Isa>
+void multiply_row_blocks(const Product& p) {
+  if (p.format.weights == WeightType::kInt8) return multiply_rows<Isa, 0, WeightType::kInt8>(p);
+  switch (p.format.subgroup) {
+    case 0: return multiply_rows<Isa, 0, WeightType::kInt4>(p);
+    case 32: return multiply_rows<Isa, 32, WeightType::kInt4>(p);
+    case 64: return multiply_rows<Isa, 64, WeightType::kInt4>(p);
+    default: return multiply_rows<Isa, 128, WeightType::kInt4>(p);
+  }
+}
+
+// A record is met in four parts of 32 inputs, in the order of its scales: lines 0-7 of half 0 and of half 1, then lines
+// 8-15; with one scale per half, all lines of half 0 first.
+struct RecordPart {
+  int line, half, slot;
+  bool scale_ends;
+};
+
+template <int subgroup>
+constexpr RecordPart record_part(int part) {
+  if (subgroup == 64) return {part % 2 * 8, part / 2, part / 2, part % 2 == 1};
+  return {part / 2 * 8, part % 2, subgroup == 32 ? part : 0, subgroup == 32 || (subgroup == 128 && part == 3)};
+}
+
+}  // namespace
+}  // namespace cpumoe

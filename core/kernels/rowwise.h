@@ -1,0 +1,422 @@
+// Everything that works along rows in fp32, written once over a vector type V and instantiated by each
+// kernel file. Every step is an IEEE operation with a fixed order (no contraction: -ffp-contract=off),
+// so the results have the same bits for every V. V provides: kWidth, load, store, set, + - *,
+// fma(a, b, c) = a * b + c, less_than_select, load_as<type>, store_as<type>, load_int, int bit helpers.
+//
+// Internal linkage on purpose: see kernel.h.
+#pragma once
+
+#include "../kernel.h"
+
+namespace cpumoe {
+namespace {
+
+template <class V>
+inline V min_of(V a, V b) {  // b when unordered: min_of(bound, x) keeps a NaN in x
+  return V::select_less(a, b, a, b);
+}
+template <class V>
+inline V max_of(V a, V b) {
+  return V::select_less(b, a, a, b);
+}
+
+// e^x for x in [-87, 87] (clamped: e^87 + 1 must stay below 2^126 for `reciprocal`), relative error below 2e-7.
+template <class V>
+inline V exp_of(V x) {
+  x = max_of(V::set(-87.0f), min_of(V::set(87.0f), x));
+  const V magic = V::set(12582912.0f);  // 1.5 * 2^23: adding and subtracting it rounds to nearest even
+  const V n = (V::fma(x, V::set(1.44269504f), magic)) - magic;
+  V r = V::fma(n, V::set(-0.693145751953125f), x);
+  r = V::fma(n, V::set(-1.428606820309417e-6f), r);
+  V p = V::set(1.9875691500e-4f);
+  p = V::fma(p, r, V::set(1.3981999507e-3f));
+  p = V::fma(p, r, V::set(8.3334519073e-3f));
+  p = V::fma(p, r, V::set(4.1665795894e-2f));
+  p = V::fma(p, r, V::set(1.6666665459e-1f));
+  p = V::fma(p, r, V::set(5.0000001201e-1f));
+  p = V::fma(r * r, p, r + V::set(1.0f));
+  return p * V::power_of_two(n);
+}
+
+// 1 / d for d in [1, 2^126): a guess by integer subtraction (|1 - d r| < 0.13), then the geometric
+// series to the seventh power (0.13^8 < 1e-7). A division costs three times as much.
+template <class V>
+inline V reciprocal(V d) {
+  const V r = V::reciprocal_guess(d);
+  const V e = V::fma(V::set(0.0f) - d, r, V::set(1.0f));
+  const V e2 = e * e;
+  V s = e + V::set(1.0f);
+  s = V::fma(e2, s, s);
+  s = V::fma(e2 * e2, s, s);
+  return r * s;
+}
+
+template <class V>
+inline V sigmoid_of(V x) {
+  return reciprocal(exp_of(V::set(0.0f) - x) + V::set(1.0f));
+}
+
+// erf by Abramowitz and Stegun 7.1.26, |error| < 2e-7.
+template <class V>
+inline V erf_of(V x) {
+  const V a = min_of(V::set(10.0f), V::abs(x));  // erf(10) is 1 in fp32
+  const V t = reciprocal(V::fma(a, V::set(0.3275911f), V::set(1.0f)));
+  V p = V::set(1.061405429f);
+  p = V::fma(p, t, V::set(-1.453152027f));
+  p = V::fma(p, t, V::set(1.421413741f));
+  p = V::fma(p, t, V::set(-0.284496736f));
+  p = V::fma(p, t, V::set(0.254829592f));
+  const V tail = p * t * exp_of(V::set(0.0f) - a * a);
+  return V::copy_sign(V::set(1.0f) - tail, x);
+}
+
+template <class V, Activation kind>
+inline V activation_of(V g, const ActivationSpec& spec) {
+  if constexpr (kind == Activation::kGelu) {
+    return g * V::set(0.5f) * (erf_of(g * V::set(0.70710678f)) + V::set(1.0f));
+  } else if constexpr (kind == Activation::kGeluTanh) {
+    // x * (1 + tanh(y)) / 2 = x * sigmoid(2 y), y = sqrt(2 / pi) (x + 0.044715 x^3)
+    const V cubic = V::fma(g * g, g * V::set(0.044715f), g);
+    return g * sigmoid_of(cubic * V::set(1.5957691216f));
+  } else if constexpr (kind == Activation::kRelu2) {
+    const V positive = max_of(V::set(0.0f), g);
+    return positive * positive;
+  } else if constexpr (kind == Activation::kSwigluOai) {
+    const V bounded = min_of(V::set(spec.limit), g);
+    return bounded * sigmoid_of(bounded * V::set(spec.alpha));
+  } else if constexpr (kind == Activation::kSwigluStep) {
+    return min_of(V::set(spec.limit), g * sigmoid_of(g));
+  } else {
+    return g * sigmoid_of(g);
+  }
+}
+
+template <class V, Activation kind>
+inline V gate_times_up(V gate, V up, const ActivationSpec& spec) {
+  if constexpr (kind == Activation::kSwigluOai || kind == Activation::kSwigluStep) {
+    up = max_of(V::set(-spec.limit), min_of(V::set(spec.limit), up));
+  }
+  if constexpr (kind == Activation::kSwigluOai) up = up + V::set(1.0f);
+  return activation_of<V, kind>(gate, spec) * up;
+}
+
+// One block's head and rows, giving finished values V at (row, column).
+template <class V>
+struct FinishedRows {
+  const float *scale, *bias, *acc;
+  const float* row_scale;
+  bool per_column;
+
+  explicit FinishedRows(const BlockRows& b)
+      : scale(reinterpret_cast<const float*>(b.head + kBlockVectorBytes)),
+        bias(b.format.has_bias
+                 ? reinterpret_cast<const float*>(b.head + kBlockVectorBytes * (b.format.subgroup == 0 ? 2 : 1))
+                 : nullptr),
+        acc(b.acc),
+        row_scale(b.row_scale),
+        per_column(b.format.subgroup == 0) {}
+
+  V at(int row, int column) const {
+    const float* p = acc + (row / kTileRows) * kAccTileFloats + (column / kTileColumns) * (kTileRows * kTileColumns) +
+                     (row % kTileRows) * kTileColumns + column % kTileColumns;
+    V value = per_column ? V::load_int(reinterpret_cast<const std::int32_t*>(p)) * V::load(scale + column) : V::load(p);
+    value = value * V::set(row_scale[row]);
+    return bias == nullptr ? value : value + V::load(bias + column);
+  }
+};
+
+template <class V>
+void start_rows(const BlockRows& b) {
+  for (int row = 0; row < b.rows; ++row) {
+    for (int column = 0; column < kBlockColumns; column += V::kWidth) {
+      float* p = b.acc + (row / kTileRows) * kAccTileFloats + (column / kTileColumns) * (kTileRows * kTileColumns) +
+                 (row % kTileRows) * kTileColumns + column % kTileColumns;
+      if (b.format.subgroup == 0) {
+        V::store_scaled_int(reinterpret_cast<const std::int32_t*>(b.head) + column, -b.row_zero[row],
+                            reinterpret_cast<std::int32_t*>(p));
+      } else {
+        const V sums = V::load(reinterpret_cast<const float*>(b.head) + column);
+        // + 0: never -0, so that adding a product of zero changes no bit.
+        V::store(p, sums * V::set(-static_cast<float>(b.row_zero[row])) + V::set(0.0f));
+      }
+    }
+  }
+}
+
+template <class V>
+void finish_rows(const BlockRows& b, float* values, std::ptrdiff_t stride, int columns) {
+  const FinishedRows<V> finished(b);
+  for (int row = 0; row < b.rows; ++row) {
+    float line[kBlockColumns];
+    for (int column = 0; column < kBlockColumns; column += V::kWidth) {
+      V::store(line + column, finished.at(row, column));
+    }
+    for (int column = 0; column < columns; ++column) values[row * stride + column] = line[column];
+  }
+}
+
+template <class V, Activation kind>
+void activate_kind(const BlockRows& b, const ActivationSpec& spec, float* hidden, std::ptrdiff_t stride) {
+  const FinishedRows<V> finished(b);
+  for (int row = 0; row < b.rows; ++row) {
+    float* h = hidden + row * stride;
+    if (spec.gated) {
+      for (int c = 0; c < kTileColumns; c += V::kWidth) {
+        const V gate = finished.at(row, c);
+        const V up = finished.at(row, kTileColumns + c);
+        V::store(h + c, gate_times_up<V, kind>(gate, up, spec));
+      }
+    } else {
+      for (int c = 0; c < kBlockColumns; c += V::kWidth) {
+        V::store(h + c, activation_of<V, kind>(finished.at(row, c), spec));
+      }
+    }
+  }
+}
+
+template <class V>
+void activate_rows(const BlockRows& b, const ActivationSpec& spec, float* hidden, std::ptrdiff_t stride) {
+  switch (spec.kind) {
+    case Activation::kSilu: return activate_kind<V, Activation::kSilu>(b, spec, hidden, stride);
+    case Activation::kSwigluOai: return activate_kind<V, Activation::kSwigluOai>(b, spec, hidden, stride);
+    case Activation::kSwigluStep: return activate_kind<V, Activation::kSwigluStep>(b, spec, hidden, stride);
+    case Activation::kGelu: return activate_kind<V, Activation::kGelu>(b, spec, hidden, stride);
+    case Activation::kGeluTanh: return activate_kind<V, Activation::kGeluTanh>(b, spec, hidden, stride);
+    case Activation::kRelu2: return activate_kind<V, Activation::kRelu2>(b, spec, hidden, stride);
+  }
+}
+
+template <class V>
+void combine_rows(const BlockRows& b, const float* weight, const std::int32_t* token, float* out,
+                  std::ptrdiff_t stride) {
+  const FinishedRows<V> finished(b);
+  constexpr int kRowsAhead = 6;  // the rows of `out` lie apart: fetch them before they are due
+  for (int row = 0; row < b.rows; ++row) {
+    const int later = row + kRowsAhead < b.rows ? row + kRowsAhead : b.rows - 1;
+    __builtin_prefetch(out + token[later] * stride, 1);
+    __builtin_prefetch(out + token[later] * stride + kTileColumns, 1);
+    float* o = out + token[row] * stride;
+    const V w = V::set(weight[row]);
+    for (int column = 0; column < kBlockColumns; column += V::kWidth) {
+      V::store(o + column, V::fma(w, finished.at(row, column), V::load(o + column)));
+    }
+  }
+}
+
+// Range, scale and zero point of a row, from its extremes (NUMERICS: asymmetric int8, here shifted by
+// 128 so that the bytes are unsigned). Gives the factor to multiply with before rounding.
+inline float row_parameters(float low, float high, RowQuant* q) {
+  float s = low == high ? 1.0f : 255.0f / (high - low);
+  if (!(s <= 3.40282347e+38f)) s = 1.0f;  // range below 1e-36: nothing but zeros after rounding
+  const float scaled_low = low * s, scaled_high = high * s;
+  float z = (-128.0f + scaled_low) + (127.0f + scaled_high) > 0.0f ? -128.0f - scaled_low : 127.0f - scaled_high;
+  z = z < -128.0f ? -128.0f : z > 127.0f ? 127.0f : z;
+  const float rounded = (z + 12582912.0f) - 12582912.0f;  // to nearest even
+  q->scale = s == 0.0f ? 0.0f : 1.0f / s;
+  q->zero = static_cast<std::int32_t>(rounded) + 128;
+  return s;
+}
+
+template <class V, DType type>
+RowQuant quantize_typed(const QuantizeRow& args) {
+  using Element = typename V::template Element<type>;
+  const auto* x = static_cast<const Element*>(args.src);
+  const std::int64_t whole = args.count / V::kWidth * V::kWidth;
+  V low = V::set(0.0f), high = low, broken = low;
+  for (std::int64_t i = 0; i < whole; i += V::kWidth) {
+    const V v = V::template load_as<type>(x + i);
+    low = min_of(v, low);
+    high = max_of(v, high);
+    broken = broken + (v - v);  // 0, or NaN from an infinity or a NaN on
+  }
+  float lows[V::kWidth], highs[V::kWidth], brokens[V::kWidth];
+  V::store(lows, low);
+  V::store(highs, high);
+  V::store(brokens, broken);
+  float rmin = 0.0f, rmax = 0.0f, bad = 0.0f;
+  for (int i = 0; i < V::kWidth; ++i) {
+    rmin = lows[i] < rmin ? lows[i] : rmin;
+    rmax = highs[i] > rmax ? highs[i] : rmax;
+    bad += brokens[i];
+  }
+  Element rest[V::kWidth] = {};  // the last, partial vector
+  for (std::int64_t i = whole; i < args.count; ++i) rest[i - whole] = x[i];
+  if (whole < args.count) {
+    const V v = V::template load_as<type>(rest);
+    V::store(lows, v);
+    V::store(brokens, v - v);
+    for (int i = 0; i < V::kWidth; ++i) {
+      rmin = lows[i] < rmin ? lows[i] : rmin;
+      rmax = lows[i] > rmax ? lows[i] : rmax;
+      bad += brokens[i];
+    }
+  }
+  RowQuant q{};
+  float factor = 0.0f;
+  if (bad == 0.0f) {
+    factor = row_parameters(rmin, rmax, &q);
+  } else {
+    // This row's products become 0 * NaN: the token comes out as NaN and touches no other.
+    q.scale = __builtin_nanf("");
+    q.zero = 0;
+  }
+  const V s = V::set(factor);
+  const bool clean = bad == 0.0f;
+  for (std::int64_t chunk = 0; chunk < args.padded / 64; ++chunk) {
+    std::uint8_t* dst = args.dst + chunk / 2 * args.record_stride + chunk % 2 * args.half_stride;
+    for (int j = 0; j < 64; j += V::kWidth) {
+      const std::int64_t i = chunk * 64 + j;
+      if (clean && i + V::kWidth <= args.count) {
+        V::store_rounded(dst + j, V::template load_as<type>(x + i) * s, q.zero);
+      } else if (clean && i < args.count) {
+        V::store_rounded(dst + j, V::template load_as<type>(rest) * s, q.zero);
+        for (std::int64_t b = args.count - i; b < V::kWidth; ++b) dst[j + b] = 0;
+      } else {
+        for (int b = 0; b < V::kWidth; ++b) dst[j + b] = 0;
+      }
+    }
+  }
+  return q;
+}
+
+template <class V>
+RowQuant quantize_row(const QuantizeRow& args) {
+  switch (args.type) {
+    case DType::kF32: return quantize_typed<V, DType::kF32>(args);
+    case DType::kBF16: return quantize_typed<V, DType::kBF16>(args);
+    case DType::kF16: return quantize_typed<V, DType::kF16>(args);
+  }
+  return RowQuant{};
+}
+
+template <class V, DType type>
+void store_typed(const float* src, std::int64_t count, void* dst) {
+  using Element = typename V::template Element<type>;
+  auto* out = static_cast<Element*>(dst);
+  std::int64_t i = 0;
+  for (; i + V::kWidth <= count; i += V::kWidth) V::template store_as<type>(out + i, V::load(src + i));
+  if (i < count) {
+    float rest[V::kWidth] = {};
+    Element converted[V::kWidth];
+    for (std::int64_t j = i; j < count; ++j) rest[j - i] = src[j];
+    V::template store_as<type>(converted, V::load(rest));
+    for (std::int64_t j = i; j < count; ++j) out[j] = converted[j - i];
+  }
+}
+
+template <class V>
+void store_row(const float* src, std::int64_t count, DType type, void* dst) {
+  switch (type) {
+    case DType::kF32: return store_typed<V, DType::kF32>(src, count, dst);
+    case DType::kBF16: return store_typed<V, DType::kBF16>(src, count, dst);
+    case DType::kF16: return store_typed<V, DType::kF16>(src, count, dst);
+  }
+}
+
+// Sums in 16 interleaved lanes whatever the width of V, so that every instruction set rounds alike.
+template <class V>
+struct LaneSum {
+  static constexpr int kLanes = 16;
+  V part[kLanes / V::kWidth];
+  LaneSum() {
+    for (auto& p : part) p = V::set(0.0f);
+  }
+  void add(int index, V v) { part[index % kLanes / V::kWidth] = part[index % kLanes / V::kWidth] + v; }
+  float total() const {
+    float lanes[kLanes];
+    for (int i = 0; i < kLanes / V::kWidth; ++i) V::store(lanes + i * V::kWidth, part[i]);
+    for (int step = kLanes / 2; step > 0; step /= 2) {
+      for (int i = 0; i < step; ++i) lanes[i] += lanes[i + step];
+    }
+    return lanes[0];
+  }
+};
+
+// log(1 + e^x) = max(x, 0) + log(1 + e^-|x|); the logarithm of y in [1, 2] as 2 atanh((y - 1) / (y + 1)).
+template <class V>
+inline V softplus_of(V x) {
+  const V e = exp_of(V::set(0.0f) - V::abs(x));
+  const V z = e * reciprocal(e + V::set(2.0f));
+  const V z2 = z * z;
+  V p = V::set(1.0f / 13.0f);
+  p = V::fma(p, z2, V::set(1.0f / 11.0f));
+  p = V::fma(p, z2, V::set(1.0f / 9.0f));
+  p = V::fma(p, z2, V::set(1.0f / 7.0f));
+  p = V::fma(p, z2, V::set(1.0f / 5.0f));
+  p = V::fma(p, z2, V::set(1.0f / 3.0f));
+  p = V::fma(p, z2, V::set(1.0f));
+  return V::fma(z * p, V::set(2.0f), max_of(V::set(0.0f), x));
+}
+
+template <class V>
+void score_logits(float* scores, int count, Scoring scoring) {
+  // `scores` holds the logits and has room for whole vectors of 16 beyond `count`.
+  if (scoring == Scoring::kNone) return;
+  if (scoring != Scoring::kSoftmax) {
+    for (int i = 0; i < count; i += V::kWidth) {
+      const V x = V::load(scores + i);
+      const V value = scoring == Scoring::kSigmoid ? sigmoid_of(x) : V::square_root(softplus_of(x));
+      V::store(scores + i, V::keep_nan(value, x));  // the clamp of exp_of swallows a NaN
+    }
+    return;
+  }
+  float highest = scores[0];
+  for (int i = 1; i < count; ++i) highest = scores[i] > highest ? scores[i] : highest;
+  const int padded = (count + LaneSum<V>::kLanes - 1) / LaneSum<V>::kLanes * LaneSum<V>::kLanes;
+  for (int i = count; i < padded; ++i) scores[i] = -__builtin_inff();
+  LaneSum<V> sum;
+  for (int i = 0; i < padded; i += V::kWidth) {
+    const V x = V::load(scores + i) - V::set(highest);
+    // Below the clamp of exp_of a probability is 0, not e^-87.
+    V e = V::select_less(x, V::set(-87.0f), V::set(0.0f), exp_of(x));
+    e = V::keep_nan(e, x);
+    V::store(scores + i, e);
+    sum.add(i, e);
+  }
+  const V total = V::set(sum.total());
+  for (int i = 0; i < padded; i += V::kWidth) V::store(scores + i, V::divide(V::load(scores + i), total));
+}
+
+template <class V, DType type>
+void convert_logits(const void* logits, int count, float* scores) {
+  using Element = typename V::template Element<type>;
+  const auto* x = static_cast<const Element*>(logits);
+  int i = 0;
+  for (; i + V::kWidth <= count; i += V::kWidth) V::store(scores + i, V::template load_as<type>(x + i));
+  if (i < count) {
+    Element rest[V::kWidth] = {};
+    for (int j = i; j < count; ++j) rest[j - i] = x[j];
+    V::store(scores + i, V::template load_as<type>(rest));
+  }
+}
+
+template <class V>
+void score_row(const void* logits, DType type, int count, Scoring scoring, float* scores) {
+  switch (type) {
+    case DType::kF32: convert_logits<V, DType::kF32>(logits, count, scores); break;
+    case DType::kBF16: convert_logits<V, DType::kBF16>(logits, count, scores); break;
+    case DType::kF16: convert_logits<V, DType::kF16>(logits, count, scores); break;
+  }
+  score_logits<V>(scores, count, scoring);
+}
+
+// The table entries that are the same for every instruction set but for V.
+template <class V>
+constexpr Kernels rowwise_kernels(const char* name) {
+  Kernels k{};
+  k.name = name;
+  k.few_rows = kTileRows - 1;
+  k.thread_begin = [] {};
+  k.thread_end = [] {};
+  k.quantize_row = quantize_row<V>;
+  k.start = start_rows<V>;
+  k.finish = finish_rows<V>;
+  k.activate = activate_rows<V>;
+  k.combine = combine_rows<V>;
+  k.store_row = store_row<V>;
+  k.score = score_row<V>;
+  return k;
+}
+
+}  // namespace
+}  // namespace cpumoe

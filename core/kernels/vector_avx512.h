@@ -1,0 +1,101 @@
+// Sixteen floats in a ZMM register (AVX-512 F, BW, VL, DQ).
+#pragma once
+
+#include <immintrin.h>
+
+#include "vector_scalar.h"
+
+namespace cpumoe {
+namespace {
+
+struct F32x16 {
+  static constexpr int kWidth = 16;
+  template <DType type>
+  using Element = typename ElementOf<type>::Type;
+
+  __m512 v;
+
+  static F32x16 set(float f) { return {_mm512_set1_ps(f)}; }
+  static F32x16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
+  static void store(float* p, F32x16 x) { _mm512_storeu_ps(p, x.v); }
+  static F32x16 load_int(const std::int32_t* p) { return {_mm512_cvtepi32_ps(_mm512_loadu_si512(p))}; }
+  static void store_scaled_int(const std::int32_t* sums, std::int32_t factor, std::int32_t* dst) {
+    _mm512_storeu_si512(dst, _mm512_mullo_epi32(_mm512_loadu_si512(sums), _mm512_set1_epi32(factor)));
+  }
+  friend F32x16 operator+(F32x16 a, F32x16 b) { return {_mm512_add_ps(a.v, b.v)}; }
+  friend F32x16 operator-(F32x16 a, F32x16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
+  friend F32x16 operator*(F32x16 a, F32x16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
+  static F32x16 fma(F32x16 a, F32x16 b, F32x16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+  static F32x16 divide(F32x16 a, F32x16 b) { return {_mm512_div_ps(a.v, b.v)}; }
+  static F32x16 square_root(F32x16 a) { return {_mm512_sqrt_ps(a.v)}; }
+  static F32x16 abs(F32x16 a) { return {_mm512_abs_ps(a.v)}; }
+  static F32x16 copy_sign(F32x16 magnitude, F32x16 sign) {
+    const __m512 mask = _mm512_set1_ps(-0.0f);
+    return {_mm512_or_ps(_mm512_andnot_ps(mask, magnitude.v), _mm512_and_ps(mask, sign.v))};
+  }
+  static F32x16 select_less(F32x16 a, F32x16 b, F32x16 yes, F32x16 no) {
+    return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), no.v, yes.v)};
+  }
+  static F32x16 keep_nan(F32x16 value, F32x16 x) {
+    return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q), value.v, x.v)};
+  }
+  static F32x16 power_of_two(F32x16 n) {
+    const __m512i exponent = _mm512_add_epi32(_mm512_cvttps_epi32(n.v), _mm512_set1_epi32(127));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(exponent, 23))};
+  }
+  static F32x16 reciprocal_guess(F32x16 d) {
+    return {_mm512_castsi512_ps(_mm512_sub_epi32(_mm512_set1_epi32(0x7EF311C7), _mm512_castps_si512(d.v)))};
+  }
+  static void store_rounded(std::uint8_t* dst, F32x16 x, std::int32_t zero) {
+    const __m512 half = copy_sign(set(0.49999997f), x).v;
+    __m512i i = _mm512_cvttps_epi32(_mm512_add_ps(x.v, half));
+    i = _mm512_max_epi32(_mm512_add_epi32(i, _mm512_set1_epi32(zero)), _mm512_setzero_si512());
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(dst), _mm512_cvtusepi32_epi8(i));
+  }
+
+  template <DType type>
+  static F32x16 load_as(const Element<type>* p) {
+    if constexpr (type == DType::kF32) {
+      return load(p);
+    } else {
+      const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+      if constexpr (type == DType::kF16) return {_mm512_cvtph_ps(h)};
+      return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16))};
+    }
+  }
+  template <DType type>
+  static void store_as(Element<type>* p, F32x16 x) {
+    if constexpr (type == DType::kF32) {
+      store(p, x);
+    } else {
+      __m256i h;
+      if constexpr (type == DType::kF16) {
+        h = _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+      } else {
+        const __m512i bits = _mm512_castps_si512(x.v);
+        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+        const __m512i rounded = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7FFF)), odd);
+        const __mmask16 nan = _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q);
+        const __m512i quiet = _mm512_or_si512(bits, _mm512_set1_epi32(0x400000));
+        h = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_blend_epi32(nan, rounded, quiet), 16));
+      }
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), h);
+    }
+  }
+};
+
+// Read-only pass for measuring DRAM: the loads and read-ahead of the kernels without their arithmetic.
+inline std::uint64_t read_zmm(const std::uint8_t* data, std::int64_t bytes) {
+  __m512i sum[4] = {};
+  for (std::int64_t i = 0; i < bytes; i += 256) {
+    for (int j = 0; j < 4; ++j) {
+      _mm_prefetch(reinterpret_cast<const char*>(data + i + 4096 + 64 * j), _MM_HINT_T1);
+      sum[j] = _mm512_add_epi64(sum[j], _mm512_loadu_si512(data + i + 64 * j));
+    }
+  }
+  const __m512i total = _mm512_add_epi64(_mm512_add_epi64(sum[0], sum[1]), _mm512_add_epi64(sum[2], sum[3]));
+  return static_cast<std::uint64_t>(_mm512_reduce_add_epi64(total));
+}
+
+}  // namespace
+}  // namespace cpumoe

@@ -1,0 +1,90 @@
+// Four floats in a NEON register (AArch64, Armv8.0).
+#pragma once
+
+#include <arm_neon.h>
+
+#include "vector_scalar.h"
+
+namespace cpumoe {
+namespace {
+
+struct F32x4 {
+  static constexpr int kWidth = 4;
+  template <DType type>
+  using Element = typename ElementOf<type>::Type;
+
+  float32x4_t v;
+
+  static F32x4 set(float f) { return {vdupq_n_f32(f)}; }
+  static F32x4 load(const float* p) { return {vld1q_f32(p)}; }
+  static void store(float* p, F32x4 x) { vst1q_f32(p, x.v); }
+  static F32x4 load_int(const std::int32_t* p) { return {vcvtq_f32_s32(vld1q_s32(p))}; }
+  static void store_scaled_int(const std::int32_t* sums, std::int32_t factor, std::int32_t* dst) {
+    vst1q_s32(dst, vmulq_s32(vld1q_s32(sums), vdupq_n_s32(factor)));
+  }
+  friend F32x4 operator+(F32x4 a, F32x4 b) { return {vaddq_f32(a.v, b.v)}; }
+  friend F32x4 operator-(F32x4 a, F32x4 b) { return {vsubq_f32(a.v, b.v)}; }
+  friend F32x4 operator*(F32x4 a, F32x4 b) { return {vmulq_f32(a.v, b.v)}; }
+  static F32x4 fma(F32x4 a, F32x4 b, F32x4 c) { return {vfmaq_f32(c.v, a.v, b.v)}; }
+  static F32x4 divide(F32x4 a, F32x4 b) { return {vdivq_f32(a.v, b.v)}; }
+  static F32x4 square_root(F32x4 a) { return {vsqrtq_f32(a.v)}; }
+  static F32x4 abs(F32x4 a) { return {vabsq_f32(a.v)}; }
+  static F32x4 copy_sign(F32x4 magnitude, F32x4 sign) {
+    return {vbslq_f32(vdupq_n_u32(0x80000000u), sign.v, magnitude.v)};
+  }
+  static F32x4 select_less(F32x4 a, F32x4 b, F32x4 yes, F32x4 no) {
+    return {vbslq_f32(vcltq_f32(a.v, b.v), yes.v, no.v)};
+  }
+  static F32x4 keep_nan(F32x4 value, F32x4 x) { return {vbslq_f32(vceqq_f32(x.v, x.v), value.v, x.v)}; }
+  static F32x4 power_of_two(F32x4 n) {
+    return {vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n.v), vdupq_n_s32(127)), 23))};
+  }
+  static F32x4 reciprocal_guess(F32x4 d) {
+    return {vreinterpretq_f32_u32(vsubq_u32(vdupq_n_u32(0x7EF311C7u), vreinterpretq_u32_f32(d.v)))};
+  }
+  static void store_rounded(std::uint8_t* dst, F32x4 x, std::int32_t zero) {
+    const float32x4_t half = copy_sign(set(0.49999997f), x).v;
+    const int32x4_t i = vaddq_s32(vcvtq_s32_f32(vaddq_f32(x.v, half)), vdupq_n_s32(zero));
+    const uint8x8_t bytes = vqmovun_s16(vcombine_s16(vqmovn_s32(i), vdup_n_s16(0)));
+    const std::uint32_t quad = vget_lane_u32(vreinterpret_u32_u8(bytes), 0);
+    memcpy(dst, &quad, 4);
+  }
+
+  template <DType type>
+  static F32x4 load_as(const Element<type>* p) {
+    if constexpr (type == DType::kF32) {
+      return load(p);
+    } else if constexpr (type == DType::kBF16) {
+      return {vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16))};
+    } else {
+      return {vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)))};
+    }
+  }
+  template <DType type>
+  static void store_as(Element<type>* p, F32x4 x) {
+    if constexpr (type == DType::kF32) {
+      store(p, x);
+    } else if constexpr (type == DType::kF16) {
+      vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(x.v)));
+    } else {
+      const uint32x4_t bits = vreinterpretq_u32_f32(x.v);
+      const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+      const uint32x4_t rounded = vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7FFF)), odd);
+      const uint32x4_t quiet = vorrq_u32(bits, vdupq_n_u32(0x400000));
+      vst1_u16(p, vshrn_n_u32(vbslq_u32(vceqq_f32(x.v, x.v), rounded, quiet), 16));
+    }
+  }
+};
+
+inline std::uint64_t read_neon(const std::uint8_t* data, std::int64_t bytes) {
+  uint64x2_t sum[4] = {vdupq_n_u64(0), vdupq_n_u64(0), vdupq_n_u64(0), vdupq_n_u64(0)};
+  for (std::int64_t i = 0; i < bytes; i += 64) {
+    __builtin_prefetch(data + i + 4096, 0, 2);
+    for (int j = 0; j < 4; ++j) sum[j] = vaddq_u64(sum[j], vreinterpretq_u64_u8(vld1q_u8(data + i + 16 * j)));
+  }
+  const uint64x2_t total = vaddq_u64(vaddq_u64(sum[0], sum[1]), vaddq_u64(sum[2], sum[3]));
+  return vgetq_lane_u64(total, 0) + vgetq_lane_u64(total, 1);
+}
+
+}  // namespace
+}  // namespace cpumoe

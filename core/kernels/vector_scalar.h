@@ -1,0 +1,122 @@
+// The vector type of width one: plain floats. It defines what the others must compute.
+#pragma once
+
+#include <math.h>
+#include <string.h>
+
+#include "../kernel.h"
+
+namespace cpumoe {
+namespace {
+
+template <class To, class From>
+inline To bits_as(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  memcpy(&to, &from, sizeof(to));
+  return to;
+}
+
+inline float half_to_float(std::uint16_t h) {
+  const std::uint32_t sign = static_cast<std::uint32_t>(h & 0x8000u) << 16;
+  const std::uint32_t magnitude = h & 0x7FFFu;
+  if (magnitude >= 0x7C00u) return bits_as<float>(sign | 0x7F800000u | (magnitude & 0x3FFu) << 13);
+  if (magnitude >= 0x400u) return bits_as<float>(sign | ((magnitude << 13) + 0x38000000u));
+  const float subnormal = static_cast<float>(magnitude) * 5.9604644775390625e-8f;  // 2^-24
+  return sign != 0 ? -subnormal : subnormal;
+}
+
+inline std::uint16_t float_to_half(float f) {
+  const std::uint32_t bits = bits_as<std::uint32_t>(f);
+  const auto sign = static_cast<std::uint16_t>(bits >> 16 & 0x8000u);
+  const std::uint32_t magnitude = bits & 0x7FFFFFFFu;
+  if (magnitude > 0x7F800000u) return static_cast<std::uint16_t>(sign | 0x7E00u | (magnitude >> 13 & 0x3FFu));
+  if (magnitude >= 0x47800000u) return static_cast<std::uint16_t>(sign | 0x7C00u);
+  if (magnitude < 0x38800000u) {  // subnormal half: adding 0.5 leaves the rounded mantissa in the low bits
+    const float shifted = bits_as<float>(magnitude) + 0.5f;
+    return static_cast<std::uint16_t>(sign | (bits_as<std::uint32_t>(shifted) - 0x3F000000u));
+  }
+  const std::uint32_t odd = magnitude >> 13 & 1u;
+  return static_cast<std::uint16_t>(sign | ((magnitude - 0x38000000u + 0xFFFu + odd) >> 13));
+}
+
+inline std::uint16_t float_to_bfloat(float f) {
+  const std::uint32_t bits = bits_as<std::uint32_t>(f);
+  if ((bits & 0x7FFFFFFFu) > 0x7F800000u) return static_cast<std::uint16_t>(bits >> 16 | 0x40u);
+  return static_cast<std::uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
+}
+
+template <DType type>
+struct ElementOf {
+  using Type = std::uint16_t;
+};
+template <>
+struct ElementOf<DType::kF32> {
+  using Type = float;
+};
+
+struct F32x1 {
+  static constexpr int kWidth = 1;
+  template <DType type>
+  using Element = typename ElementOf<type>::Type;
+
+  float v;
+
+  static F32x1 set(float f) { return {f}; }
+  static F32x1 load(const float* p) { return {*p}; }
+  static void store(float* p, F32x1 x) { *p = x.v; }
+  static F32x1 load_int(const std::int32_t* p) { return {static_cast<float>(*p)}; }
+  static void store_scaled_int(const std::int32_t* sums, std::int32_t factor, std::int32_t* dst) {
+    *dst = static_cast<std::int32_t>(static_cast<std::uint32_t>(*sums) * static_cast<std::uint32_t>(factor));
+  }
+  friend F32x1 operator+(F32x1 a, F32x1 b) { return {a.v + b.v}; }
+  friend F32x1 operator-(F32x1 a, F32x1 b) { return {a.v - b.v}; }
+  friend F32x1 operator*(F32x1 a, F32x1 b) { return {a.v * b.v}; }
+  static F32x1 fma(F32x1 a, F32x1 b, F32x1 c) { return {__builtin_fmaf(a.v, b.v, c.v)}; }
+  static F32x1 divide(F32x1 a, F32x1 b) { return {a.v / b.v}; }
+  static F32x1 square_root(F32x1 a) { return {__builtin_sqrtf(a.v)}; }
+  static F32x1 abs(F32x1 a) { return {__builtin_fabsf(a.v)}; }
+  static F32x1 copy_sign(F32x1 magnitude, F32x1 sign) { return {__builtin_copysignf(magnitude.v, sign.v)}; }
+  static F32x1 select_less(F32x1 a, F32x1 b, F32x1 yes, F32x1 no) { return a.v < b.v ? yes : no; }
+  static F32x1 keep_nan(F32x1 value, F32x1 x) { return x.v != x.v ? x : value; }
+
+  // 2^n for an integral n in [-126, 127]
+  static F32x1 power_of_two(F32x1 n) {
+    const auto exponent = static_cast<std::int32_t>(n.v == n.v ? n.v : 0.0f);
+    return {bits_as<float>((exponent + 127) << 23)};
+  }
+  static F32x1 reciprocal_guess(F32x1 d) {
+    return {bits_as<float>(static_cast<std::uint32_t>(0x7EF311C7u) - bits_as<std::uint32_t>(d.v))};
+  }
+
+  // Rounds to nearest, ties away from zero, adds the zero point, clamps to a byte. 0.5 - 2^-25 is the
+  // constant for which truncation after the addition rounds every float below 2^22 correctly.
+  static void store_rounded(std::uint8_t* dst, F32x1 x, std::int32_t zero) {
+    const auto i = static_cast<std::int32_t>(x.v + __builtin_copysignf(0.49999997f, x.v)) + zero;
+    *dst = static_cast<std::uint8_t>(i < 0 ? 0 : i > 255 ? 255 : i);
+  }
+
+  template <DType type>
+  static F32x1 load_as(const Element<type>* p) {
+    if constexpr (type == DType::kF32) {
+      return {*p};
+    } else if constexpr (type == DType::kBF16) {
+      return {bits_as<float>(static_cast<std::uint32_t>(*p) << 16)};
+    } else {
+      return {half_to_float(*p)};
+    }
+  }
+  template <DType type>
+  static void store_as(Element<type>* p, F32x1 x) {
+    if constexpr (type == DType::kF32) {
+      *p = x.v;
+    } else if constexpr (type == DType::kBF16) {
+      *p = float_to_bfloat(x.v);
+    } else {
+      *p = float_to_half(x.v);
+    }
+  }
+};
+
+}  // namespace
+}  // namespace cpumoe

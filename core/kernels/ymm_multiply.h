@@ -1,0 +1,163 @@
+// The product on 256-bit registers, for AVX2 and AVX-VNNI. They differ in how four bytes are multiplied and summed:
+//
+//   struct Dot {
+//     static constexpr bool kTimes16;   // weights come in as 16 w (int4), not w
+//     struct Sum { ... };               // running sums of 8 columns
+//     Sum::clear(), Sum::add<weights>(activations, weights), Sum::fold<weights>(), Sum::value() -> __m256i of 8 int32
+//   };
+//
+// `fold` is called after every 8 lines (32 inputs); AVX2 sums 16-bit pairs up to there.
+#pragma once
+
+#include "row_blocks.h"
+#include "rowwise.h"
+#include "vector_avx2.h"
+
+namespace cpumoe {
+namespace {
+
+inline __m256i load_ymm(const std::uint8_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+
+inline __m256i broadcast_quad(const std::uint8_t* p) {
+  std::int32_t quad;
+  __builtin_memcpy(&quad, p, 4);
+  return _mm256_set1_epi32(quad);
+}
+
+inline __m256 load_scales(const std::uint8_t* scales, ScaleType type, int index) {
+  if (type == ScaleType::kF32) return _mm256_loadu_ps(reinterpret_cast<const float*>(scales + index * 4));
+  const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + index * 2));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
+}
+
+// Nibbles of a vector as signed bytes: 16 w by masks, or w by a table.
+template <class Dot, int half>
+inline __m256i nibbles(__m256i v) {
+  if constexpr (Dot::kTimes16) {
+    const __m256i mask = _mm256_set1_epi8(static_cast<char>(0xF0));
+    return _mm256_and_si256(half == 0 ? _mm256_slli_epi16(v, 4) : v, mask);
+  } else {
+    const __m256i table = _mm256_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6,
+                                           7, -8, -7, -6, -5, -4, -3, -2, -1);
+    const __m256i mask = _mm256_set1_epi8(0x0F);
+    return _mm256_shuffle_epi8(table, _mm256_and_si256(half == 0 ? v : _mm256_srli_epi16(v, 4), mask));
+  }
+}
+
+// Eight lines (32 inputs) of one 16-column tile and one half of the record, for M rows. `packed` reads nibbles on the
+// way, else the record is in the int8 layout.
+template <class Dot, int M, WeightType weights, bool packed, int half>
+inline __attribute__((always_inline)) void add_lines(const std::uint8_t* w, const std::uint8_t* x,
+                                                     typename Dot::Sum (&sum)[M][2]) {
+#pragma GCC unroll 8
+  for (int line = 0; line < 8; ++line) {
+    __m256i w0 = load_ymm(w + line * 128), w1 = load_ymm(w + line * 128 + 32);
+    if constexpr (packed) {
+      w0 = nibbles<Dot, half>(w0);
+      w1 = nibbles<Dot, half>(w1);
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < M; ++r) {
+      const __m256i u = broadcast_quad(x + r * 64 + line * 4);
+      sum[r][0].template add<weights>(u, w0);
+      sum[r][1].template add<weights>(u, w1);
+    }
+  }
+  for (int r = 0; r < M; ++r) {
+    sum[r][0].template fold<weights>();
+    sum[r][1].template fold<weights>();
+  }
+}
+
+template <class Dot>
+struct Ymm {
+  static constexpr int kRowsAtOnce = 4;  // 8 running sums in the 16 registers
+  static constexpr int kStraightRows = 4;
+
+  static void unpack_record(const std::uint8_t* packed, std::uint8_t* unpacked) {
+    for (int i = 0; i < kInt4RecordBytes; i += 32) {
+      const __m256i v = load_ymm(packed + i);
+      _mm256_store_si256(reinterpret_cast<__m256i*>(unpacked + i), nibbles<Dot, 0>(v));
+      _mm256_store_si256(reinterpret_cast<__m256i*>(unpacked + kInt8RecordBytes / 2 + i), nibbles<Dot, 1>(v));
+    }
+  }
+
+  template <int M, int subgroup, WeightType weights, bool packed>
+  static void record_product(const RecordArgs& args) {
+    constexpr int kShift = weights == WeightType::kInt4 && !Dot::kTimes16 ? 4 : 0;  // brings w to 16 w
+    for (int tile = 0; tile < 2; ++tile) {                                          // 16 columns at a time
+      typename Dot::Sum sum[M][2];
+      for (int r = 0; r < M; ++r) {
+        sum[r][0].clear();
+        sum[r][1].clear();
+      }
+      float* tile_acc = args.acc + tile * (kTileRows * kTileColumns);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) {
+        const RecordPart part = record_part<subgroup>(i);
+        const std::uint8_t* w =
+            args.weights + part.line * 128 + tile * 64 + (packed ? 0 : part.half * (kInt8RecordBytes / 2));
+        const std::uint8_t* x = args.a + part.half * args.half_bytes + part.line * 4;
+        if (part.half == 0) {
+          add_lines<Dot, M, weights, packed, 0>(w, x, sum);
+        } else {
+          add_lines<Dot, M, weights, packed, 1>(w, x, sum);
+        }
+        if (!part.scale_ends) continue;
+        for (int c = 0; c < 2; ++c) {
+          const __m256 s =
+              load_scales(args.scales, args.scale_type, part.slot * kBlockColumns + tile * kTileColumns + c * 8);
+          for (int r = 0; r < M; ++r) {
+            float* p = tile_acc + r * kTileColumns + c * 8;
+            const __m256 v = _mm256_cvtepi32_ps(_mm256_slli_epi32(sum[r][c].value(), kShift));
+            _mm256_storeu_ps(p, _mm256_fmadd_ps(v, s, _mm256_loadu_ps(p)));
+            sum[r][c].clear();
+          }
+        }
+      }
+      if (subgroup != 0) continue;
+      for (int r = 0; r < M; ++r) {
+        for (int c = 0; c < 2; ++c) {
+          auto* p = reinterpret_cast<__m256i*>(tile_acc + r * kTileColumns + c * 8);
+          const __m256i v = _mm256_slli_epi32(sum[r][c].value(), kShift);
+          _mm256_storeu_si256(p, _mm256_add_epi32(v, _mm256_loadu_si256(p)));
+        }
+      }
+    }
+  }
+};
+
+template <class Dot>
+double dot_peak(std::int64_t iterations) {
+  constexpr int kChains = 8;
+  typename Dot::Sum sum[kChains];
+  for (auto& s : sum) s.clear();
+  __m256i u = _mm256_set1_epi8(3), w = _mm256_set1_epi8(5);
+  for (std::int64_t i = 0; i < iterations; ++i) {
+#pragma GCC unroll 8
+    for (int line = 0; line < 8; ++line) {
+      asm volatile("" : "+x"(u), "+x"(w));  // keeps the products in the loop
+#pragma GCC unroll 8
+      for (int j = 0; j < kChains; ++j) sum[j].template add<WeightType::kInt4>(u, w);
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < kChains; ++j) sum[j].template fold<WeightType::kInt4>();
+  }
+  for (auto& s : sum) {
+    const __m256i value = s.value();
+    asm volatile("" : : "x"(value));
+  }
+  return static_cast<double>(iterations) * 8 * kChains * 64.0;
+}
+
+template <class Dot>
+constexpr Kernels ymm_kernels(const char* name) {
+  Kernels k = rowwise_kernels<F32x8>(name);
+  k.multiply = multiply_row_blocks<Ymm<Dot>>;
+  k.dot_peak = dot_peak<Dot>;
+  k.read_bytes = read_ymm;
+  return k;
+}
+
+}  // namespace
+}  // namespace cpumoe

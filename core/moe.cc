@@ -1,0 +1,349 @@
+#include "moe.h"
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "check.h"
+#include "memory.h"
+#include "plan.h"
+#include "products.h"
+#include "threads.h"
+
+namespace cpumoe {
+namespace {
+
+// Intermediate values of more tokens than this are computed in several rounds, so that scratch memory stays bounded.
+constexpr std::int64_t kMaxTokens = 4096, kMinTokens = 256, kHiddenBytes = 128 << 20;
+
+// What a chunk's rows are multiplied with when the weights went to the input.
+constexpr auto kOnes = [] {
+  std::array<float, kMaxRowTiles * kTileRows> ones{};
+  for (float& one : ones) one = 1.0f;
+  return ones;
+}();
+
+struct ThreadScratch {
+  ProductScratch product;
+  Buffer gathered, hidden, slice, scales, zeros;
+};
+
+// Everything a calling thread keeps between calls.
+struct Scratch {
+  Plan plan;
+  Buffer tokens, token_quant, hidden, rows, row_scale, row_zero;
+  std::vector<std::unique_ptr<ThreadScratch>> threads;
+};
+
+Scratch& scratch_of_this_thread() {
+  static thread_local Scratch scratch;
+  return scratch;
+}
+
+// A counter from which threads take work items. Each thread holds one item more than it works on, so that it knows
+// which weights to read ahead.
+class Queue {
+ public:
+  int take() { return next_.fetch_add(1, std::memory_order_relaxed); }
+
+ private:
+  alignas(64) std::atomic<int> next_{0};
+};
+
+class Forward {
+ public:
+  Forward(const Kernels& kernels, const MoeCall& call, int threads, Scratch* s)
+      : k_(kernels), c_(call), s_(*s), plan_(s->plan) {
+    make_plan({call.ids, call.weights, call.tokens, call.topk}, call.gate_up.spec.experts, kernels.few_rows, &plan_);
+    hidden_stride_ = call.down.padded_depth;
+    const auto active = static_cast<std::int64_t>(plan_.experts.size());
+    // With many experts a thread takes a whole one: its intermediate rows stay in that thread's cache and are quantised
+    // at once. Otherwise threads share an expert and meet at a barrier in between.
+    whole_experts_ = active >= 32 * threads && plan_.most_rows * hidden_stride_ * 4 <= 32 << 20;
+    const std::int64_t blocks = active * call.gate_up.blocks;
+    blocks_per_item_ =
+        whole_experts_ ? call.gate_up.blocks
+                       : static_cast<int>(std::clamp<std::int64_t>(blocks / (48 * threads), 1, call.gate_up.blocks));
+    items_per_expert_ = (call.gate_up.blocks + blocks_per_item_ - 1) / blocks_per_item_;
+    first_items_ = static_cast<int>(active) * items_per_expert_;
+    // Many tokens: four blocks of columns together, so that a row of `out` is visited less often.
+    blocks_per_slice_ = call.tokens <= 64 ? 1 : static_cast<int>(std::clamp(call.down.blocks / (4 * threads), 1, 4));
+    slices_ = (call.down.blocks + blocks_per_slice_ - 1) / blocks_per_slice_;
+    order_.resize(plan_.experts.size());
+    for (std::size_t i = 0; i < order_.size(); ++i) order_[i] = static_cast<int>(i);
+    if (whole_experts_) {  // longest first, so that the threads end together
+      std::stable_sort(order_.begin(), order_.end(), [&](int a, int b) {
+        return plan_.experts[static_cast<std::size_t>(a)].slots > plan_.experts[static_cast<std::size_t>(b)].slots;
+      });
+    }
+    tokens_ = s_.tokens.get<std::uint8_t>(call.tokens * call.gate_up.padded_depth);
+    token_quant_ = s_.token_quant.get<RowQuant>(call.tokens);
+    rows_ = s_.rows.get<std::uint8_t>(plan_.slots * hidden_stride_);
+    row_scale_ = s_.row_scale.get<float>(plan_.slots);
+    row_zero_ = s_.row_zero.get<std::int32_t>(plan_.slots);
+    if (!whole_experts_) hidden_ = s_.hidden.get<float>(plan_.slots * hidden_stride_);
+    while (static_cast<int>(s_.threads.size()) < threads) s_.threads.push_back(std::make_unique<ThreadScratch>());
+    for (int i = 0; i < threads; ++i) {
+      ThreadScratch& t = *s_.threads[static_cast<std::size_t>(i)];
+      t.gathered.get<std::uint8_t>(plan_.most_rows * call.gate_up.padded_depth);
+      t.scales.get<float>(plan_.most_rows);
+      t.zeros.get<std::int32_t>(plan_.most_rows);
+      t.slice.get<float>(call.tokens * blocks_per_slice_ * kBlockColumns);
+      if (whole_experts_) t.hidden.get<float>(plan_.most_rows * hidden_stride_);
+    }
+  }
+
+  void run(Worker& worker) {
+    ThreadScratch& t = *s_.threads[static_cast<std::size_t>(worker.index)];
+    k_.thread_begin();
+    const int item = first_queue_.take(), slice = second_queue_.take();
+    read_ahead_of(item);
+    quantize_tokens(worker);
+    worker.barrier->wait();
+    first_product(item, slice, t);
+    worker.barrier->wait();
+    if (!whole_experts_) {
+      quantize_hidden_rows(worker);
+      worker.barrier->wait();
+    }
+    second_product(slice, t);
+    k_.thread_end();
+  }
+
+ private:
+  struct FirstItem {
+    const ExpertRows* rows;
+    int first, last;
+  };
+
+  FirstItem first_item(int index) const {
+    const ExpertRows& rows =
+        plan_.experts[static_cast<std::size_t>(order_[static_cast<std::size_t>(index / items_per_expert_)])];
+    const int first = index % items_per_expert_ * blocks_per_item_;
+    return {&rows, first, std::min(first + blocks_per_item_, c_.gate_up.blocks)};
+  }
+
+  // The first weights come from DRAM while the tokens are being quantised.
+  void read_ahead_of(int index) const {
+    if (index >= first_items_) return;
+    const std::uint8_t* weights = first_weights(index);
+    for (int i = 0; i < kReadAheadBytes; i += 64) __builtin_prefetch(weights + i, 0, 2);
+  }
+
+  void quantize_tokens(const Worker& worker) {
+    const std::int64_t hidden = c_.gate_up.spec.depth, padded = c_.gate_up.padded_depth;
+    const std::int64_t element = c_.type == DType::kF32 ? 4 : 2;
+    for (std::int64_t t = c_.tokens * worker.index / worker.count; t < c_.tokens * (worker.index + 1) / worker.count;
+         ++t) {
+      QuantizeRow row{static_cast<const std::uint8_t*>(c_.x) + t * hidden * element,
+                      c_.type,
+                      hidden,
+                      padded,
+                      tokens_ + t * padded,
+                      kRecordDepth,
+                      kRecordDepth / 2};
+      token_quant_[t] = k_.quantize_row(row);
+    }
+  }
+
+  // The tokens of an expert, in the layout its chunks are multiplied in. A single row is used where it lies.
+  const std::uint8_t* gather(const ExpertRows& e, ThreadScratch& t) const {
+    const std::int64_t padded = c_.gate_up.padded_depth;
+    auto* scale = t.scales.get<float>(e.slots);
+    auto* zero = t.zeros.get<std::int32_t>(e.slots);
+    const std::int32_t* token = plan_.slot_token.data() + e.first_slot;
+    for (int r = 0; r < e.rows; ++r) {
+      const RowQuant q = token_quant_[token[r]];
+      scale[r] = c_.weight_on_input ? q.scale * plan_.slot_weight[static_cast<std::size_t>(e.first_slot + r)] : q.scale;
+      zero[r] = q.zero;
+    }
+    if (e.rows == 1 && e.tile_rows == 1) return tokens_ + token[0] * padded;
+    auto* gathered = t.gathered.get<std::uint8_t>(e.slots * padded);
+    for (int index = 0; index < e.chunks; ++index) {
+      const RowChunk chunk = Plan::chunk(e, index);
+      const int base = chunk.first_slot - e.first_slot;
+      for (int r = 0; r < chunk.rows; ++r) {
+        const std::uint8_t* src = tokens_ + token[base + r] * padded;
+        const std::uint8_t* later = tokens_ + token[std::min(base + r + 2, e.rows - 1)] * padded;
+        std::uint8_t* dst = gathered + base * padded + row_offset(chunk, r);
+        for (std::int64_t i = 0; i < padded; i += kRecordDepth, dst += record_stride(chunk)) {
+          __builtin_prefetch(later + i);
+          __builtin_prefetch(later + i + 64);
+          std::memcpy(dst, src + i, 64);
+          std::memcpy(dst + half_stride(chunk), src + i + 64, 64);
+        }
+      }
+    }
+    return gathered;
+  }
+
+  void first_product(int index, int first_slice, ThreadScratch& t) {
+    const int block_outputs = c_.activation.gated ? kTileColumns : kBlockColumns;
+    const ExpertRows* gathered_for = nullptr;
+    const std::uint8_t* a = nullptr;
+    while (index < first_items_) {
+      const int next_index = first_queue_.take();
+      const FirstItem item = first_item(index);
+      const ExpertRows& e = *item.rows;
+      const std::uint8_t* next = next_index < first_items_ ? first_weights(next_index) : second_weights(first_slice, 0);
+      if (gathered_for != &e) a = gather(e, t);
+      gathered_for = &e;
+      // Rows of `hidden` are counted from the expert's first slot.
+      float* hidden =
+          whole_experts_ ? t.hidden.get<float>(e.slots * hidden_stride_) : hidden_ + e.first_slot * hidden_stride_;
+      for (int block = item.first; block < item.last; block += kBlocksPerPass) {
+        const int block_end = std::min(block + kBlocksPerPass, item.last);
+        for (int chunk_index = 0; chunk_index < e.chunks; ++chunk_index) {
+          const RowChunk chunk = Plan::chunk(e, chunk_index);
+          const int base = chunk.first_slot - e.first_slot;
+          const ChunkInput in{chunk, a + base * c_.gate_up.padded_depth, t.scales.get<float>(e.slots) + base,
+                              t.zeros.get<std::int32_t>(e.slots) + base};
+          const std::uint8_t* after = block_end < item.last ? nullptr : next;
+          multiply_blocks(k_, c_.gate_up, e.expert, block, block_end, in, chunk_index == 0, after, &t.product,
+                          [&](int b, const BlockRows& rows) {
+                            k_.activate(rows, c_.activation, hidden + base * hidden_stride_ + b * block_outputs,
+                                        hidden_stride_);
+                          });
+        }
+      }
+      if (whole_experts_) {
+        for (int r = 0; r < e.rows; ++r) quantize_hidden_row(e, r, hidden + r * hidden_stride_);
+      }
+      index = next_index;
+    }
+  }
+
+  const std::uint8_t* first_weights(int index) const {
+    const FirstItem item = first_item(index);
+    return c_.gate_up.block(item.rows->expert, item.first);
+  }
+
+  // Where a slice's weights of the i-th active expert begin; null when there is none.
+  const std::uint8_t* second_weights(int slice, std::size_t i) const {
+    if (slice >= slices_ || i >= plan_.experts.size()) return nullptr;
+    return c_.down.block(plan_.experts[i].expert, slice * blocks_per_slice_);
+  }
+
+  void quantize_hidden_row(const ExpertRows& e, int row, const float* hidden) {
+    const RowChunk chunk = Plan::chunk(e, row / (e.chunk_tiles * e.tile_rows));
+    const int in_chunk = e.first_slot + row - chunk.first_slot;
+    QuantizeRow q{hidden,
+                  DType::kF32,
+                  c_.down.spec.depth,
+                  c_.down.padded_depth,
+                  rows_ + chunk.first_slot * hidden_stride_ + row_offset(chunk, in_chunk),
+                  record_stride(chunk),
+                  half_stride(chunk)};
+    const RowQuant quant = k_.quantize_row(q);
+    row_scale_[e.first_slot + row] = quant.scale;
+    row_zero_[e.first_slot + row] = quant.zero;
+  }
+
+  void quantize_hidden_rows(const Worker& worker) {
+    int turn = 0;
+    for (const ExpertRows& e : plan_.experts) {
+      for (int r = 0; r < e.rows; ++r, ++turn) {
+        if (turn % worker.count == worker.index) {
+          quantize_hidden_row(e, r, hidden_ + (e.first_slot + r) * hidden_stride_);
+        }
+      }
+    }
+  }
+
+  // Every slice of output columns belongs to one thread, which adds the experts in ascending order: no two threads
+  // write one value, and the order of the sum never depends on the threads.
+  void second_product(int slice, ThreadScratch& t) {
+    const std::int64_t hidden = c_.down.spec.columns;
+    const std::int64_t element = c_.type == DType::kF32 ? 4 : 2;
+    while (slice < slices_) {
+      const int next_slice = second_queue_.take();
+      const int first = slice * blocks_per_slice_, last = std::min(first + blocks_per_slice_, c_.down.blocks);
+      const std::int64_t stride = blocks_per_slice_ * kBlockColumns;
+      auto* out = t.slice.get<float>(c_.tokens * stride);
+      std::memset(out, 0, static_cast<std::size_t>(c_.tokens * stride) * sizeof(float));
+      for (std::size_t i = 0; i < plan_.experts.size(); ++i) {
+        const ExpertRows& e = plan_.experts[i];
+        const std::uint8_t* next =
+            i + 1 < plan_.experts.size() ? second_weights(slice, i + 1) : second_weights(next_slice, 0);
+        for (int index = 0; index < e.chunks; ++index) {
+          const RowChunk chunk = Plan::chunk(e, index);
+          const ChunkInput in{chunk, rows_ + chunk.first_slot * hidden_stride_, row_scale_ + chunk.first_slot,
+                              row_zero_ + chunk.first_slot};
+          multiply_blocks(k_, c_.down, e.expert, first, last, in, index == 0, next, &t.product,
+                          [&](int block, const BlockRows& rows) {
+                            k_.combine(rows, combine_weight(chunk.first_slot),
+                                       plan_.slot_token.data() + chunk.first_slot,
+                                       out + (block - first) * kBlockColumns, stride);
+                          });
+        }
+      }
+      const std::int64_t column = static_cast<std::int64_t>(first) * kBlockColumns;
+      const std::int64_t columns = std::min(hidden, static_cast<std::int64_t>(last) * kBlockColumns) - column;
+      for (std::int64_t token = 0; token < c_.tokens; ++token) {
+        k_.store_row(out + token * stride, columns, c_.type,
+                     static_cast<std::uint8_t*>(c_.out) + (token * hidden + column) * element);
+      }
+      slice = next_slice;
+    }
+  }
+
+  const float* combine_weight(int slot) const {
+    return c_.weight_on_input ? kOnes.data() : plan_.slot_weight.data() + slot;
+  }
+
+  const Kernels& k_;
+  const MoeCall& c_;
+  Scratch& s_;
+  Plan& plan_;
+  std::int64_t hidden_stride_ = 0;
+  bool whole_experts_ = false;
+  int blocks_per_item_ = 0, items_per_expert_ = 0, first_items_ = 0, blocks_per_slice_ = 0, slices_ = 0;
+  std::vector<int> order_;
+  std::uint8_t* tokens_ = nullptr;
+  RowQuant* token_quant_ = nullptr;
+  std::uint8_t* rows_ = nullptr;
+  float* hidden_ = nullptr;
+  float* row_scale_ = nullptr;
+  std::int32_t* row_zero_ = nullptr;
+  Queue first_queue_, second_queue_;
+};
+
+void check_call(const MoeCall& c) {
+  const MatrixSpec &g = c.gate_up.spec, &d = c.down.spec;
+  require(g.experts == d.experts, "gate_up holds ", g.experts, " experts, down holds ", d.experts);
+  require(g.gated == c.activation.gated, "gate_up was packed ", g.gated ? "with" : "without",
+          " gate and up rows, but the activation is ", c.activation.gated ? "gated" : "not gated");
+  require(!d.gated, "down was packed with gate and up rows; pack it as a plain matrix");
+  const std::int64_t inner = g.gated ? g.columns / 2 : g.columns;
+  require(d.depth == inner, "down takes ", d.depth, " inputs, but gate_up gives ", inner);
+  require(d.columns == g.depth, "down gives ", d.columns, " outputs, but hidden_states have ", g.depth);
+  for (std::int64_t i = 0; i < c.tokens * c.topk; ++i) {
+    require(c.ids[i] >= -1 && c.ids[i] < g.experts, "topk_ids[", i / c.topk, ", ", i % c.topk, "]=", c.ids[i],
+            "; 0 to ", g.experts - 1, " are experts and -1 means none");
+  }
+}
+
+}  // namespace
+
+void moe_forward(const Kernels& kernels, const MoeCall& call) {
+  check_call(call);
+  const std::int64_t width = call.gate_up.spec.depth * (call.type == DType::kF32 ? 4 : 2);
+  const std::int64_t row_bytes = std::max<std::int64_t>(1, call.topk) * call.down.padded_depth * 4;
+  const std::int64_t step = std::clamp(kHiddenBytes / row_bytes, kMinTokens, kMaxTokens);
+  const int threads = thread_count();
+  for (std::int64_t first = 0; first < call.tokens; first += step) {
+    MoeCall part = call;
+    part.tokens = std::min(step, call.tokens - first);
+    part.x = static_cast<const std::uint8_t*>(call.x) + first * width;
+    part.out = static_cast<std::uint8_t*>(call.out) + first * width;
+    part.ids = call.ids + first * call.topk;
+    part.weights = call.weights + first * call.topk;
+    Forward forward(kernels, part, threads, &scratch_of_this_thread());
+    run_on_threads(threads, [&](Worker& worker) { forward.run(worker); });
+  }
+}
+
+}  // namespace cpumoe

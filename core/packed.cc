@@ -1,0 +1,332 @@
+#include "packed.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstddef>
+#include <cstring>
+#include <mutex>
+#include <numeric>
+
+#include "check.h"
+#include "threads.h"
+
+namespace cpumoe {
+namespace {
+
+constexpr char kMagic[8] = {'C', 'P', 'U', 'M', 'O', 'E', 'P', 'K'};
+constexpr std::uint32_t kVersion = 1;
+
+// Limits that keep every size below 2^62 and every int32 dot product from overflowing:
+// 65536 * 255 * 128 = 2,139,095,040 < 2^31.
+constexpr std::int64_t kMaxExperts = 1 << 16, kMaxColumns = 1 << 24, kMaxDepth = 1 << 16;
+
+struct Header {
+  char magic[8];
+  std::uint32_t version, weights, scales, group, experts, columns, depth, flags;
+  std::uint64_t total_bytes, reserved, check;
+};
+static_assert(sizeof(Header) == kPackedHeaderBytes);
+
+constexpr std::uint32_t kFlagGated = 1, kFlagBias = 2;
+
+std::uint64_t header_check(const Header& h) {  // FNV-1a of all that comes before the check
+  const auto* bytes = reinterpret_cast<const std::uint8_t*>(&h);
+  std::uint64_t hash = 1469598103934665603ull;
+  for (std::size_t i = 0; i < offsetof(Header, check); ++i) hash = (hash ^ bytes[i]) * 1099511628211ull;
+  return hash;
+}
+
+float bfloat_to_float(std::uint16_t h) {
+  const std::uint32_t bits = static_cast<std::uint32_t>(h) << 16;
+  float f;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+
+float half_to_float(std::uint16_t h) {
+  const int exponent = h >> 10 & 0x1F, mantissa = h & 0x3FF;
+  float f = exponent == 0x1F ? (mantissa == 0 ? INFINITY : NAN)
+            : exponent == 0  ? std::ldexp(static_cast<float>(mantissa), -24)
+                             : std::ldexp(static_cast<float>(mantissa + 1024), exponent - 25);
+  return (h & 0x8000) != 0 ? -f : f;
+}
+
+float element(const void* data, DType type, std::int64_t index) {
+  if (type == DType::kF32) return static_cast<const float*>(data)[index];
+  const std::uint16_t h = static_cast<const std::uint16_t*>(data)[index];
+  return type == DType::kBF16 ? bfloat_to_float(h) : half_to_float(h);
+}
+
+std::uint16_t to_bfloat(float f) {  // nearest even; f is finite
+  std::uint32_t bits;
+  std::memcpy(&bits, &f, 4);
+  return static_cast<std::uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
+}
+
+// Source row of a block's column; -1 for padding.
+std::int64_t source_row(const MatrixSpec& spec, RowOrder order, std::int64_t block, int column) {
+  std::int64_t row = block * kBlockColumns + column;
+  if (order != RowOrder::kPlain) {
+    const std::int64_t gate = block * kTileColumns + column % kTileColumns;
+    const bool up = column >= kTileColumns;
+    row = order == RowOrder::kGateThenUp ? gate + (up ? spec.columns / 2 : 0) : 2 * gate + (up ? 1 : 0);
+  }
+  return row < spec.columns ? row : -1;
+}
+
+// Where in a record input i's scale stands (see packed.h).
+int scale_slot(int subgroup, int i) {
+  if (subgroup == 128) return 0;
+  if (subgroup == 64) return i / 64;
+  return i % 64 / 32 * 2 + i / 64;
+}
+
+class BlockPacker {
+ public:
+  BlockPacker(const PackedMatrix& layout, const PackSource& source, const std::string& name, std::int64_t expert)
+      : layout_(layout), source_(source), name_(name), expert_(expert) {}
+
+  void pack(std::int64_t block, std::uint8_t* dst) {
+    const BlockFormat& f = layout_.format;
+    std::memset(dst, 0, static_cast<std::size_t>(layout_.block_bytes));
+    std::int64_t rows[kBlockColumns];
+    for (int c = 0; c < kBlockColumns; ++c) {
+      rows[c] = source_row(layout_.spec, source_.order, block, c);
+      float_sums_[c] = 0.0;
+      int_sums_[c] = 0;
+    }
+    std::uint8_t* record = dst + block_head_bytes(f);
+    for (int g = 0; g < layout_.records; ++g, record += record_bytes(f)) {
+      for (int c = 0; c < kBlockColumns; ++c) {
+        read_values(rows[c], g, values_[c]);
+        add_column(rows[c], g, c, record);
+      }
+      if (f.weights == WeightType::kInt4) {
+        write_int4(record + record_scale_bytes(f));
+      } else {
+        write_int8(record + record_scale_bytes(f));
+      }
+    }
+    write_head(rows, dst);
+  }
+
+ private:
+  // 128 values of a row, zero beyond the end.
+  void read_values(std::int64_t row, int record, std::int8_t* out) const {
+    const std::int64_t depth = layout_.spec.depth, first = static_cast<std::int64_t>(record) * kRecordDepth;
+    const std::int64_t present = row < 0 ? 0 : std::min<std::int64_t>(kRecordDepth, depth - first);
+    std::memset(out + std::max<std::int64_t>(present, 0), 0,
+                static_cast<std::size_t>(kRecordDepth - std::max<std::int64_t>(present, 0)));
+    if (present <= 0) return;
+    if (!source_.nibbles) {
+      const auto* in = static_cast<const std::int8_t*>(source_.values) + row * depth + first;
+      std::memcpy(out, in, static_cast<std::size_t>(present));
+      if (layout_.format.weights == WeightType::kInt4) check_range(out, static_cast<int>(present), row, first);
+      return;
+    }
+    const auto* in = static_cast<const std::uint8_t*>(source_.values) + row * ((depth + 1) / 2) + first / 2;
+    for (std::int64_t i = 0; i + 1 < present; i += 2) {
+      out[i] = static_cast<std::int8_t>((in[i / 2] & 0xF) - 8);
+      out[i + 1] = static_cast<std::int8_t>((in[i / 2] >> 4) - 8);
+    }
+    if (present % 2 != 0) out[present - 1] = static_cast<std::int8_t>((in[present / 2] & 0xF) - 8);
+  }
+
+  void check_range(const std::int8_t* values, int count, std::int64_t row, std::int64_t first) const {
+    unsigned outside = 0;
+    for (int i = 0; i < count; ++i) outside |= (static_cast<unsigned>(values[i]) + 8u) & ~0xFu;
+    if (outside == 0) return;
+    for (int i = 0; i < count; ++i) {
+      require(values[i] >= -8 && values[i] <= 7, name_, ": value ", int{values[i]}, " at [", expert_, ", ", row, ", ",
+              first + i, "] is not an int4 value; -8 to 7 are accepted");
+    }
+  }
+
+  float scale(std::int64_t row, std::int64_t group) const {
+    const std::int64_t groups = layout_.spec.group == 0 ? 1 : layout_.spec.depth / layout_.spec.group;
+    const float s = element(source_.scales, source_.scale_type, row * groups + group);
+    require(std::isfinite(s), name_, ": scale at [", expert_, ", ", row, ", ", group,
+            "] is not finite; only finite scales are accepted");
+    return layout_.format.weights == WeightType::kInt4 ? s / 16.0f : s;
+  }
+
+  // Scales of one column in one record, and what it adds to the column's sum.
+  void add_column(std::int64_t row, int record, int column, std::uint8_t* dst) {
+    if (row < 0) return;
+    const BlockFormat& f = layout_.format;
+    const int weight_unit = f.weights == WeightType::kInt4 ? 16 : 1;
+    const int step = f.subgroup == 0 ? kRecordDepth : f.subgroup;
+    for (int i = 0; i < kRecordDepth; i += step) {
+      const std::int64_t input = static_cast<std::int64_t>(record) * kRecordDepth + i;
+      if (input >= layout_.spec.depth) break;
+      int sum = 0;
+      for (int j = 0; j < step; ++j) sum += values_[column][i + j];
+      sum *= weight_unit;
+      if (f.subgroup == 0) {
+        int_sums_[column] += sum;
+        continue;
+      }
+      const float s = scale(row, input / layout_.spec.group);
+      const int slot = scale_slot(f.subgroup, i) * kBlockColumns + column;
+      float stored = s;
+      if (f.scales == ScaleType::kBF16) {
+        const std::uint16_t h = to_bfloat(s);
+        std::memcpy(dst + slot * 2, &h, 2);
+        stored = bfloat_to_float(h);
+      } else {
+        std::memcpy(dst + slot * 4, &s, 4);
+      }
+      float_sums_[column] += static_cast<double>(stored) * sum;
+    }
+  }
+
+  void write_int4(std::uint8_t* dst) const {
+    for (int line = 0; line < 16; ++line) {
+      for (int column = 0; column < kBlockColumns; ++column) {
+        std::uint32_t low, high;
+        std::memcpy(&low, values_[column] + line * 4, 4);
+        std::memcpy(&high, values_[column] + 64 + line * 4, 4);
+        const std::uint32_t both = (low & 0x0F0F0F0Fu) | (high & 0x0F0F0F0Fu) << 4;
+        std::memcpy(dst + (line * kBlockColumns + column) * 4, &both, 4);
+      }
+    }
+  }
+
+  void write_int8(std::uint8_t* dst) const {
+    for (int line = 0; line < 32; ++line) {
+      for (int column = 0; column < kBlockColumns; ++column) {
+        std::memcpy(dst + (line * kBlockColumns + column) * 4, values_[column] + line * 4, 4);
+      }
+    }
+  }
+
+  void write_head(const std::int64_t* rows, std::uint8_t* dst) const {
+    const BlockFormat& f = layout_.format;
+    for (int c = 0; c < kBlockColumns; ++c) {
+      std::uint8_t* at = dst + c * 4;
+      if (f.subgroup == 0) {
+        std::memcpy(at, &int_sums_[c], 4);
+        const float s = rows[c] < 0 ? 0.0f : scale(rows[c], 0);
+        std::memcpy(at + kBlockVectorBytes, &s, 4);
+      } else {
+        const float sum = static_cast<float>(float_sums_[c]);
+        std::memcpy(at, &sum, 4);
+      }
+      if (f.has_bias && rows[c] >= 0) {
+        std::memcpy(dst + block_head_bytes(f) - kBlockVectorBytes + c * 4, source_.bias + rows[c], 4);
+      }
+    }
+  }
+
+  const PackedMatrix& layout_;
+  const PackSource& source_;
+  const std::string& name_;
+  std::int64_t expert_;
+  alignas(64) std::int8_t values_[kBlockColumns][kRecordDepth];
+  double float_sums_[kBlockColumns];
+  std::int32_t int_sums_[kBlockColumns];
+};
+
+}  // namespace
+
+const std::uint8_t* PackedMatrix::block(std::int64_t expert, std::int64_t index) const {
+  return data + kPackedHeaderBytes + expert * expert_bytes + index * block_bytes;
+}
+
+PackedMatrix layout_of(const MatrixSpec& s, const std::string& name) {
+  require(s.experts >= 1 && s.experts <= kMaxExperts, name, ": experts=", s.experts, "; 1 to ", kMaxExperts,
+          " are accepted");
+  require(s.columns >= 1 && s.columns <= kMaxColumns, name, ": out_features=", s.columns, "; 1 to ", kMaxColumns,
+          " are accepted");
+  require(s.depth >= 1 && s.depth <= kMaxDepth, name, ": in_features=", s.depth, "; 1 to ", kMaxDepth, " are accepted");
+  require(s.weights == WeightType::kInt4 || s.weights == WeightType::kInt8, name, ": unknown weight type");
+  require(s.scales == ScaleType::kBF16 || s.scales == ScaleType::kF32, name, ": unknown scale type");
+  require(s.group == 0 || (s.group > 0 && s.group % 32 == 0), name, ": group_size=", s.group,
+          "; a multiple of 32 (32, 64, 96, 128, ...) or per channel is accepted");
+  require(s.group == 0 || s.weights == WeightType::kInt4, name, ": group_size=", s.group,
+          " with int8 weights; per channel is accepted");
+  require(s.group == 0 || s.depth % s.group == 0, name, ": group_size=", s.group,
+          " does not divide in_features=", s.depth);
+  require(!s.gated || s.columns % kBlockColumns == 0, name, ": ", s.columns,
+          " rows of gate and up; a multiple of 32 is accepted");
+  PackedMatrix m;
+  m.spec = s;
+  m.format = {s.weights, s.scales, s.group == 0 ? 0 : static_cast<int>(std::gcd<std::int64_t>(s.group, kRecordDepth)),
+              s.has_bias};
+  m.blocks = static_cast<int>((s.columns + kBlockColumns - 1) / kBlockColumns);
+  m.records = static_cast<int>((s.depth + kRecordDepth - 1) / kRecordDepth);
+  m.padded_depth = static_cast<std::int64_t>(m.records) * kRecordDepth;
+  m.block_bytes = block_head_bytes(m.format) + static_cast<std::int64_t>(m.records) * record_bytes(m.format);
+  m.expert_bytes = m.blocks * m.block_bytes;
+  m.total_bytes = kPackedHeaderBytes + s.experts * m.expert_bytes;
+  return m;
+}
+
+void write_header(const PackedMatrix& m, std::uint8_t* data) {
+  Header h{};
+  std::memcpy(h.magic, kMagic, sizeof(kMagic));
+  h.version = kVersion;
+  h.weights = static_cast<std::uint32_t>(m.spec.weights);
+  h.scales = static_cast<std::uint32_t>(m.spec.scales);
+  h.group = static_cast<std::uint32_t>(m.spec.group);
+  h.experts = static_cast<std::uint32_t>(m.spec.experts);
+  h.columns = static_cast<std::uint32_t>(m.spec.columns);
+  h.depth = static_cast<std::uint32_t>(m.spec.depth);
+  h.flags = (m.spec.gated ? kFlagGated : 0) | (m.spec.has_bias ? kFlagBias : 0);
+  h.total_bytes = static_cast<std::uint64_t>(m.total_bytes);
+  h.check = header_check(h);
+  std::memcpy(data, &h, sizeof(h));
+}
+
+PackedMatrix open_packed(const std::uint8_t* data, std::int64_t bytes, const std::string& name) {
+  Header h;
+  require(bytes >= kPackedHeaderBytes, name, ": ", bytes, " bytes are too few for packed weights");
+  std::memcpy(&h, data, sizeof(h));
+  require(std::memcmp(h.magic, kMagic, sizeof(kMagic)) == 0, name,
+          ": these bytes are not weights packed by cpumoe (no signature at their start)");
+  require(h.version == kVersion, name, ": packed format version ", h.version, "; this build reads version ", kVersion,
+          ": pack the weights again");
+  require(h.check == header_check(h), name, ": the header of the packed weights is damaged");
+  MatrixSpec s;
+  s.weights = static_cast<WeightType>(h.weights);
+  s.scales = static_cast<ScaleType>(h.scales);
+  s.group = h.group;
+  s.experts = h.experts;
+  s.columns = h.columns;
+  s.depth = h.depth;
+  s.gated = (h.flags & kFlagGated) != 0;
+  s.has_bias = (h.flags & kFlagBias) != 0;
+  PackedMatrix m = layout_of(s, name);
+  require(static_cast<std::uint64_t>(m.total_bytes) == h.total_bytes && (h.flags & ~(kFlagGated | kFlagBias)) == 0,
+          name, ": the header of the packed weights is damaged");
+  require(bytes == m.total_bytes, name, ": ", bytes, " bytes, but the header announces ", m.total_bytes);
+  m.data = data;
+  return m;
+}
+
+void pack_experts(const PackedMatrix& m, std::uint8_t* data, std::int64_t first_expert, const PackSource* sources,
+                  std::int64_t count, const std::string& name) {
+  require(first_expert >= 0 && count >= 0 && first_expert + count <= m.spec.experts, name, ": experts ", first_expert,
+          " to ", first_expert + count, " of ", m.spec.experts);
+  std::atomic<std::int64_t> next{0};
+  std::mutex error_mutex;
+  std::string error;
+  const std::int64_t total = count * m.blocks;
+  run_on_threads(thread_count(), [&](Worker&) {
+    for (std::int64_t i = next.fetch_add(1); i < total; i = next.fetch_add(1)) {
+      const std::int64_t e = i / m.blocks, b = i % m.blocks;
+      try {
+        BlockPacker(m, sources[e], name, first_expert + e)
+            .pack(b, data + kPackedHeaderBytes + (first_expert + e) * m.expert_bytes + b * m.block_bytes);
+      } catch (const std::exception& problem) {
+        next.store(total);
+        const std::lock_guard<std::mutex> lock(error_mutex);
+        if (error.empty()) error = problem.what();
+      }
+    }
+  });
+  require(error.empty(), error);
+}
+
+}  // namespace cpumoe

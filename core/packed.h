@@ -1,0 +1,83 @@
+// Packed weights: a self-describing run of bytes that every kernel reads as it is.
+//
+//   header (64 bytes) | expert 0 | expert 1 | ...
+//   expert = block 0 | block 1 | ...           32 columns (output features) each
+//   block  = head | record 0 | record 1 | ...  a record is 128 inputs
+//   head   = column sums [32] | channel scales [32] if per channel | biases [32] if any      (4 bytes each)
+//   record = sub-group scales (bf16 or fp32, [sub-group][32]) | weights
+//
+// int4 weights of a record: 32 lines of 64 bytes, column tiles 0 and 1 in turn. Line l of a tile holds, for
+// its 16 columns, inputs 4 l .. 4 l + 3 in the low nibbles and 64 + 4 l .. 64 + 4 l + 3 in the high ones,
+// two's complement. int8 weights: the same for inputs 0..63 in the first 32 lines, 64..127 in the next.
+// Missing inputs and columns are zero weights.
+//
+// A scale is shared by 32, 64 or 128 inputs of a record: gcd(group size, 128), repeated where the group is
+// larger or straddles records. Their order in the record is the order in which the nibbles are met: for 32,
+// inputs 0-31, 64-95, 32-63, 96-127. Scales of int4 weights are stored divided by 16 (see scalar.cc).
+//
+// Column sums are what the zero point of a row is multiplied with: fp32 sum of scale * weight, or the int32
+// sum of the weights (times 16 for int4) when there is one scale per channel.
+//
+// A gated first product keeps 16 gate columns and their 16 up columns in one block, so that the activation is
+// applied as soon as the block is done.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "kernel.h"
+
+namespace cpumoe {
+
+// How the rows of a source matrix map to columns.
+enum class RowOrder : std::uint32_t {
+  kPlain = 0,             // column = row
+  kGateThenUp = 1,        // rows 0 .. N/2-1 are gate, N/2 .. N-1 up
+  kGateUpInterleaved = 2  // rows alternate gate, up (only while packing; stored as kGateThenUp)
+};
+
+struct MatrixSpec {
+  WeightType weights = WeightType::kInt4;
+  ScaleType scales = ScaleType::kF32;
+  std::int64_t group = 0;  // 0: per channel
+  std::int64_t experts = 0, columns = 0, depth = 0;
+  bool gated = false, has_bias = false;
+};
+
+// A validated view of packed bytes.
+struct PackedMatrix {
+  MatrixSpec spec;
+  BlockFormat format{};
+  int blocks = 0, records = 0;
+  std::int64_t padded_depth = 0, block_bytes = 0, expert_bytes = 0, total_bytes = 0;
+  const std::uint8_t* data = nullptr;  // the header's first byte
+
+  const std::uint8_t* block(std::int64_t expert, std::int64_t index) const;
+};
+
+constexpr std::int64_t kPackedHeaderBytes = 64;
+
+// Layout of a matrix; refuses sizes and group sizes that cannot be packed. `name` is for messages.
+PackedMatrix layout_of(const MatrixSpec& spec, const std::string& name);
+
+// Reads and checks the header; refuses anything that was not made by `write_header` of this version.
+PackedMatrix open_packed(const std::uint8_t* data, std::int64_t bytes, const std::string& name);
+
+void write_header(const PackedMatrix& layout, std::uint8_t* data);
+
+// One expert's source: int values and scales, row-major.
+struct PackSource {
+  const void* values = nullptr;  // int8 [columns, depth], or nibbles [columns, (depth + 1) / 2]
+  bool nibbles = false;          // low nibble = even input, value = nibble - 8
+  const void* scales = nullptr;  // [columns, groups]
+  DType scale_type = DType::kF32;
+  const float* bias = nullptr;  // [columns] or null
+  RowOrder order = RowOrder::kPlain;
+};
+
+// Packs the given experts of `layout` into `data` (which has a header), on all threads. Refuses values out of
+// range and scales that are not finite. sources[i] is expert first_expert + i.
+void pack_experts(const PackedMatrix& layout, std::uint8_t* data, std::int64_t first_expert, const PackSource* sources,
+                  std::int64_t count, const std::string& name);
+
+}  // namespace cpumoe

@@ -1,0 +1,53 @@
+#include "plan.h"
+
+#include <algorithm>
+
+#include "kernel.h"
+
+namespace cpumoe {
+
+RowChunk Plan::chunk(const ExpertRows& e, std::int32_t index) {
+  const std::int32_t step = e.chunk_tiles * e.tile_rows;
+  const std::int32_t rows = std::min(step, e.rows - index * step);
+  return {e.first_slot + index * step, rows, e.tile_rows, (rows + e.tile_rows - 1) / e.tile_rows};
+}
+
+void make_plan(const Routing& routing, std::int64_t experts, int few_rows, Plan* plan) {
+  std::vector<std::int32_t> rows(static_cast<std::size_t>(experts), 0);
+  const std::int64_t pairs = routing.tokens * routing.topk;
+  for (std::int64_t i = 0; i < pairs; ++i) {
+    if (routing.ids[i] >= 0) ++rows[static_cast<std::size_t>(routing.ids[i])];
+  }
+  plan->experts.clear();
+  plan->slots = 0;
+  plan->most_rows = 0;
+  std::vector<std::int32_t>& next_slot = rows;  // from here on: where an expert's next row goes
+  for (std::int32_t e = 0; e < experts; ++e) {
+    const std::int32_t n = rows[static_cast<std::size_t>(e)];
+    if (n == 0) continue;
+    ExpertRows entry{e, n, plan->slots, n, n, 1, 1};
+    if (n > few_rows) {
+      // Chunks of equal size: 9 tiles are 5 + 4, not 8 + 1.
+      const std::int32_t tiles = (n + kTileRows - 1) / kTileRows;
+      entry.tile_rows = kTileRows;
+      entry.chunks = (tiles + kMaxRowTiles - 1) / kMaxRowTiles;
+      entry.chunk_tiles = (tiles + entry.chunks - 1) / entry.chunks;
+      entry.chunks = (tiles + entry.chunk_tiles - 1) / entry.chunk_tiles;
+      entry.slots = tiles * kTileRows;
+    }
+    next_slot[static_cast<std::size_t>(e)] = plan->slots;
+    plan->slots += entry.slots;
+    plan->most_rows = std::max(plan->most_rows, entry.slots);
+    plan->experts.push_back(entry);
+  }
+  plan->slot_token.assign(static_cast<std::size_t>(plan->slots), 0);
+  plan->slot_weight.assign(static_cast<std::size_t>(plan->slots), 0.0f);
+  for (std::int64_t i = 0; i < pairs; ++i) {
+    if (routing.ids[i] < 0) continue;
+    const std::int32_t slot = next_slot[static_cast<std::size_t>(routing.ids[i])]++;
+    plan->slot_token[static_cast<std::size_t>(slot)] = static_cast<std::int32_t>(i / routing.topk);
+    plan->slot_weight[static_cast<std::size_t>(slot)] = routing.weights[i];
+  }
+}
+
+}  // namespace cpumoe

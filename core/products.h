@@ -1,0 +1,80 @@
+// Products of one chunk of rows with consecutive blocks of a packed matrix: what the fused layer and the linear share.
+#pragma once
+
+#include "kernel.h"
+#include "packed.h"
+#include "plan.h"
+
+namespace cpumoe {
+
+// Bytes of read-ahead in front of the weights being multiplied. Nearer leaves DRAM idle, farther falls out of L1/L2.
+constexpr int kReadAheadBytes = 4096;
+
+// Blocks whose accumulators are kept at once when the inputs of a chunk do not fit the L2 cache.
+constexpr int kBlocksPerPass = 4;
+
+// What one thread needs to multiply.
+struct ProductScratch {
+  Workspace workspace;
+  alignas(4096) float acc[kBlocksPerPass][kMaxRowTiles * kAccTileFloats];
+};
+
+// A chunk of quantised rows in the layout of Product::a, with the scale and zero point of each row.
+struct ChunkInput {
+  RowChunk chunk;
+  const std::uint8_t* a;
+  const float* row_scale;
+  const std::int32_t* row_zero;
+};
+
+// Byte position of a row's first 64 inputs inside the chunk's layout; the strides are those of QuantizeRow.
+inline std::int64_t row_offset(const RowChunk& chunk, int row) {
+  return row / chunk.tile_rows * (2 * chunk.tile_rows * 64) + row % chunk.tile_rows * 64;
+}
+inline std::ptrdiff_t record_stride(const RowChunk& chunk) {
+  return static_cast<std::ptrdiff_t>(chunk.tiles) * chunk.tile_rows * kRecordDepth;
+}
+inline std::ptrdiff_t half_stride(const RowChunk& chunk) { return static_cast<std::ptrdiff_t>(chunk.tile_rows) * 64; }
+
+// Multiplies and calls finish(block index, BlockRows) for each of the blocks [first, last) of an expert. `next` is what
+// will be read after these weights (null: nothing); `ahead` is false when they have been read before.
+template <class Finish>
+void multiply_blocks(const Kernels& kernels, const PackedMatrix& m, std::int64_t expert, int first, int last,
+                     const ChunkInput& in, bool ahead, const std::uint8_t* next, ProductScratch* scratch,
+                     Finish&& finish) {
+  // Inputs that outgrow their share of the L2 cache are taken in several passes over the records, a few blocks at a
+  // time.
+  constexpr std::ptrdiff_t kPassBytes = 384 << 10;
+  const std::ptrdiff_t stride = record_stride(in.chunk);
+  const bool passes = stride * m.records > kPassBytes && in.chunk.tile_rows == kTileRows;
+  const int step = passes ? static_cast<int>(kPassBytes / stride) : m.records;
+  const int width = passes ? kBlocksPerPass : 1;
+  const int bytes = record_bytes(m.format);
+  const std::uint8_t* end = m.block(expert, last);
+  for (int b0 = first; b0 < last; b0 += width) {
+    const int count = last - b0 < width ? last - b0 : width;
+    for (int r0 = 0; r0 < m.records; r0 += step) {
+      for (int i = 0; i < count; ++i) {
+        const std::uint8_t* block = m.block(expert, b0 + i);
+        BlockRows rows{m.format, block, scratch->acc[i], in.chunk.rows, in.row_scale, in.row_zero};
+        if (r0 == 0) kernels.start(rows);
+        Product p{};
+        p.format = m.format;
+        p.records = block + block_head_bytes(m.format) + static_cast<std::ptrdiff_t>(r0) * bytes;
+        p.record_count = m.records - r0 < step ? m.records - r0 : step;
+        p.a = in.a + r0 * stride;
+        p.a_record_stride = stride;
+        p.tile_rows = in.chunk.tile_rows;
+        p.tiles = in.chunk.tiles;
+        p.rows = in.chunk.rows;
+        p.acc = scratch->acc[i];
+        p.ahead = {end, next != nullptr ? next : end, ahead ? kReadAheadBytes : 0};
+        p.workspace = &scratch->workspace;
+        kernels.multiply(p);
+        if (r0 + step >= m.records) finish(b0 + i, rows);
+      }
+    }
+  }
+}
+
+}  // namespace cpumoe

@@ -1,0 +1,27 @@
+// Choosing experts: scores, groups, top-k and weights of each token.
+#pragma once
+
+#include <cstdint>
+
+#include "kernel.h"
+
+namespace cpumoe {
+
+struct RouteCall {
+  const void* logits;  // [tokens, experts], contiguous
+  DType type;
+  std::int64_t tokens, experts, topk;
+  Scoring scoring;           // applied to all experts before the choice ...
+  bool score_chosen;         // ... or only to the chosen ones after it
+  const float* bias;         // [experts], added for the choice but not to the weights; or null
+  std::int64_t groups;       // 0: none; experts come in this many groups of equal size ...
+  std::int64_t topk_groups;  // ... and only the best of them take part
+  bool renormalize;          // weights divided by their sum
+  float scale;               // weights times this
+  std::int32_t* ids;         // [tokens, topk], best first; ties go to the lower id
+  float* weights;            // [tokens, topk]
+};
+
+void route(const Kernels& kernels, const RouteCall& call);
+
+}  // namespace cpumoe

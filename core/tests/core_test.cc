@@ -1,0 +1,452 @@
+// Every kernel against the scalar one, bit for bit, over odd shapes; the scalar one against plain double arithmetic;
+// and the threads. Needs nothing but the core, so that it also runs under sanitizers and emulators.
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <random>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "../dispatch.h"
+#include "../linear.h"
+#include "../memory.h"
+#include "../moe.h"
+#include "../packed.h"
+#include "../products.h"
+#include "../route.h"
+#include "../threads.h"
+
+namespace {
+
+using namespace cpumoe;
+
+int passed = 0, failed = 0;
+
+void check(bool ok, const std::string& what) {
+  ok ? ++passed : ++failed;
+  if (!ok) std::printf("FAILED: %s\n", what.c_str());
+}
+
+bool same_bits(const void* a, const void* b, std::size_t bytes) { return std::memcmp(a, b, bytes) == 0; }
+
+std::vector<const Kernels*> other_kernels() {
+  std::vector<const Kernels*> found;
+  for (const IsaEntry& e : instruction_sets()) {
+    if (e.supported && std::string(e.name) != "scalar") found.push_back(e.kernels);
+  }
+  return found;
+}
+
+const Kernels& scalar() { return *instruction_sets()[0].kernels; }
+
+struct Matrix {
+  MatrixSpec spec;
+  std::vector<std::int8_t> values;
+  std::vector<float> scales, bias;
+  std::vector<std::uint8_t> blob;
+  PackedMatrix packed;
+
+  std::int64_t groups() const { return spec.group == 0 ? 1 : spec.depth / spec.group; }
+  double weight(std::int64_t e, std::int64_t n, std::int64_t k) const {
+    const std::int64_t g = spec.group == 0 ? 0 : k / spec.group;
+    return values[static_cast<std::size_t>((e * spec.columns + n) * spec.depth + k)] *
+           static_cast<double>(scales[static_cast<std::size_t>((e * spec.columns + n) * groups() + g)]);
+  }
+};
+
+float as_bfloat(float f) {
+  std::uint32_t bits;
+  std::memcpy(&bits, &f, 4);
+  bits &= 0xFFFF0000u;
+  std::memcpy(&f, &bits, 4);
+  return f;
+}
+
+Matrix make_matrix(MatrixSpec spec, unsigned seed) {
+  Matrix m;
+  m.spec = spec;
+  std::mt19937 random(seed);
+  const bool four = spec.weights == WeightType::kInt4;
+  std::uniform_int_distribution<int> value(four ? -8 : -128, four ? 7 : 127);
+  std::uniform_real_distribution<float> scale(0.001f, 0.02f), bias(-1.0f, 1.0f);
+  m.values.resize(static_cast<std::size_t>(spec.experts * spec.columns * spec.depth));
+  for (auto& v : m.values) v = static_cast<std::int8_t>(value(random));
+  m.scales.resize(static_cast<std::size_t>(spec.experts * spec.columns * m.groups()));
+  for (auto& s : m.scales) s = as_bfloat(scale(random));
+  if (spec.has_bias) {
+    m.bias.resize(static_cast<std::size_t>(spec.experts * spec.columns));
+    for (auto& b : m.bias) b = bias(random);
+  }
+  m.packed = layout_of(spec, "matrix");
+  m.blob.resize(static_cast<std::size_t>(m.packed.total_bytes));
+  write_header(m.packed, m.blob.data());
+  std::vector<PackSource> sources;
+  for (std::int64_t e = 0; e < spec.experts; ++e) {
+    PackSource s;
+    s.values = m.values.data() + e * spec.columns * spec.depth;
+    s.scales = m.scales.data() + e * spec.columns * m.groups();
+    s.bias = spec.has_bias ? m.bias.data() + e * spec.columns : nullptr;
+    s.order = spec.gated ? RowOrder::kGateThenUp : RowOrder::kPlain;
+    sources.push_back(s);
+  }
+  pack_experts(m.packed, m.blob.data(), 0, sources.data(), spec.experts, "matrix");
+  m.packed = open_packed(m.blob.data(), m.packed.total_bytes, "matrix");
+  return m;
+}
+
+std::vector<float> random_values(std::size_t count, unsigned seed, float offset = 0.1f) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal(offset, 1.0f);
+  std::vector<float> values(count);
+  for (auto& v : values) v = normal(random);
+  return values;
+}
+
+std::string describe(const MatrixSpec& s, const std::string& kernel, std::int64_t rows) {
+  return kernel + " int" + std::to_string(static_cast<int>(s.weights)) + " group " + std::to_string(s.group) + " " +
+         std::to_string(s.columns) + "x" + std::to_string(s.depth) + " rows " + std::to_string(rows) +
+         (s.has_bias ? " bias" : "") + (s.scales == ScaleType::kBF16 ? " bf16" : " fp32");
+}
+
+std::vector<float> run_linear(const Kernels& k, const Matrix& m, const std::vector<float>& x, std::int64_t rows) {
+  std::vector<float> out(static_cast<std::size_t>(rows * m.spec.columns), -7.0f);
+  linear_forward(k, {m.packed, x.data(), DType::kF32, rows, out.data()});
+  return out;
+}
+
+std::vector<MatrixSpec> linear_specs() {
+  std::vector<MatrixSpec> specs;
+  for (const std::int64_t group : {0, 32, 64, 96, 128, 256, 384}) {
+    for (const std::int64_t depth : {32, 50, 64, 96, 128, 160, 192, 256, 384, 768, 2880}) {
+      if (group != 0 && depth % group != 0) continue;
+      MatrixSpec s;
+      s.group = group;
+      s.experts = 1;
+      s.depth = depth;
+      s.columns = depth == 96 ? 10 : depth == 160 ? 33 : 64;
+      s.has_bias = depth % 128 == 0;
+      s.scales = depth % 64 == 0 ? ScaleType::kBF16 : ScaleType::kF32;
+      specs.push_back(s);
+      if (group == 0) {
+        s.weights = WeightType::kInt8;
+        specs.push_back(s);
+      }
+    }
+  }
+  return specs;
+}
+
+void test_linear_kernels() {
+  for (const MatrixSpec& spec : linear_specs()) {
+    const Matrix m = make_matrix(spec, 7);
+    for (const std::int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 15, 16, 17, 31, 40, 130}) {
+      if (rows > 17 && spec.depth > 800) continue;
+      const auto x = random_values(static_cast<std::size_t>(rows * spec.depth), 11);
+      const auto expected = run_linear(scalar(), m, x, rows);
+      for (const Kernels* k : other_kernels()) {
+        const auto got = run_linear(*k, m, x, rows);
+        check(same_bits(expected.data(), got.data(), got.size() * 4), "linear " + describe(spec, k->name, rows));
+      }
+    }
+  }
+  // An input too large for one pass over the records.
+  MatrixSpec deep;
+  deep.group = 128;
+  deep.experts = 1;
+  deep.depth = 4096;
+  deep.columns = 160;
+  const Matrix m = make_matrix(deep, 3);
+  const auto x = random_values(static_cast<std::size_t>(200 * deep.depth), 5);
+  const auto expected = run_linear(scalar(), m, x, 200);
+  for (const Kernels* k : other_kernels()) {
+    const auto got = run_linear(*k, m, x, 200);
+    check(same_bits(expected.data(), got.data(), got.size() * 4), "linear " + describe(deep, k->name, 200));
+  }
+}
+
+// The scalar kernel against double arithmetic on the same quantised inputs.
+void test_linear_meaning() {
+  for (const MatrixSpec& spec : linear_specs()) {
+    const Matrix m = make_matrix(spec, 19);
+    const std::int64_t rows = 3;
+    const auto x = random_values(static_cast<std::size_t>(rows * spec.depth), 23);
+    const auto got = run_linear(scalar(), m, x, rows);
+    double error = 0, norm = 0;
+    for (std::int64_t r = 0; r < rows; ++r) {
+      std::vector<std::uint8_t> bytes(static_cast<std::size_t>(m.packed.padded_depth));
+      const RowQuant q = scalar().quantize_row(
+          {x.data() + r * spec.depth, DType::kF32, spec.depth, m.packed.padded_depth, bytes.data(), 128, 64});
+      for (std::int64_t n = 0; n < spec.columns; ++n) {
+        double sum = 0;
+        for (std::int64_t k = 0; k < spec.depth; ++k) {
+          sum += (bytes[static_cast<std::size_t>(k)] - q.zero) * static_cast<double>(q.scale) * m.weight(0, n, k);
+        }
+        if (spec.has_bias) sum += m.bias[static_cast<std::size_t>(n)];
+        const double d = sum - got[static_cast<std::size_t>(r * spec.columns + n)];
+        error += d * d;
+        norm += sum * sum;
+      }
+    }
+    check(std::sqrt(error / norm) < 2e-6, "meaning of " + describe(spec, "scalar", rows));
+  }
+}
+
+struct Layer {
+  Matrix gate_up, down;
+};
+
+Layer make_layer(std::int64_t hidden, std::int64_t inner, std::int64_t experts, std::int64_t group, WeightType weights,
+                 bool gated, bool bias) {
+  MatrixSpec first, second;
+  first.weights = second.weights = weights;
+  first.group = second.group = group;
+  first.experts = second.experts = experts;
+  first.columns = gated ? 2 * inner : inner;
+  first.depth = hidden;
+  first.gated = gated;
+  second.columns = hidden;
+  second.depth = inner;
+  first.has_bias = second.has_bias = bias;
+  first.scales = second.scales = ScaleType::kBF16;
+  return {make_matrix(first, 31), make_matrix(second, 37)};
+}
+
+template <class T>
+std::vector<T> run_layer(const Kernels& k, const Layer& layer, const std::vector<T>& x, DType type,
+                         const std::vector<std::int32_t>& ids, const std::vector<float>& weights, std::int64_t tokens,
+                         const ActivationSpec& activation, bool weight_on_input) {
+  std::vector<T> out(x.size());
+  MoeCall call{layer.gate_up.packed,
+               layer.down.packed,
+               x.data(),
+               type,
+               tokens,
+               tokens == 0 ? 0 : static_cast<std::int64_t>(ids.size()) / tokens,
+               ids.data(),
+               weights.data(),
+               weight_on_input,
+               activation,
+               out.data()};
+  moe_forward(k, call);
+  return out;
+}
+
+void test_layers() {
+  struct Case {
+    std::int64_t hidden, inner, experts, group;
+    WeightType weights;
+    bool gated, bias;
+    Activation activation;
+  };
+  const WeightType i4 = WeightType::kInt4, i8 = WeightType::kInt8;
+  const std::vector<Case> cases = {
+      {128, 64, 5, 32, i4, true, false, Activation::kSilu},
+      {256, 128, 4, 128, i4, true, true, Activation::kSwigluOai},
+      {96, 96, 3, 96, i4, true, false, Activation::kGelu},
+      {64, 160, 7, 0, i4, true, true, Activation::kGeluTanh},
+      {160, 32, 3, 0, i8, true, false, Activation::kSwigluStep},
+      {128, 96, 3, 32, i4, false, false, Activation::kRelu2},
+      {192, 64, 70, 64, i4, true, false, Activation::kSilu},
+      {64, 64, 3, 0, i8, false, true, Activation::kGelu},
+      {2880, 96, 4, 32, i4, true, true, Activation::kSwigluOai},
+  };
+  for (const Case& c : cases) {
+    const Layer layer = make_layer(c.hidden, c.inner, c.experts, c.group, c.weights, c.gated, c.bias);
+    for (const std::int64_t tokens : {1, 2, 9, 70, 300}) {
+      if (tokens > 9 && c.hidden > 1000) continue;
+      const std::int64_t topk = std::min<std::int64_t>(3, c.experts);
+      const auto x = random_values(static_cast<std::size_t>(tokens * c.hidden), 41);
+      std::mt19937 random(43);
+      std::vector<std::int32_t> ids(static_cast<std::size_t>(tokens * topk));
+      std::vector<float> weights(ids.size());
+      for (std::size_t i = 0; i < ids.size(); ++i) {
+        ids[i] = static_cast<std::int32_t>(random() % static_cast<unsigned>(c.experts + 1)) - 1;
+        weights[i] = static_cast<float>(random() % 1000) * 1e-3f;
+      }
+      ActivationSpec spec;
+      spec.kind = c.activation;
+      spec.gated = c.gated;
+      const bool on_input = tokens == 9;
+      set_thread_count(1);
+      const auto expected = run_layer(scalar(), layer, x, DType::kF32, ids, weights, tokens, spec, on_input);
+      for (const IsaEntry& e : instruction_sets()) {
+        if (!e.supported) continue;
+        for (const int threads : {1, 2, 3}) {
+          if (threads == 3 && tokens > 70) continue;
+          set_thread_count(threads);
+          const auto got = run_layer(*e.kernels, layer, x, DType::kF32, ids, weights, tokens, spec, on_input);
+          check(same_bits(expected.data(), got.data(), got.size() * 4),
+                "layer " + describe(layer.gate_up.spec, e.name, tokens) + " threads " + std::to_string(threads));
+        }
+      }
+      set_thread_count(0);
+    }
+  }
+}
+
+// Quantising, converting and scoring rows of every length and type, with special values among them.
+void test_rowwise() {
+  for (const Kernels* k : other_kernels()) {
+    for (int count = 1; count < 150; ++count) {
+      auto x = random_values(static_cast<std::size_t>(count), static_cast<unsigned>(count));
+      if (count % 7 == 0) x[static_cast<std::size_t>(count / 2)] = 3e38f;
+      if (count % 11 == 0) x[0] = NAN;
+      if (count % 13 == 0) x[static_cast<std::size_t>(count - 1)] = -INFINITY;
+      if (count % 17 == 0) x.assign(x.size(), 1e-39f);
+      std::vector<std::uint16_t> half[2] = {std::vector<std::uint16_t>(x.size()), std::vector<std::uint16_t>(x.size())};
+      for (int i = 0; i < 2; ++i) {
+        const DType type = i == 0 ? DType::kBF16 : DType::kF16;
+        std::vector<std::uint16_t> other(x.size());
+        scalar().store_row(x.data(), count, type, half[i].data());
+        k->store_row(x.data(), count, type, other.data());
+        check(half[i] == other, std::string(k->name) + " store_row " + std::to_string(count));
+      }
+      const std::int64_t padded = (count + 127) / 128 * 128;
+      for (const DType type : {DType::kF32, DType::kBF16, DType::kF16}) {
+        const void* src =
+            type == DType::kF32 ? static_cast<const void*>(x.data()) : half[type == DType::kF16 ? 1 : 0].data();
+        std::vector<std::uint8_t> a(static_cast<std::size_t>(padded), 1), b(a);
+        const RowQuant qa = scalar().quantize_row({src, type, count, padded, a.data(), 128, 64});
+        const RowQuant qb = k->quantize_row({src, type, count, padded, b.data(), 128, 64});
+        check(a == b && qa.zero == qb.zero && (qa.scale == qb.scale || (qa.scale != qa.scale && qb.scale != qb.scale)),
+              std::string(k->name) + " quantize_row " + std::to_string(count));
+        for (const Scoring scoring : {Scoring::kNone, Scoring::kSoftmax, Scoring::kSigmoid, Scoring::kSqrtSoftplus}) {
+          std::vector<float> sa(static_cast<std::size_t>(count + 32)), sb(sa);
+          scalar().score(src, type, count, scoring, sa.data());
+          k->score(src, type, count, scoring, sb.data());
+          bool same = true;
+          for (int i = 0; i < count; ++i) {
+            const float p = sa[static_cast<std::size_t>(i)], q = sb[static_cast<std::size_t>(i)];
+            same = same && (p == q || (p != p && q != q));
+          }
+          check(same, std::string(k->name) + " score " + std::to_string(count));
+        }
+      }
+    }
+  }
+}
+
+// A token with a NaN comes out as NaN and leaves the others as they were.
+void test_nan_stays_in_its_token() {
+  const Layer layer = make_layer(128, 64, 4, 32, WeightType::kInt4, true, false);
+  const std::int64_t tokens = 5;
+  auto x = random_values(static_cast<std::size_t>(tokens * 128), 47);
+  const std::vector<std::int32_t> ids = {0, 1, 0, 1, 2, 3, 0, 3, 1, 2};
+  const std::vector<float> weights(ids.size(), 0.5f);
+  const auto clean = run_layer(active_kernels(), layer, x, DType::kF32, ids, weights, tokens, {}, false);
+  for (const float poison : {NAN, INFINITY, -INFINITY}) {
+    x[2 * 128 + 5] = poison;
+    const auto got = run_layer(active_kernels(), layer, x, DType::kF32, ids, weights, tokens, {}, false);
+    bool ok = true;
+    for (std::size_t i = 0; i < got.size(); ++i) ok = ok && (i / 128 == 2 ? got[i] != got[i] : got[i] == clean[i]);
+    check(ok, "a poisoned token touches no other");
+  }
+}
+
+// Several callers at once, with thread counts that change, get what one caller gets.
+void test_callers() {
+  const Layer layer = make_layer(128, 64, 6, 32, WeightType::kInt4, true, false);
+  const std::int64_t tokens = 12;
+  const auto x = random_values(static_cast<std::size_t>(tokens * 128), 53);
+  std::vector<std::int32_t> ids;
+  for (int i = 0; i < tokens * 2; ++i) ids.push_back(i % 6);
+  const std::vector<float> weights(ids.size(), 0.25f);
+  const auto expected = run_layer(active_kernels(), layer, x, DType::kF32, ids, weights, tokens, {}, false);
+  std::vector<std::thread> callers;
+  std::atomic<int> wrong{0};
+  for (int c = 0; c < 4; ++c) {
+    callers.emplace_back([&, c] {
+      for (int i = 0; i < 40; ++i) {
+        if (i % 10 == c) set_thread_count(1 + (i + c) % 4);
+        const auto got = run_layer(active_kernels(), layer, x, DType::kF32, ids, weights, tokens, {}, false);
+        if (got != expected) wrong.fetch_add(1);
+      }
+    });
+  }
+  for (auto& caller : callers) caller.join();
+  set_thread_count(0);
+  check(wrong.load() == 0, "concurrent callers agree");
+}
+
+template <class Call>
+bool refused(Call&& call) {
+  try {
+    call();
+  } catch (const std::invalid_argument&) {
+    return true;
+  }
+  return false;
+}
+
+// Damaged, truncated and foreign bytes are refused.
+void test_packed_bytes() {
+  const Matrix m = make_matrix(make_layer(128, 64, 2, 32, WeightType::kInt4, true, false).gate_up.spec, 59);
+  for (std::size_t i = 0; i < 64; ++i) {
+    auto blob = m.blob;
+    blob[i] ^= 0x5A;
+    check(refused([&] { open_packed(blob.data(), static_cast<std::int64_t>(blob.size()), "blob"); }), "damaged header");
+  }
+  for (const std::size_t size : {std::size_t{0}, std::size_t{63}, std::size_t{64}, m.blob.size() - 1}) {
+    check(refused([&] { open_packed(m.blob.data(), static_cast<std::int64_t>(size), "blob"); }), "truncated");
+  }
+  check(refused([&] { layout_of({WeightType::kInt4, ScaleType::kF32, 48, 1, 32, 96, false, false}, "m"); }),
+        "group 48");
+  check(refused([&] { layout_of({WeightType::kInt4, ScaleType::kF32, 64, 1, 32, 96, false, false}, "m"); }),
+        "64 in 96");
+  check(refused([&] { layout_of({WeightType::kInt4, ScaleType::kF32, 0, 1, 32, 1 << 20, false, false}, "m"); }),
+        "deep");
+}
+
+void test_routing() {
+  for (const IsaEntry& e : instruction_sets()) {
+    if (!e.supported) continue;
+    const auto logits = random_values(40 * 24, 61);
+    RouteCall call{};
+    call.logits = logits.data();
+    call.type = DType::kF32;
+    call.tokens = 40;
+    call.experts = 24;
+    call.topk = 4;
+    call.scoring = Scoring::kSigmoid;
+    call.groups = 4;
+    call.topk_groups = 2;
+    const auto bias = random_values(24, 67);
+    call.bias = bias.data();
+    call.renormalize = true;
+    call.scale = 2.5f;
+    std::vector<std::int32_t> ids(160), ids_scalar(160);
+    std::vector<float> weights(160), weights_scalar(160);
+    call.ids = ids_scalar.data();
+    call.weights = weights_scalar.data();
+    route(scalar(), call);
+    call.ids = ids.data();
+    call.weights = weights.data();
+    route(*e.kernels, call);
+    check(ids == ids_scalar && weights == weights_scalar, std::string("routing on ") + e.name);
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string only = argc > 1 ? argv[1] : "";
+  for (const IsaEntry& e : instruction_sets()) {
+    std::printf("%-12s %s\n", e.name, e.supported ? "tested" : e.reason.c_str());
+  }
+  const std::vector<std::pair<std::string, std::function<void()>>> tests = {{"rowwise", test_rowwise},
+                                                                            {"kernels", test_linear_kernels},
+                                                                            {"meaning", test_linear_meaning},
+                                                                            {"layers", test_layers},
+                                                                            {"nan", test_nan_stays_in_its_token},
+                                                                            {"callers", test_callers},
+                                                                            {"packed", test_packed_bytes},
+                                                                            {"routing", test_routing}};
+  for (const auto& [name, test] : tests) {
+    if (only.empty() || only == name) test();
+  }
+  std::printf("%d passed, %d failed\n", passed, failed);
+  return failed == 0 ? 0 : 1;
+}

@@ -1,0 +1,243 @@
+#include "threads.h"
+
+#include <dlfcn.h>
+#include <pthread.h>
+#include <sched.h>
+
+#include <cstdlib>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace cpumoe {
+namespace {
+
+void relax() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+constexpr int kSpinsBeforeYield = 20000;
+
+// The entry points of an OpenMP runtime that something else has loaded (GOMP_parallel is the ABI that libgomp
+// defines and libiomp5 and libomp offer too).
+struct OpenMP {
+  void (*parallel)(void (*)(void*), void*, unsigned, unsigned) = nullptr;
+  int (*thread_num)() = nullptr;
+  int (*num_threads)() = nullptr;
+  int (*max_threads)() = nullptr;
+
+  bool found() const {
+    return parallel != nullptr && thread_num != nullptr && num_threads != nullptr && max_threads != nullptr;
+  }
+};
+
+template <class Function>
+void look_up(const char* name, Function*& function) {
+  function = reinterpret_cast<Function*>(dlsym(RTLD_DEFAULT, name));
+}
+
+std::atomic<bool> forked_child{false};
+
+const OpenMP* open_mp() {
+  static OpenMP found;
+  static std::atomic<bool> ready{false};
+  if (forked_child.load(std::memory_order_relaxed)) return nullptr;
+  if (!ready.load(std::memory_order_acquire)) {
+    static std::mutex mutex;
+    const std::lock_guard<std::mutex> lock(mutex);
+    look_up("GOMP_parallel", found.parallel);
+    look_up("omp_get_thread_num", found.thread_num);
+    look_up("omp_get_num_threads", found.num_threads);
+    look_up("omp_get_max_threads", found.max_threads);
+    if (!found.found()) return nullptr;  // PyTorch may still be imported: look again next time
+    ready.store(true, std::memory_order_release);
+  }
+  return &found;
+}
+
+// Workers that sleep between calls.
+class OwnPool {
+ public:
+  void run(int threads, void (*body)(void*, Worker&), void* context, Barrier* barrier) {
+    while (static_cast<int>(threads_.size()) < threads - 1) {
+      const int index = static_cast<int>(threads_.size()) + 1;
+      const std::uint32_t seen = call_.load();
+      threads_.emplace_back([this, index, seen] { work(index, seen); });
+      threads_.back().detach();
+    }
+    body_ = body;
+    context_ = context;
+    barrier_ = barrier;
+    count_ = threads;
+    pending_.store(static_cast<int>(threads_.size()), std::memory_order_relaxed);
+    call_.fetch_add(1, std::memory_order_release);
+    call_.notify_all();
+    Worker self{0, threads, barrier};
+    body(context, self);
+    for (int spins = 0; pending_.load(std::memory_order_acquire) != 0;) {
+      relax();
+      if (++spins > kSpinsBeforeYield) sched_yield();
+    }
+  }
+
+ private:
+  void work(int index, std::uint32_t seen) {
+    for (;;) {
+      for (int spins = 0; call_.load(std::memory_order_acquire) == seen; ++spins) {
+        if (spins < kSpinsBeforeYield) {
+          relax();
+        } else {
+          call_.wait(seen, std::memory_order_acquire);
+        }
+      }
+      ++seen;
+      if (index < count_) {
+        Worker self{index, count_, barrier_};
+        body_(context_, self);
+      }
+      pending_.fetch_sub(1, std::memory_order_release);
+    }
+  }
+
+  std::vector<std::thread> threads_;
+  void (*body_)(void*, Worker&) = nullptr;
+  void* context_ = nullptr;
+  Barrier* barrier_ = nullptr;
+  int count_ = 0;
+  alignas(64) std::atomic<std::uint32_t> call_{0};
+  alignas(64) std::atomic<int> pending_{0};
+};
+
+// The team belongs to one caller at a time: two calls that each spin at their barriers on the same cores would
+// starve each other. Never destroyed: threads may still wait in it when the process ends.
+struct Team {
+  std::mutex mutex;
+  Barrier barrier;
+  OwnPool* pool = new OwnPool;
+};
+
+Team* team = nullptr;
+
+Team& the_team() {
+  static std::once_flag once;
+  std::call_once(once, [] {
+    team = new Team;
+    // A child has none of the threads. It gets a new team; what the old one held is left alone.
+    pthread_atfork([] { team->mutex.lock(); }, [] { team->mutex.unlock(); },
+                   [] {
+                     forked_child.store(true);
+                     team = new Team;
+                   });
+  });
+  return *team;
+}
+
+struct Region {
+  void (*body)(void*, Worker&);
+  void* context;
+  Barrier* barrier;
+  const OpenMP* omp;
+  std::atomic<bool> counted{false};
+};
+
+void region_entry(void* data) {
+  auto* region = static_cast<Region*>(data);
+  // The runtime may grant fewer threads than asked for (OMP_THREAD_LIMIT, a region inside a region).
+  const int count = region->omp->num_threads(), index = region->omp->thread_num();
+  if (index == 0) {
+    region->barrier->reset(count);
+    region->counted.store(true, std::memory_order_release);
+  }
+  while (!region->counted.load(std::memory_order_acquire)) relax();
+  Worker worker{index, count, region->barrier};
+  region->body(region->context, worker);
+}
+
+int parse_thread_count(const char* text) {
+  char* end = nullptr;
+  const long value = std::strtol(text, &end, 10);
+  require(end != text && *end == '\0' && value >= 1 && value <= 4096, "CPUMOE_NUM_THREADS=", text,
+          "; a whole number from 1 to 4096 is accepted");
+  return static_cast<int>(value);
+}
+
+std::atomic<int> chosen_threads{0};
+
+}  // namespace
+
+void Barrier::reset(int threads) {
+  threads_ = threads;
+  arrived_.store(0, std::memory_order_relaxed);
+}
+
+void Barrier::wait() {
+  if (threads_ == 1) return;
+  const std::uint32_t generation = generation_.load(std::memory_order_relaxed);
+  if (arrived_.fetch_add(1, std::memory_order_acq_rel) == threads_ - 1) {
+    arrived_.store(0, std::memory_order_relaxed);
+    generation_.store(generation + 1, std::memory_order_release);
+    return;
+  }
+  for (int spins = 0; generation_.load(std::memory_order_acquire) == generation;) {
+    relax();
+    if (++spins > kSpinsBeforeYield) sched_yield();
+  }
+}
+
+void run_team(int threads, void (*body)(void*, Worker&), void* context) {
+  Team& t = the_team();
+  const std::lock_guard<std::mutex> lock(t.mutex);
+  if (threads <= 1) {
+    t.barrier.reset(1);
+    Worker self{0, 1, &t.barrier};
+    body(context, self);
+    return;
+  }
+  if (const OpenMP* omp = open_mp(); omp != nullptr) {
+    Region region{body, context, &t.barrier, omp};
+    omp->parallel(region_entry, &region, static_cast<unsigned>(threads), 0);
+    return;
+  }
+  t.barrier.reset(threads);
+  t.pool->run(threads, body, context, &t.barrier);
+}
+
+int available_cpus() {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (sched_getaffinity(0, sizeof(set), &set) != 0) return static_cast<int>(std::thread::hardware_concurrency());
+  return CPU_COUNT(&set);
+}
+
+int thread_count() {
+  static const char* const text = std::getenv("CPUMOE_NUM_THREADS");
+  int threads = chosen_threads.load(std::memory_order_relaxed);
+  if (threads == 0 && text != nullptr) {
+    static const int from_environment = parse_thread_count(text);
+    threads = from_environment;
+  }
+  if (threads != 0) return threads;
+  const OpenMP* omp = open_mp();
+  const int cpus = available_cpus();
+  return omp != nullptr && omp->max_threads() < cpus ? omp->max_threads() : cpus;
+}
+
+void set_thread_count(int threads) {
+  require(threads >= 0 && threads <= 4096, "num_threads=", threads, "; 1 to 4096, or 0 for the default, is accepted");
+  chosen_threads.store(threads);
+}
+
+const char* thread_source() { return open_mp() != nullptr ? "openmp" : "own"; }
+
+}  // namespace cpumoe

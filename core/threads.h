@@ -1,0 +1,51 @@
+// Threads: one team for the whole process, shared with PyTorch where PyTorch is.
+//
+// PyTorch computes on the threads of its OpenMP runtime, which spin for a while after each parallel region.
+// A second pool on the same cores would be slowed by those spinning threads and slow them in turn, so when an
+// OpenMP runtime is already loaded (its symbols are global) its team runs our work too; nothing is linked.
+// Without one (no PyTorch, or in a child after fork, where OpenMP teams do not survive) an own pool is used.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+namespace cpumoe {
+
+// Spinning barrier for the threads of one team; it gives its core away when the wait gets long.
+class Barrier {
+ public:
+  void reset(int threads);
+  void wait();
+
+ private:
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<std::uint32_t> generation_{0};
+  int threads_ = 1;
+};
+
+struct Worker {
+  int index, count;
+  Barrier* barrier;
+};
+
+// Runs body(worker) once on each of up to `threads` threads, the calling one included, and returns when all are
+// done. The team is handed out to one caller at a time. The body must not throw.
+void run_team(int threads, void (*body)(void*, Worker&), void* context);
+
+template <class Body>
+void run_on_threads(int threads, Body&& body) {
+  run_team(threads, [](void* context, Worker& worker) { (*static_cast<Body*>(context))(worker); }, &body);
+}
+
+// Threads that the next call uses: set_thread_count, else CPUMOE_NUM_THREADS, else what PyTorch uses in this
+// thread but no more than the CPUs this thread may run on.
+int thread_count();
+void set_thread_count(int threads);  // 0: back to the default
+
+// CPUs in the affinity mask of the calling thread.
+int available_cpus();
+
+// "openmp" or "own": whose threads would run the next call.
+const char* thread_source();
+
+}  // namespace cpumoe

@@ -8,7 +8,7 @@
 namespace cpumoe {
 
 // Bytes of read-ahead in front of the weights being multiplied. Nearer leaves DRAM idle, farther falls out of L1/L2.
-constexpr int kReadAheadBytes = 4096;
+constexpr int kReadAheadBytes = 8192;
 
 // Blocks whose accumulators are kept at once when the inputs of a chunk do not fit the L2 cache.
 constexpr int kBlocksPerPass = 4;

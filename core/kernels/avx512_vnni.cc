@@ -27,12 +27,11 @@ struct Avx512Vnni {
         sum[r][tile] = subgroup == 0 ? _mm512_loadu_si512(row_acc(args, r, tile)) : _mm512_setzero_si512();
       }
     }
-#pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
       const RecordPart part = record_part<subgroup>(i);
       const std::uint8_t* w = args.weights + part.half * (kInt8RecordBytes / 2) + part.line * 128;
       const std::uint8_t* x = args.a + part.half * args.half_bytes + part.line * 4;
-#pragma GCC unroll 8
+#pragma GCC unroll 2  // no more: GCC would spread the block over both tiles and spill the activations
       for (int line = 0; line < 8; ++line) {
         const __m512i w0 = _mm512_loadu_si512(w + line * 128), w1 = _mm512_loadu_si512(w + line * 128 + 64);
 #pragma GCC unroll 8

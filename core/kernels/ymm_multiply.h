@@ -49,7 +49,7 @@ inline __m256i nibbles(__m256i v) {
 template <class Dot, int M, WeightType weights, bool packed, int half>
 inline __attribute__((always_inline)) void add_lines(const std::uint8_t* w, const std::uint8_t* x,
                                                      typename Dot::Sum (&sum)[M][2]) {
-#pragma GCC unroll 8
+#pragma GCC unroll 2  // no more: GCC would reorder the block and spill
   for (int line = 0; line < 8; ++line) {
     __m256i w0 = load_ymm(w + line * 128), w1 = load_ymm(w + line * 128 + 32);
     if constexpr (packed) {
@@ -92,7 +92,6 @@ struct Ymm {
         sum[r][1].clear();
       }
       float* tile_acc = args.acc + tile * (kTileRows * kTileColumns);
-#pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {
         const RecordPart part = record_part<subgroup>(i);
         const std::uint8_t* w =
@@ -134,11 +133,12 @@ double dot_peak(std::int64_t iterations) {
   for (auto& s : sum) s.clear();
   __m256i u = _mm256_set1_epi8(3), w = _mm256_set1_epi8(5);
   for (std::int64_t i = 0; i < iterations; ++i) {
-#pragma GCC unroll 8
     for (int line = 0; line < 8; ++line) {
-      asm volatile("" : "+x"(u), "+x"(w));  // keeps the products in the loop
 #pragma GCC unroll 8
-      for (int j = 0; j < kChains; ++j) sum[j].template add<WeightType::kInt4>(u, w);
+      for (int j = 0; j < kChains; ++j) {
+        asm volatile("" : "+x"(u), "+x"(w));  // a product of its own for every chain
+        sum[j].template add<WeightType::kInt4>(u, w);
+      }
     }
 #pragma GCC unroll 8
     for (int j = 0; j < kChains; ++j) sum[j].template fold<WeightType::kInt4>();

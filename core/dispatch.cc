@@ -194,6 +194,15 @@ bool amx_palette_hidden() {
 #endif
 }
 
+bool software_streams() {
+#if defined(__x86_64__)
+  static const bool intel = cpuid(0).b == 0x756E6547;  // "Genu"
+  return intel;
+#else
+  return false;
+#endif
+}
+
 std::string cpu_name() {
   std::ifstream info("/proc/cpuinfo");
   for (std::string line; std::getline(info, line);) {

@@ -29,6 +29,10 @@ void use_kernels(const std::string& name);
 // machines. oneDNN then dies with SIGILL in bf16 products.
 bool amx_palette_hidden();
 
+// Whether a single row should prefetch inside its stream of weights, or only across the breaks of it. Intel cores gain
+// much from it; on AMD Zen 4 the hardware's prefetcher alone is faster (30 instead of 22 GB/s a core).
+bool software_streams();
+
 // Name and model of the processor.
 std::string cpu_name();
 

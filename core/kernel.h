@@ -66,6 +66,7 @@ struct ReadAhead {
   const std::uint8_t* end = nullptr;   // end of the contiguous bytes now being read
   const std::uint8_t* next = nullptr;  // what is read after them
   int distance = 0;                    // bytes ahead of the reader; 0 turns it off
+  bool within = true;                  // also before `end`; false leaves that to the hardware's stream prefetcher
 };
 
 // Per-thread buffers of the kernels. The 4 KB alignment keeps their distances known: tile loads that share

@@ -69,8 +69,10 @@ class Forward {
                        : static_cast<int>(std::clamp<std::int64_t>(blocks / (48 * threads), 1, call.gate_up.blocks));
     items_per_expert_ = (call.gate_up.blocks + blocks_per_item_ - 1) / blocks_per_item_;
     first_items_ = static_cast<int>(active) * items_per_expert_;
-    // Many tokens: four blocks of columns together, so that a row of `out` is visited less often.
-    blocks_per_slice_ = call.tokens <= 64 ? 1 : static_cast<int>(std::clamp(call.down.blocks / (4 * threads), 1, 4));
+    // Several blocks of columns together make longer streams of weights and visit a row of `out` less often; but there
+    // must be enough slices for all threads to end together.
+    const int slices_per_thread = call.tokens <= 64 ? 16 : 4;
+    blocks_per_slice_ = std::clamp(call.down.blocks / (slices_per_thread * threads), 1, 4);
     slices_ = (call.down.blocks + blocks_per_slice_ - 1) / blocks_per_slice_;
     order_.resize(plan_.experts.size());
     for (std::size_t i = 0; i < order_.size(); ++i) order_[i] = static_cast<int>(i);

@@ -1,6 +1,7 @@
 // Products of one chunk of rows with consecutive blocks of a packed matrix: what the fused layer and the linear share.
 #pragma once
 
+#include "dispatch.h"
 #include "kernel.h"
 #include "packed.h"
 #include "plan.h"
@@ -68,7 +69,8 @@ void multiply_blocks(const Kernels& kernels, const PackedMatrix& m, std::int64_t
         p.tiles = in.chunk.tiles;
         p.rows = in.chunk.rows;
         p.acc = scratch->acc[i];
-        p.ahead = {end, next != nullptr ? next : end, ahead ? kReadAheadBytes : 0};
+        p.ahead = {end, next != nullptr ? next : end, ahead ? kReadAheadBytes : 0,
+                   in.chunk.rows > 1 || software_streams()};
         p.workspace = &scratch->workspace;
         kernels.multiply(p);
         if (r0 + step >= m.records) finish(b0 + i, rows);

@@ -74,7 +74,7 @@ void multiply_grouped(const Product& p) {
   for (int g = 0; g < p.record_count; ++g) {
     const std::uint8_t* record = p.records + static_cast<std::ptrdiff_t>(g) * stride;
     const std::uint8_t* next_weights = (g + 1 < p.record_count ? record + stride : record) + scale_bytes;
-    const char* far = ahead.distance == 0 ? reinterpret_cast<const char*>(record) : ahead_of(ahead, record);
+    const char* far = ahead_of(ahead, record);
     const std::uint8_t* a = p.a + g * p.a_record_stride;
     const int lines_ahead = (stride + 63) / 64;
     for (int pass = 0; pass < kPasses; ++pass) {

@@ -8,36 +8,30 @@ struct Avx2Dot {
   static constexpr bool kTimes16 = false;
 
   struct Sum {
-    __m256i pairs, total;
+    __m256i sum;  // int4: 16-bit pairs; int8: 32 bits
 
-    void clear() { pairs = total = _mm256_setzero_si256(); }
+    void clear() { sum = _mm256_setzero_si256(); }
 
     template <WeightType weights>
     void add(__m256i u, __m256i w) {
       if constexpr (weights == WeightType::kInt4) {
         // Cannot saturate: 8 lines * 2 * 255 * 8 = 32640 < 32767.
-        pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(u, w));
+        sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(u, w));
       } else {
         // 255 * 128 * 2 would saturate, so the lowest bit of the activations goes its own way:
         // 2 * (127 * 128 * 2 = 32512) + 1 * 128 * 2.
-        const __m256i ones = _mm256_set1_epi8(1), ones16 = _mm256_set1_epi16(1);
-        const __m256i odd = _mm256_and_si256(u, ones);
+        const __m256i odd = _mm256_and_si256(u, _mm256_set1_epi8(1));
         const __m256i half = _mm256_and_si256(_mm256_srli_epi16(u, 1), _mm256_set1_epi8(0x7F));
         const __m256i twos = _mm256_madd_epi16(_mm256_maddubs_epi16(half, w), _mm256_set1_epi16(2));
-        const __m256i units = _mm256_madd_epi16(_mm256_maddubs_epi16(odd, w), ones16);
-        total = _mm256_add_epi32(total, _mm256_add_epi32(twos, units));
+        const __m256i units = _mm256_madd_epi16(_mm256_maddubs_epi16(odd, w), _mm256_set1_epi16(1));
+        sum = _mm256_add_epi32(sum, _mm256_add_epi32(twos, units));
       }
     }
 
     template <WeightType weights>
-    void fold() {
-      if constexpr (weights == WeightType::kInt4) {
-        total = _mm256_add_epi32(total, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
-        pairs = _mm256_setzero_si256();
-      }
+    __m256i value() const {
+      return weights == WeightType::kInt4 ? _mm256_madd_epi16(sum, _mm256_set1_epi16(1)) : sum;
     }
-
-    __m256i value() const { return total; }
   };
 };
 

@@ -19,6 +19,13 @@ inline __m512i broadcast_quad(const std::uint8_t* p) {
   return _mm512_set1_epi32(quad);
 }
 
+// sum + four products of unsigned u and signed w per lane. Assembly, because GCC 12 copies every running sum of a loop
+// around its own intrinsic.
+inline __m512i add_dot(__m512i sum, __m512i u, __m512i w) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(u), "v"(w));
+  return sum;
+}
+
 inline __m512i high_nibbles(__m512i v) { return _mm512_and_si512(v, _mm512_set1_epi8(static_cast<char>(0xF0))); }
 inline __m512i low_nibbles(__m512i v) { return high_nibbles(_mm512_slli_epi16(v, 4)); }
 
@@ -34,51 +41,58 @@ struct FewSums {
   void clear() {
     for (int r = 0; r < M; ++r) v[r][0] = v[r][1] = _mm512_setzero_si512();
   }
+  void add(const FewSums& other) {
+    for (int r = 0; r < M; ++r) {
+      v[r][0] = _mm512_add_epi32(v[r][0], other.v[r][0]);
+      v[r][1] = _mm512_add_epi32(v[r][1], other.v[r][1]);
+    }
+  }
 };
 
 template <int M>
 inline __attribute__((always_inline)) void add_scaled(const FewSums<M>& sums, const std::uint8_t* scales,
                                                       ScaleType type, int slot, __m512 (&total)[M][2]) {
-  const __m512 s0 = load_scales(scales, type, slot * kBlockColumns);
-  const __m512 s1 = load_scales(scales, type, slot * kBlockColumns + kTileColumns);
-  for (int r = 0; r < M; ++r) {
-    total[r][0] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums.v[r][0]), s0, total[r][0]);
-    total[r][1] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums.v[r][1]), s1, total[r][1]);
+  for (int tile = 0; tile < 2; ++tile) {
+    const __m512 s = load_scales(scales, type, slot * kBlockColumns + tile * kTileColumns);
+    for (int r = 0; r < M; ++r) {
+      total[r][tile] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums.v[r][tile]), s, total[r][tile]);
+    }
   }
 }
 
 template <int M, int subgroup, WeightType weights>
 void few_rows_product(const Product& p) {
   constexpr int kLines = subgroup == 32 ? 8 : 16;
+  constexpr bool kOneScale = subgroup == 0 || subgroup == 128;  // both halves of a record share it
+  // With one or two rows the halves get sums of their own, for more independent chains; with more, registers are short.
+  constexpr bool kOneSum = kOneScale && M > 2;
   const int stride = record_bytes(p.format), scale_bytes = record_scale_bytes(p.format);
   const ScaleType type = p.format.scales;
   const ReadAhead ahead = p.ahead;
   __m512 total[M][2];  // grouped
   FewSums<M> low, high;
-  if constexpr (subgroup == 0) {
-    high.clear();
-    for (int r = 0; r < M; ++r) {
-      low.v[r][0] = _mm512_loadu_si512(p.acc + r * kTileColumns);
-      low.v[r][1] = _mm512_loadu_si512(p.acc + kTileRows * kTileColumns + r * kTileColumns);
-    }
-  } else {
-    for (int r = 0; r < M; ++r) {
-      total[r][0] = _mm512_loadu_ps(p.acc + r * kTileColumns);
-      total[r][1] = _mm512_loadu_ps(p.acc + kTileRows * kTileColumns + r * kTileColumns);
+  for (int r = 0; r < M; ++r) {
+    for (int tile = 0; tile < 2; ++tile) {
+      const float* acc = p.acc + tile * (kTileRows * kTileColumns) + r * kTileColumns;
+      if constexpr (subgroup == 0) {
+        low.v[r][tile] = _mm512_loadu_si512(acc);
+      } else {
+        total[r][tile] = _mm512_loadu_ps(acc);
+      }
     }
   }
+  if constexpr (subgroup == 0) high.clear();
   for (int g = 0; g < p.record_count; ++g) {
     const std::uint8_t* record = p.records + static_cast<std::ptrdiff_t>(g) * stride;
     const std::uint8_t* w = record + scale_bytes;
     const std::uint8_t* a = p.a + g * p.a_record_stride;
     const char* next = ahead_of(ahead, record);
-    if (ahead.distance == 0) next = reinterpret_cast<const char*>(record);
     for (int first = 0; first < 16; first += kLines) {
       if constexpr (subgroup != 0) {
         low.clear();
         high.clear();
       }
-#pragma GCC unroll 4
+#pragma GCC unroll 2
       for (int line = first; line < first + kLines; ++line) {
         __m512i low0, low1, high0, high1;
         if constexpr (weights == WeightType::kInt4) {
@@ -99,19 +113,17 @@ void few_rows_product(const Product& p) {
         }
 #pragma GCC unroll 8
         for (int r = 0; r < M; ++r) {
+          FewSums<M>& other = kOneSum ? low : high;
           const __m512i u = broadcast_quad(a + r * 64 + line * 4);
+          low.v[r][0] = add_dot(low.v[r][0], u, low0);
+          low.v[r][1] = add_dot(low.v[r][1], u, low1);
           const __m512i v = broadcast_quad(a + M * 64 + r * 64 + line * 4);
-          low.v[r][0] = _mm512_dpbusd_epi32(low.v[r][0], u, low0);
-          low.v[r][1] = _mm512_dpbusd_epi32(low.v[r][1], u, low1);
-          high.v[r][0] = _mm512_dpbusd_epi32(high.v[r][0], v, high0);
-          high.v[r][1] = _mm512_dpbusd_epi32(high.v[r][1], v, high1);
+          other.v[r][0] = add_dot(other.v[r][0], v, high0);
+          other.v[r][1] = add_dot(other.v[r][1], v, high1);
         }
       }
       if constexpr (subgroup == 128) {
-        for (int r = 0; r < M; ++r) {
-          low.v[r][0] = _mm512_add_epi32(low.v[r][0], high.v[r][0]);
-          low.v[r][1] = _mm512_add_epi32(low.v[r][1], high.v[r][1]);
-        }
+        if constexpr (!kOneSum) low.add(high);
         add_scaled<M>(low, record, type, 0, total);
       } else if constexpr (subgroup != 0) {
         const int slot = subgroup == 32 ? first / 8 * 2 : 0;
@@ -123,15 +135,15 @@ void few_rows_product(const Product& p) {
       _mm_prefetch(next + i, _MM_HINT_T1);
     }
   }
+  if constexpr (subgroup == 0 && !kOneSum) low.add(high);
   for (int r = 0; r < M; ++r) {
-    float* left = p.acc + r * kTileColumns;
-    float* right = left + kTileRows * kTileColumns;
-    if constexpr (subgroup == 0) {
-      _mm512_storeu_si512(left, _mm512_add_epi32(low.v[r][0], high.v[r][0]));
-      _mm512_storeu_si512(right, _mm512_add_epi32(low.v[r][1], high.v[r][1]));
-    } else {
-      _mm512_storeu_ps(left, total[r][0]);
-      _mm512_storeu_ps(right, total[r][1]);
+    for (int tile = 0; tile < 2; ++tile) {
+      float* acc = p.acc + tile * (kTileRows * kTileColumns) + r * kTileColumns;
+      if constexpr (subgroup == 0) {
+        _mm512_storeu_si512(acc, low.v[r][tile]);
+      } else {
+        _mm512_storeu_ps(acc, total[r][tile]);
+      }
     }
   }
 }

@@ -37,8 +37,8 @@ struct Avx512Vnni {
 #pragma GCC unroll 8
         for (int r = 0; r < M; ++r) {
           const __m512i u = broadcast_quad(x + r * 64 + line * 4);
-          sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], u, w0);
-          sum[r][1] = _mm512_dpbusd_epi32(sum[r][1], u, w1);
+          sum[r][0] = add_dot(sum[r][0], u, w0);
+          sum[r][1] = add_dot(sum[r][1], u, w1);
         }
       }
       if (!part.scale_ends) continue;
@@ -76,7 +76,7 @@ double dot_peak(std::int64_t iterations) {
   for (std::int64_t i = 0; i < iterations; ++i) {
     asm volatile("" : "+v"(u), "+v"(w));  // keeps the products in the loop
 #pragma GCC unroll 16
-    for (int j = 0; j < kChains; ++j) sum[j] = _mm512_dpbusd_epi32(sum[j], u, w);
+    for (int j = 0; j < kChains; ++j) sum[j] = add_dot(sum[j], u, w);
   }
   for (auto& s : sum) asm volatile("" : : "v"(s));
   return static_cast<double>(iterations) * kChains * 128.0;

@@ -14,17 +14,18 @@ struct AvxVnniDot {
 
     template <WeightType>
     void add(__m256i u, __m256i w) {
+// Assembly: GCC 12 copies every running sum of a loop around its own intrinsic.
 #if defined(CPUMOE_EMULATE)
-      total = _mm256_dpbusd_epi32(total, u, w);  // the AVX-512 encoding of the same instruction
+      asm("vpdpbusd %2, %1, %0" : "+v"(total) : "v"(u), "v"(w));  // the AVX-512 encoding of the same instruction
 #else
-      total = _mm256_dpbusd_avx_epi32(total, u, w);
+      asm("%{vex%} vpdpbusd %2, %1, %0" : "+x"(total) : "x"(u), "x"(w));
 #endif
     }
 
     template <WeightType>
-    void fold() {}
-
-    __m256i value() const { return total; }
+    __m256i value() const {
+      return total;
+    }
   };
 };
 

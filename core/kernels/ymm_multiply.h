@@ -2,11 +2,9 @@
 //
 //   struct Dot {
 //     static constexpr bool kTimes16;   // weights come in as 16 w (int4), not w
-//     struct Sum { ... };               // running sums of 8 columns
-//     Sum::clear(), Sum::add<weights>(activations, weights), Sum::fold<weights>(), Sum::value() -> __m256i of 8 int32
+//     struct Sum { ... };               // running sums of 8 columns over at most 8 lines (32 inputs)
+//     Sum::clear(), Sum::add<weights>(activations, weights), Sum::value<weights>() -> __m256i of 8 int32
 //   };
-//
-// `fold` is called after every 8 lines (32 inputs); AVX2 sums 16-bit pairs up to there.
 #pragma once
 
 #include "row_blocks.h"
@@ -44,11 +42,16 @@ inline __m256i nibbles(__m256i v) {
   }
 }
 
-// Eight lines (32 inputs) of one 16-column tile and one half of the record, for M rows. `packed` reads nibbles on the
-// way, else the record is in the int8 layout.
+// sums[row][c] (+)= eight lines (32 inputs) of 8 columns each, for one 16-column tile and one half of the record.
+// `packed` reads nibbles on the way, else the record is in the int8 layout. Not inlined: what the sums of a whole
+// record need would otherwise push the running sums of these lines out of the 16 registers.
 template <class Dot, int M, WeightType weights, bool packed, int half>
-inline __attribute__((always_inline)) void add_lines(const std::uint8_t* w, const std::uint8_t* x,
-                                                     typename Dot::Sum (&sum)[M][2]) {
+__attribute__((noinline)) void part_sums(const std::uint8_t* w, const std::uint8_t* x, bool add, __m256i (*sums)[2]) {
+  typename Dot::Sum sum[M][2];
+  for (int r = 0; r < M; ++r) {
+    sum[r][0].clear();
+    sum[r][1].clear();
+  }
 #pragma GCC unroll 2  // no more: GCC would reorder the block and spill
   for (int line = 0; line < 8; ++line) {
     __m256i w0 = load_ymm(w + line * 128), w1 = load_ymm(w + line * 128 + 32);
@@ -63,9 +66,12 @@ inline __attribute__((always_inline)) void add_lines(const std::uint8_t* w, cons
       sum[r][1].template add<weights>(u, w1);
     }
   }
+#pragma GCC unroll 8
   for (int r = 0; r < M; ++r) {
-    sum[r][0].template fold<weights>();
-    sum[r][1].template fold<weights>();
+    for (int c = 0; c < 2; ++c) {
+      const __m256i value = sum[r][c].template value<weights>();
+      sums[r][c] = add ? _mm256_add_epi32(sums[r][c], value) : value;
+    }
   }
 }
 
@@ -86,11 +92,8 @@ struct Ymm {
   static void record_product(const RecordArgs& args) {
     constexpr int kShift = weights == WeightType::kInt4 && !Dot::kTimes16 ? 4 : 0;  // brings w to 16 w
     for (int tile = 0; tile < 2; ++tile) {                                          // 16 columns at a time
-      typename Dot::Sum sum[M][2];
-      for (int r = 0; r < M; ++r) {
-        sum[r][0].clear();
-        sum[r][1].clear();
-      }
+      __m256i sums[M][2];
+      bool started = false;
       float* tile_acc = args.acc + tile * (kTileRows * kTileColumns);
       for (int i = 0; i < 4; ++i) {
         const RecordPart part = record_part<subgroup>(i);
@@ -98,19 +101,19 @@ struct Ymm {
             args.weights + part.line * 128 + tile * 64 + (packed ? 0 : part.half * (kInt8RecordBytes / 2));
         const std::uint8_t* x = args.a + part.half * args.half_bytes + part.line * 4;
         if (part.half == 0) {
-          add_lines<Dot, M, weights, packed, 0>(w, x, sum);
+          part_sums<Dot, M, weights, packed, 0>(w, x, started, sums);
         } else {
-          add_lines<Dot, M, weights, packed, 1>(w, x, sum);
+          part_sums<Dot, M, weights, packed, 1>(w, x, started, sums);
         }
+        started = !part.scale_ends;
         if (!part.scale_ends) continue;
         for (int c = 0; c < 2; ++c) {
           const __m256 s =
               load_scales(args.scales, args.scale_type, part.slot * kBlockColumns + tile * kTileColumns + c * 8);
           for (int r = 0; r < M; ++r) {
             float* p = tile_acc + r * kTileColumns + c * 8;
-            const __m256 v = _mm256_cvtepi32_ps(_mm256_slli_epi32(sum[r][c].value(), kShift));
+            const __m256 v = _mm256_cvtepi32_ps(_mm256_slli_epi32(sums[r][c], kShift));
             _mm256_storeu_ps(p, _mm256_fmadd_ps(v, s, _mm256_loadu_ps(p)));
-            sum[r][c].clear();
           }
         }
       }
@@ -118,21 +121,21 @@ struct Ymm {
       for (int r = 0; r < M; ++r) {
         for (int c = 0; c < 2; ++c) {
           auto* p = reinterpret_cast<__m256i*>(tile_acc + r * kTileColumns + c * 8);
-          const __m256i v = _mm256_slli_epi32(sum[r][c].value(), kShift);
-          _mm256_storeu_si256(p, _mm256_add_epi32(v, _mm256_loadu_si256(p)));
+          _mm256_storeu_si256(p, _mm256_add_epi32(_mm256_slli_epi32(sums[r][c], kShift), _mm256_loadu_si256(p)));
         }
       }
     }
   }
 };
 
+// The instruction mix of part_sums on registers alone.
 template <class Dot>
 double dot_peak(std::int64_t iterations) {
   constexpr int kChains = 8;
-  typename Dot::Sum sum[kChains];
-  for (auto& s : sum) s.clear();
-  __m256i u = _mm256_set1_epi8(3), w = _mm256_set1_epi8(5);
+  __m256i u = _mm256_set1_epi8(3), w = _mm256_set1_epi8(5), total = _mm256_setzero_si256();
   for (std::int64_t i = 0; i < iterations; ++i) {
+    typename Dot::Sum sum[kChains];
+    for (auto& s : sum) s.clear();
     for (int line = 0; line < 8; ++line) {
 #pragma GCC unroll 8
       for (int j = 0; j < kChains; ++j) {
@@ -141,12 +144,9 @@ double dot_peak(std::int64_t iterations) {
       }
     }
 #pragma GCC unroll 8
-    for (int j = 0; j < kChains; ++j) sum[j].template fold<WeightType::kInt4>();
+    for (int j = 0; j < kChains; ++j) total = _mm256_add_epi32(total, sum[j].template value<WeightType::kInt4>());
   }
-  for (auto& s : sum) {
-    const __m256i value = s.value();
-    asm volatile("" : : "x"(value));
-  }
+  asm volatile("" : : "x"(total));
   return static_cast<double>(iterations) * 8 * kChains * 64.0;
 }
 

@@ -1,0 +1,50 @@
+"""Activation functions between the two products of an expert."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+#: Name -> number of the kernel's activation (core/kernel.h).
+KINDS = {"silu": 0, "swiglu_oai": 1, "swiglu_step": 2, "gelu": 3, "gelu_tanh": 4, "relu2": 5}
+
+_SAME = {"swiglu": "silu"}
+_NEEDS_GATE = ("swiglu_oai", "swiglu_step")
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An activation with its parameters.
+
+    Gated: ``f(gate) * up`` with ``gate_up`` of 2I rows. Not gated: ``f(x)`` with I rows.
+    ``alpha`` and ``limit`` belong to ``swiglu_oai`` (gate <= limit, up within +-limit,
+    ``gate * sigmoid(alpha * gate) * (up + 1)``); ``limit`` also to ``swiglu_step`` (silu(gate) and up clamped).
+    """
+
+    name: str = "silu"
+    gated: bool = True
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "name", _SAME.get(self.name, self.name))
+        if self.name not in KINDS:
+            raise ValueError(f"activation {self.name!r} is not known; accepted are {', '.join([*KINDS, *_SAME])}")
+        if not self.gated and self.name in _NEEDS_GATE:
+            raise ValueError(f"activation {self.name!r} needs a gate; gated=True is accepted")
+        if not self.limit > 0:
+            raise ValueError(f"activation limit={self.limit}; a positive number is accepted")
+
+    @classmethod
+    def of(cls, value: str | Activation) -> Activation:
+        return value if isinstance(value, Activation) else cls(value)
+
+    @property
+    def kind(self) -> int:
+        return KINDS[self.name]
+
+    def gate_up_rows(self, intermediate_size: int) -> int:
+        """Rows of ``gate_up`` for an intermediate size."""
+        return 2 * intermediate_size if self.gated else intermediate_size
+
+    def __str__(self) -> str:
+        return self.name if self.gated else f"{self.name} (not gated)"

@@ -1,0 +1,332 @@
+"""Backends: who serves what, and why not.
+
+A backend answers questions about a :class:`~cpumoe.config.MoEConfig` with a reason when the answer is no, prepares
+tensors from quantised experts, and computes with them. The first that says yes, in the order of ``BACKENDS``, is taken;
+one that the user names is taken or refused, never replaced.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from cpumoe import ops, reference
+from cpumoe.config import MoEConfig
+from cpumoe.errors import NoBackend
+from cpumoe.quantize import pack_nibbles, unpack_nibbles
+from cpumoe.routing import RoutingMethod
+
+_log = logging.getLogger("cpumoe")
+
+
+@dataclass(frozen=True)
+class QuantizedExperts:
+    """Integers and scales of one layer, as checkpoints hold them.
+
+    ``gate_up`` [E, rows, H] and ``down`` [E, H, I] are int8 values, or uint8 nibbles with half the last dimension.
+    Scales are [E, out, groups]; biases [E, out] or None. ``interleaved``: rows of ``gate_up`` alternate gate and up.
+    """
+
+    gate_up: Tensor
+    gate_up_scale: Tensor
+    down: Tensor
+    down_scale: Tensor
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    interleaved: bool = False
+
+    def plain(self) -> QuantizedExperts:
+        """One value per byte, gate rows before up rows."""
+        unpacked = replace(
+            self,
+            gate_up=unpack_nibbles(self.gate_up) if self.gate_up.dtype == torch.uint8 else self.gate_up,
+            down=unpack_nibbles(self.down) if self.down.dtype == torch.uint8 else self.down,
+        )
+        if not self.interleaved:
+            return unpacked
+
+        def apart(t: Tensor) -> Tensor:
+            return torch.cat((t[:, 0::2], t[:, 1::2]), 1)
+
+        return replace(
+            unpacked,
+            gate_up=apart(unpacked.gate_up),
+            gate_up_scale=apart(self.gate_up_scale),
+            gate_up_bias=None if self.gate_up_bias is None else apart(self.gate_up_bias),
+            interleaved=False,
+        )
+
+
+class Backend(ABC):
+    """One way to compute a layer. ``obstacle`` gives the first reason against it, or None."""
+
+    name: str
+
+    def obstacle(self, config: MoEConfig) -> str | None:
+        checks = (
+            self.device_obstacle,
+            self.scheme_obstacle,
+            self.activation_obstacle,
+            self.routing_obstacle,
+            self.layout_obstacle,
+        )
+        return next((reason for check in checks if (reason := check(config)) is not None), None)
+
+    def device_obstacle(self, config: MoEConfig) -> str | None:
+        return None if config.device == "cpu" else f"device {config.device!r}; only 'cpu' is served"
+
+    def scheme_obstacle(self, config: MoEConfig) -> str | None:
+        return None
+
+    def activation_obstacle(self, config: MoEConfig) -> str | None:
+        return None
+
+    def routing_obstacle(self, config: MoEConfig) -> str | None:
+        if config.routing is RoutingMethod.UNSPECIFIED:
+            return "routing method 'unspecified'; name a method of RoutingMethod"
+        if not config.logits_dtype.is_floating_point:
+            return f"router logits of {config.logits_dtype}; a floating point dtype is served"
+        return None
+
+    def layout_obstacle(self, config: MoEConfig) -> str | None:
+        # TP and EP shards are ordinary layers with fewer columns or experts; ids that are not here are -1.
+        return None
+
+    @abstractmethod
+    def prepare(self, experts: QuantizedExperts, config: MoEConfig) -> dict[str, Tensor]:
+        """The tensors that ``forward`` needs; they become the buffers of Experts."""
+
+    @abstractmethod
+    def forward(
+        self,
+        tensors: Mapping[str, Tensor],
+        config: MoEConfig,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        apply_router_weight_on_input: bool,
+    ) -> Tensor:
+        """[tokens, H] -> [tokens, H]."""
+
+
+class NativeBackend(Backend):
+    """This project's kernels."""
+
+    name = "native"
+
+    def prepare(self, experts: QuantizedExperts, config: MoEConfig) -> dict[str, Tensor]:
+        order = ops.ROWS_PLAIN
+        if config.activation.gated:
+            order = ops.ROWS_GATE_UP_INTERLEAVED if experts.interleaved else ops.ROWS_GATE_THEN_UP
+        bits, group = config.scheme.weights.bits, config.scheme.group_size or -1
+        gate_up = torch.ops.cpumoe.pack(
+            experts.gate_up,
+            experts.gate_up_scale,
+            experts.gate_up_bias,
+            config.hidden_size,
+            group,
+            bits,
+            order,
+        )
+        down = torch.ops.cpumoe.pack(
+            experts.down,
+            experts.down_scale,
+            experts.down_bias,
+            config.intermediate_size,
+            group,
+            bits,
+            ops.ROWS_PLAIN,
+        )
+        return {"gate_up_packed": gate_up, "down_packed": down}
+
+    def forward(
+        self,
+        tensors: Mapping[str, Tensor],
+        config: MoEConfig,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        apply_router_weight_on_input: bool,
+    ) -> Tensor:
+        activation = config.activation
+        out: Tensor = torch.ops.cpumoe.fused_experts(
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            tensors["gate_up_packed"],
+            tensors["down_packed"],
+            activation.kind,
+            activation.gated,
+            activation.alpha,
+            activation.limit,
+            apply_router_weight_on_input,
+        )
+        return out
+
+
+class AtenBackend(Backend):
+    """PyTorch's own 4-bit product: KleidiAI on Arm, a plain loop elsewhere. One product per expert."""
+
+    name = "aten"
+
+    def scheme_obstacle(self, config: MoEConfig) -> str | None:
+        if config.scheme.weights.element != "int4":
+            return f"scheme {config.scheme}; PyTorch's product has 4-bit weights only"
+        if not hasattr(torch.ops.aten, "_dyn_quant_matmul_4bit"):
+            return f"PyTorch {torch.__version__} has no _dyn_quant_matmul_4bit"
+        wanted = torch.float32 if config.scheme.group_size is None else torch.bfloat16
+        if config.scale_dtype != wanted:
+            return f"{config.scale_dtype} scales; for {config.scheme} PyTorch's product takes {wanted}"
+        return None
+
+    def prepare(self, experts: QuantizedExperts, config: MoEConfig) -> dict[str, Tensor]:
+        plain = experts.plain()
+        return {
+            "gate_up_packed": self._pack(plain.gate_up, plain.gate_up_scale, plain.gate_up_bias, config),
+            "down_packed": self._pack(plain.down, plain.down_scale, plain.down_bias, config),
+        }
+
+    def _pack(self, values: Tensor, scales: Tensor, bias: Tensor | None, config: MoEConfig) -> Tensor:
+        rows, columns = values.shape[1:]
+        group = config.scheme.group_size or columns
+        return torch.stack(
+            [
+                torch.ops.aten._dyn_quant_pack_4bit_weight(
+                    pack_nibbles(values[e]).contiguous(),
+                    scales[e].contiguous(),
+                    None if bias is None else bias[e].to(torch.float32).contiguous(),
+                    group,
+                    columns,
+                    rows,
+                )
+                for e in range(values.shape[0])
+            ]
+        )
+
+    def forward(
+        self,
+        tensors: Mapping[str, Tensor],
+        config: MoEConfig,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        apply_router_weight_on_input: bool,
+    ) -> Tensor:
+        hidden, inner = config.hidden_size, config.intermediate_size
+        rows = config.activation.gate_up_rows(inner)
+        group = config.scheme.group_size
+        # fp32 whatever came in: grouped products exist for it alone, and the sum over experts needs it anyway.
+        x = hidden_states.to(torch.float32)
+        finite = torch.isfinite(x).all(-1)  # the product gives finite garbage for a NaN
+        product = torch.ops.aten._dyn_quant_matmul_4bit
+        out = torch.zeros_like(x)
+        for expert in topk_ids[topk_ids >= 0].unique().tolist():
+            token, slot = torch.where(topk_ids == expert)
+            weight = topk_weights[token, slot].to(torch.float32).unsqueeze(-1)
+            inputs = x[token] * weight if apply_router_weight_on_input else x[token]
+            h = product(inputs.contiguous(), tensors["gate_up_packed"][expert], group or hidden, hidden, rows)
+            h = reference.apply_activation(h, config.activation).contiguous()
+            y = product(h, tensors["down_packed"][expert], group or inner, inner, hidden)
+            out.index_add_(0, token, y if apply_router_weight_on_input else y * weight)
+        out[~finite] = torch.nan
+        return out.to(hidden_states.dtype)
+
+
+class ReferenceBackend(Backend):
+    """Plain PyTorch; slow, and it keeps one byte per weight."""
+
+    name = "reference"
+
+    def prepare(self, experts: QuantizedExperts, config: MoEConfig) -> dict[str, Tensor]:
+        plain = experts.plain()
+        tensors = {
+            "gate_up": plain.gate_up,
+            "gate_up_scale": plain.gate_up_scale,
+            "down": plain.down,
+            "down_scale": plain.down_scale,
+        }
+        if plain.gate_up_bias is not None:
+            tensors["gate_up_bias"] = plain.gate_up_bias.to(torch.float32)
+        if plain.down_bias is not None:
+            tensors["down_bias"] = plain.down_bias.to(torch.float32)
+        return tensors
+
+    def forward(
+        self,
+        tensors: Mapping[str, Tensor],
+        config: MoEConfig,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        apply_router_weight_on_input: bool,
+    ) -> Tensor:
+        return reference.experts(
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            reference.dequantize(tensors["gate_up"], tensors["gate_up_scale"]),
+            reference.dequantize(tensors["down"], tensors["down_scale"]),
+            tensors.get("gate_up_bias"),
+            tensors.get("down_bias"),
+            config.activation,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+        )
+
+
+BACKENDS: tuple[Backend, ...] = (NativeBackend(), AtenBackend(), ReferenceBackend())
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One backend's answer: None, or the reason against it."""
+
+    backend: str
+    obstacle: str | None
+
+
+def explain(config: MoEConfig) -> list[Verdict]:
+    """What every backend says of a layer, in the order of preference."""
+    return [Verdict(backend.name, backend.obstacle(config)) for backend in BACKENDS]
+
+
+def select_backend(config: MoEConfig, requested: str | None = None) -> Backend:
+    """The backend for a layer: ``requested``, else ``CPUMOE_BACKEND``, else the first that serves it.
+
+    A requested backend that does not serve the layer raises NoBackend with its reason.
+    """
+    source = "backend"
+    if requested is None and (requested := os.environ.get("CPUMOE_BACKEND")) is not None:
+        source = "CPUMOE_BACKEND"
+    if requested is not None:
+        chosen = next((b for b in BACKENDS if b.name == requested), None)
+        if chosen is None:
+            names = ", ".join(b.name for b in BACKENDS)
+            raise NoBackend(f"{source}={requested!r} is not known; accepted are {names}")
+        if (reason := chosen.obstacle(config)) is not None:
+            raise NoBackend(f"{source}={requested!r} cannot serve this layer: {reason}")
+        return chosen
+    refusals = []
+    for backend in BACKENDS:
+        reason = backend.obstacle(config)
+        if reason is None:
+            _log_choice(backend.name, str(config.scheme), tuple(refusals))
+            return backend
+        refusals.append(f"{backend.name}: {reason}")
+    raise NoBackend("no backend serves this layer: " + "; ".join(refusals))
+
+
+_logged: set[tuple[str, str, tuple[str, ...]]] = set()
+
+
+def _log_choice(backend: str, scheme: str, refusals: tuple[str, ...]) -> None:
+    choice = (backend, scheme, refusals)
+    if choice not in _logged:
+        _logged.add(choice)
+        because = f" ({'; '.join(refusals)})" if refusals else ""
+        _log.info("%s experts run on the %s backend%s", scheme, backend, because)

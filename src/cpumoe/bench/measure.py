@@ -1,0 +1,167 @@
+"""Timing a layer and, in the same run, what the machine could do at best."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+
+import torch
+from torch import Tensor
+
+from cpumoe import _core
+from cpumoe.bench.workload import Shape, fitting_scheme, random_routing, rotating_experts
+from cpumoe.experts import Experts
+from cpumoe.scheme import Scheme
+
+#: hidden_states, topk_ids, topk_weights -> out
+Call = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+_ROUTINGS = 8  # different routings taken in turn
+_PROBES = 6  # times that the machine's limits are measured among the calls
+_PROBE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the result."""
+
+    system: str
+    shape: str
+    scheme: str
+    tokens: int
+    isa: str
+    threads: int
+    ms_median: float
+    ms_min: float
+    tops: float
+    weight_gbps: float
+    dram_gbps: float
+    dram_fraction: float
+    peak_tops: float
+    compute_fraction: float
+
+    def as_json(self) -> dict[str, object]:
+        return asdict(self)
+
+
+@dataclass
+class Limits:
+    """What the machine was seen to do: DRAM read rate and int8 peak of the instruction set in use."""
+
+    bytes_per_second: list[float] = field(default_factory=list)
+    operations_per_second: list[float] = field(default_factory=list)
+
+    def probe(self, memory: Tensor) -> None:
+        """Reads up to 256 MB of ``memory`` (uint8, not in a cache) on all threads, then runs register-only products."""
+        self.bytes_per_second.append(_core.read_rate(memory[:_PROBE_BYTES]))
+        iterations = 2000
+        seconds = 0.0
+        while seconds < 2e-3:  # long enough for the clock and the wake-up not to matter
+            iterations *= 4
+            start = time.perf_counter()
+            rate = _core.dot_rate(iterations)
+            seconds = time.perf_counter() - start
+        self.operations_per_second.append(rate)
+
+    @property
+    def dram(self) -> float:
+        return statistics.median(self.bytes_per_second)
+
+    @property
+    def peak(self) -> float:
+        return statistics.median(self.operations_per_second)
+
+
+def repetitions(seconds_per_call: float, budget: float) -> int:
+    return max(5, min(400, int(budget / max(seconds_per_call, 1e-6))))
+
+
+def time_calls(
+    calls: list[Call], inputs: list[tuple[Tensor, Tensor, Tensor]], budget: float, between: Callable[[int], None]
+) -> list[float]:
+    """Seconds of each call, the layers and inputs taken in turn. ``between(i)`` runs untimed before some calls."""
+    start = time.perf_counter()
+    for i in range(2):  # the second tells how long a call takes; the first pays for scratch memory
+        start = time.perf_counter()
+        calls[i % len(calls)](*inputs[i % len(inputs)])
+    count = repetitions(time.perf_counter() - start, budget)
+    every = max(1, count // _PROBES)
+    seconds = []
+    for i in range(count):
+        if i % every == 0:
+            between(i)
+        call, arguments = calls[i % len(calls)], inputs[(i // len(calls)) % len(inputs)]
+        start = time.perf_counter()
+        call(*arguments)
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+def make_inputs(shape: Shape, tokens: int, dtype: torch.dtype) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Hidden states and routings; the experts change from call to call."""
+    generator = torch.Generator().manual_seed(tokens)
+    x = torch.randn((tokens, shape.hidden), generator=generator).to(dtype)
+    return [(x, *random_routing(shape, tokens, seed)) for seed in range(_ROUTINGS)]
+
+
+def mean_active_experts(inputs: list[tuple[Tensor, Tensor, Tensor]]) -> float:
+    return statistics.fmean(len(ids.unique()) for _, ids, _ in inputs)
+
+
+def make_row(
+    system: str,
+    shape: Shape,
+    scheme: str,
+    tokens: int,
+    seconds: list[float],
+    weight_bytes: float,
+    limits: Limits,
+    isa: str | None = None,
+) -> Row:
+    """``weight_bytes`` are those one call reads: the active experts' share."""
+    median = statistics.median(seconds)
+    operations, rate = shape.operations(tokens) / median, weight_bytes / median
+    return Row(
+        system,
+        shape.name,
+        scheme,
+        tokens,
+        isa or _core.isa(),
+        _core.thread_count(),
+        ms_median=median * 1e3,
+        ms_min=min(seconds) * 1e3,
+        tops=operations * 1e-12,
+        weight_gbps=rate * 1e-9,
+        dram_gbps=limits.dram * 1e-9,
+        dram_fraction=rate / limits.dram,
+        peak_tops=limits.peak * 1e-12,
+        compute_fraction=operations / limits.peak,
+    )
+
+
+def _packed(experts: Experts) -> Tensor:
+    blob = experts.gate_up_packed
+    assert isinstance(blob, Tensor)
+    return blob
+
+
+def bench_shape(
+    shape: Shape, scheme: Scheme, tokens: list[int], dtype: torch.dtype, budget: float
+) -> Iterator[tuple[Row, Limits]]:
+    """Rows of cpumoe itself for one shape and scheme, with the limits each was measured against."""
+    scheme = fitting_scheme(scheme, shape)
+    layers = rotating_experts(shape, scheme)
+    bytes_per_expert = layers[0].packed_bytes / shape.experts
+    for count in tokens:
+        inputs = make_inputs(shape, count, dtype)
+        limits = Limits()
+
+        def between(i: int, limits: Limits = limits) -> None:
+            limits.probe(_packed(layers[(i + len(layers) // 2) % len(layers)]))
+
+        calls: list[Call] = [layer.__call__ for layer in layers]
+        seconds = time_calls(calls, inputs, budget, between)
+        weight_bytes = mean_active_experts(inputs) * bytes_per_expert
+        yield make_row("cpumoe", shape, str(scheme), count, seconds, weight_bytes, limits), limits

@@ -1,0 +1,77 @@
+"""The machine: instruction sets, threads, and the oneDNN guard."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+# Before torch is imported here: its own import does not run oneDNN, but whether someone else had imported it earlier
+# decides what the guard can promise.
+_TORCH_CAME_FIRST = "torch" in sys.modules
+
+from cpumoe import _core  # noqa: E402
+
+_GUARD = "ONEDNN_MAX_CPU_ISA"
+_GUARD_VALUE = "AVX512_CORE_BF16"
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """One set of kernels: whether this machine runs it and, if not, why."""
+
+    name: str
+    supported: bool
+    reason: str
+
+
+def instruction_sets() -> list[InstructionSet]:
+    """All instruction sets that cpumoe has kernels for, best last."""
+    return [InstructionSet(*row) for row in _core.instruction_sets()]
+
+
+def isa() -> str:
+    """Name of the kernels in use: ``CPUMOE_ISA``, else the best this machine runs."""
+    return _core.isa()
+
+
+def get_num_threads() -> int:
+    """Threads that the next call uses.
+
+    ``set_num_threads``, else ``CPUMOE_NUM_THREADS``, else ``torch.get_num_threads()`` but no more than the CPUs this
+    thread may run on.
+    """
+    return _core.thread_count()
+
+
+def set_num_threads(threads: int) -> None:
+    """Sets the number of threads for all further calls; 0 goes back to the default."""
+    _core.set_thread_count(threads)
+
+
+def guard_onednn() -> str:
+    """Keeps oneDNN from dying on machines that hide AMX's tile sizes; returns what was found, as a sentence.
+
+    Some virtual machines offer AMX but return zeros in the CPUID leaf that oneDNN reads tile sizes from; any bf16
+    product of PyTorch then ends in SIGILL. Telling oneDNN to leave AMX alone avoids it, if that is done before its
+    first use. Called when cpumoe is imported. (cpumoe's own AMX kernels do not depend on that leaf.)
+    """
+    if not _core.amx_palette_hidden():
+        return "not needed: oneDNN sees this CPU as it is"
+    present = os.environ.get(_GUARD)
+    if present == _GUARD_VALUE and _state.set_by_us:
+        late = "; torch was imported before cpumoe: import cpumoe first" if _TORCH_CAME_FIRST else ""
+        return f"set by cpumoe: {_GUARD}={_GUARD_VALUE}, because this machine hides AMX's tile sizes{late}"
+    if present is not None:
+        return f"needed, and {_GUARD}={present} was set already"
+    os.environ[_GUARD] = _GUARD_VALUE
+    _state.set_by_us = True
+    return guard_onednn()
+
+
+@dataclass
+class _GuardState:
+    set_by_us: bool = False
+
+
+_state = _GuardState()

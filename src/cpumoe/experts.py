@@ -1,0 +1,220 @@
+"""Experts: the packed weights of one layer, and the call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from cpumoe import ops
+from cpumoe.activation import Activation
+from cpumoe.backends import Backend, NativeBackend, QuantizedExperts, select_backend
+from cpumoe.config import MoEConfig
+from cpumoe.quantize import quantize_weight
+from cpumoe.scheme import GroupShape, Scheme
+
+
+class Experts(nn.Module):
+    """The experts of one mixture-of-experts layer.
+
+    Made by :meth:`quantize` (float weights), :meth:`from_quantized` (integers and scales) or :meth:`from_packed`.
+    The weights are buffers, so ``state_dict``, safetensors, ``torch.save`` and pickling carry them.
+    """
+
+    def __init__(self, config: MoEConfig, backend: Backend, tensors: dict[str, Tensor]) -> None:
+        super().__init__()
+        self.config = config
+        self.backend = backend
+        for name, tensor in tensors.items():
+            self.register_buffer(name, tensor)
+
+    @classmethod
+    def quantize(
+        cls,
+        gate_up: Tensor,
+        down: Tensor,
+        scheme: Scheme | str,
+        *,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        activation: Activation | str = "silu",
+        interleaved: bool = False,
+        backend: str | None = None,
+    ) -> Experts:
+        """Quantises float weights, round to nearest.
+
+        Args:
+            gate_up: [E, 2I, H], gate rows before up rows (or alternating, with ``interleaved``); [E, I, H] when the
+                activation is not gated.
+            down: [E, H, I].
+            scheme: a Scheme or its name, such as ``"w4a8-g128"``.
+            gate_up_bias, down_bias: [E, 2I] and [E, H], or None.
+            backend: ``native``, ``aten`` or ``reference``; None takes the first that serves this layer.
+        """
+        scheme = Scheme.parse(scheme)
+        gate_up_values, gate_up_scale = quantize_weight(gate_up, scheme)
+        down_values, down_scale = quantize_weight(down, scheme)
+        return cls.from_quantized(
+            gate_up_values,
+            gate_up_scale,
+            down_values,
+            down_scale,
+            scheme,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+            activation=activation,
+            interleaved=interleaved,
+            backend=backend,
+        )
+
+    @classmethod
+    def from_quantized(
+        cls,
+        gate_up: Tensor,
+        gate_up_scale: Tensor,
+        down: Tensor,
+        down_scale: Tensor,
+        scheme: Scheme | str,
+        *,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+        activation: Activation | str = "silu",
+        interleaved: bool = False,
+        backend: str | None = None,
+    ) -> Experts:
+        """Takes integers and scales as checkpoints hold them.
+
+        Args:
+            gate_up: [E, 2I, H] int8 values, or uint8 nibbles [E, 2I, H/2] (low one first, stored plus 8).
+            gate_up_scale: [E, 2I, H/g], or [E, 2I, 1] or [E, 2I] per channel; float32, bfloat16 or float16.
+            down, down_scale: [E, H, I] and [E, H, I/g], likewise.
+
+        The other arguments are those of :meth:`quantize`.
+        """
+        scheme, activation = Scheme.parse(scheme), Activation.of(activation)
+        tensors = {"gate_up": gate_up, "gate_up_scale": gate_up_scale, "down": down, "down_scale": down_scale}
+        for name, tensor in tensors.items():
+            if tensor.device.type != "cpu":
+                raise ValueError(f"{name} is on {tensor.device}; CPU tensors are accepted")
+        for name, values in (("gate_up", gate_up), ("down", down)):
+            if values.dim() != 3:
+                raise ValueError(f"{name} is {list(values.shape)}; [experts, out, in] is accepted")
+            if values.dtype not in (torch.int8, torch.uint8):
+                raise ValueError(f"{name} is {values.dtype}; int8 values or uint8 nibbles are accepted")
+        scales = {}
+        for name in ("gate_up_scale", "down_scale"):
+            scale = tensors[name].unsqueeze(-1) if tensors[name].dim() == 2 else tensors[name]
+            scales[name] = scale.to(torch.float32) if scale.dtype == torch.float16 else scale
+        per_byte = 2 if down.dtype == torch.uint8 else 1
+        experts, hidden, inner = down.shape[0], down.shape[1], down.shape[2] * per_byte
+        rows = activation.gate_up_rows(inner)
+        width = hidden // 2 if gate_up.dtype == torch.uint8 else hidden
+        if tuple(gate_up.shape) != (experts, rows, width):
+            raise ValueError(
+                f"gate_up is {list(gate_up.shape)}; with down {list(down.shape)} and activation {activation} "
+                f"[{experts}, {rows}, {width}] is accepted"
+            )
+        config = MoEConfig(
+            scheme,
+            experts,
+            hidden,
+            inner,
+            activation,
+            has_bias=gate_up_bias is not None or down_bias is not None,
+            scale_dtype=scales["gate_up_scale"].dtype,
+        )
+        group = scheme.weights.group
+        _check_scale("gate_up_scale", scales["gate_up_scale"], experts, rows, hidden, group)
+        _check_scale("down_scale", scales["down_scale"], experts, hidden, inner, group)
+        _check_bias("gate_up_bias", gate_up_bias, experts, rows)
+        _check_bias("down_bias", down_bias, experts, hidden)
+        chosen = select_backend(config, backend)
+        quantized = QuantizedExperts(
+            gate_up,
+            scales["gate_up_scale"],
+            down,
+            scales["down_scale"],
+            gate_up_bias,
+            down_bias,
+            interleaved and activation.gated,
+        )
+        return cls(config, chosen, chosen.prepare(quantized, config))
+
+    @classmethod
+    def from_packed(
+        cls, gate_up_packed: Tensor, down_packed: Tensor, *, activation: Activation | str = "silu"
+    ) -> Experts:
+        """Takes the packed tensors of another Experts (from a file, another process, a memory map)."""
+        first, second = ops.describe_packed(gate_up_packed), ops.describe_packed(down_packed)
+        activation = Activation.of(activation)
+        for key in ("weight_bits", "group_size", "experts"):
+            if first[key] != second[key]:
+                raise ValueError(f"gate_up_packed has {key}={first[key]}, down_packed {second[key]}")
+        element = "int4" if first["weight_bits"] == 4 else "int8"
+        base = Scheme.parse("w4a8" if element == "int4" else "w8a8")
+        size = first["group_size"] or None
+        scheme = base if size is None else Scheme.parse(f"w4a8-g{size}")
+        config = MoEConfig(
+            scheme,
+            first["experts"],
+            first["in_features"],
+            second["in_features"],
+            activation,
+            has_bias=bool(first["has_bias"] or second["has_bias"]),
+            scale_dtype=torch.bfloat16 if first["scale_bytes"] == 2 else torch.float32,
+        )
+        tensors = {"gate_up_packed": gate_up_packed, "down_packed": down_packed}
+        return cls(config, NativeBackend(), tensors)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        apply_router_weight_on_input: bool = False,
+    ) -> Tensor:
+        """Computes the layer.
+
+        Args:
+            hidden_states: [tokens, H] float32, bfloat16 or float16.
+            topk_ids: [tokens, K] int32 or int64; -1 contributes nothing.
+            topk_weights: [tokens, K] float.
+            apply_router_weight_on_input: multiply the token by its weight before the first product, not after the
+                second.
+
+        Returns:
+            [tokens, H] in the dtype of ``hidden_states``.
+        """
+        return self.backend.forward(
+            self._buffers,  # type: ignore[arg-type]  # all buffers are tensors here
+            self.config,
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            apply_router_weight_on_input,
+        )
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes that the weights occupy."""
+        return sum(b.numel() * b.element_size() for b in self.buffers())
+
+    def extra_repr(self) -> str:
+        c = self.config
+        return (
+            f"{c.scheme}, experts={c.experts}, hidden_size={c.hidden_size}, "
+            f"intermediate_size={c.intermediate_size}, activation={c.activation}, backend={self.backend.name}"
+        )
+
+
+def _check_scale(name: str, scale: Tensor, experts: int, out: int, inputs: int, group: GroupShape) -> None:
+    expected = (experts, *group.scale_shape(out, inputs))
+    if tuple(scale.shape) != expected:
+        raise ValueError(f"{name} is {list(scale.shape)}; {list(expected)} is accepted")
+    if not scale.is_floating_point():
+        raise ValueError(f"{name} is {scale.dtype}; a floating point dtype is accepted")
+
+
+def _check_bias(name: str, bias: Tensor | None, experts: int, out: int) -> None:
+    if bias is not None and tuple(bias.shape) != (experts, out):
+        raise ValueError(f"{name} is {list(bias.shape)}; [{experts}, {out}] is accepted")

@@ -1,0 +1,302 @@
+"""The operators: ``torch.ops.cpumoe.*``, with fakes so that torch.compile and torch.export trace them.
+
+Registered through ``torch.library.Library``: the ``custom_op`` decorator costs several microseconds more per call.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cpumoe import _core
+
+# How the rows of a first product lie in memory (core/packed.h).
+ROWS_PLAIN, ROWS_GATE_THEN_UP, ROWS_GATE_UP_INTERLEAVED = 0, 1, 2
+
+_library = torch.library.Library("cpumoe", "DEF")
+
+
+# ---- the fused layer ------------------------------------------------------------------------------------------------
+
+_library.define(
+    "fused_experts(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor gate_up, Tensor down, "
+    "int activation, bool gated, float alpha, float limit, bool apply_router_weight_on_input) -> Tensor"
+)
+
+
+def _fused_experts(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: int,
+    gated: bool,
+    alpha: float,
+    limit: float,
+    apply_router_weight_on_input: bool,
+) -> Tensor:
+    x = hidden_states.contiguous()
+    out = torch.empty_like(x)
+    _core.moe(
+        x,
+        topk_ids.contiguous(),
+        topk_weights.to(torch.float32).contiguous(),
+        gate_up,
+        down,
+        out,
+        activation,
+        gated,
+        alpha,
+        limit,
+        apply_router_weight_on_input,
+    )
+    return out
+
+
+_library.impl("fused_experts", _fused_experts, "CPU")
+
+
+@torch.library.register_fake("cpumoe::fused_experts", lib=_library)
+def _fused_experts_fake(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    activation: int,
+    gated: bool,
+    alpha: float,
+    limit: float,
+    apply_router_weight_on_input: bool,
+) -> Tensor:
+    return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
+
+
+# ---- the 4-bit operator that others call ------------------------------------------------------------------------------
+
+_library.define(
+    "dynamic_4bit_int_moe(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate_up_packed, Tensor down_packed, "
+    "int hidden_size, int intermediate_size, int gate_up_size, int group_size, bool apply_router_weight_on_input, "
+    "int activation_kind) -> Tensor"
+)
+
+# activation_kind -> the kernel's activation: 0 and 2 are silu(gate) * up, 1 is gpt-oss' swiglu
+_ACTIVATION_KINDS = {0: 0, 1: 1, 2: 0}
+
+
+def _dynamic_4bit_int_moe(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    gate_up_packed: Tensor,
+    down_packed: Tensor,
+    hidden_size: int,
+    intermediate_size: int,
+    gate_up_size: int,
+    group_size: int,
+    apply_router_weight_on_input: bool,
+    activation_kind: int,
+) -> Tensor:
+    if activation_kind not in _ACTIVATION_KINDS:
+        raise ValueError(f"activation_kind={activation_kind}; 0, 1 and 2 are accepted")
+    if gate_up_size != 2 * intermediate_size:
+        raise ValueError(f"gate_up_size={gate_up_size}; twice intermediate_size={intermediate_size} is accepted")
+    group = 0 if group_size == -1 else group_size
+    sizes = {
+        "gate_up_packed": (gate_up_packed, gate_up_size, hidden_size),
+        "down_packed": (down_packed, hidden_size, intermediate_size),
+    }
+    for name, (blob, out_features, in_features) in sizes.items():
+        held = describe_packed(blob)
+        wanted = {
+            "weight_bits": 4,
+            "group_size": group,
+            "out_features": out_features,
+            "in_features": in_features,
+        }
+        for key, value in wanted.items():
+            if held[key] != value:
+                raise ValueError(f"{name} was packed with {key}={held[key]}, but the call says {value}")
+    return _fused_experts(
+        x,
+        topk_ids,
+        topk_weights,
+        gate_up_packed,
+        down_packed,
+        _ACTIVATION_KINDS[activation_kind],
+        True,
+        1.702,
+        7.0,
+        apply_router_weight_on_input,
+    )
+
+
+_library.impl("dynamic_4bit_int_moe", _dynamic_4bit_int_moe, "CPU")
+
+
+@torch.library.register_fake("cpumoe::dynamic_4bit_int_moe", lib=_library)
+def _dynamic_4bit_int_moe_fake(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    gate_up_packed: Tensor,
+    down_packed: Tensor,
+    hidden_size: int,
+    intermediate_size: int,
+    gate_up_size: int,
+    group_size: int,
+    apply_router_weight_on_input: bool,
+    activation_kind: int,
+) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+# ---- the linear -----------------------------------------------------------------------------------------------------
+
+_library.define("linear(Tensor x, Tensor weight, int out_features) -> Tensor")
+
+
+def _linear(x: Tensor, weight: Tensor, out_features: int) -> Tensor:
+    x = x.contiguous()
+    out = x.new_empty((*x.shape[:-1], out_features))
+    _core.linear(x.view(-1, x.shape[-1]), weight, out.view(-1, out_features))
+    return out
+
+
+_library.impl("linear", _linear, "CPU")
+
+
+@torch.library.register_fake("cpumoe::linear", lib=_library)
+def _linear_fake(x: Tensor, weight: Tensor, out_features: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+# ---- packing --------------------------------------------------------------------------------------------------------
+
+_library.define(
+    "pack(Tensor values, Tensor scales, Tensor? bias, int in_features, int group_size, int weight_bits, "
+    "int row_order) -> Tensor"
+)
+
+
+def _packed_size(
+    values: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    in_features: int,
+    group_size: int,
+    weight_bits: int,
+    row_order: int,
+) -> tuple[int, int, int, int, int, int, bool, bool]:
+    """Arguments of ``_core.packed_bytes``: scales stay bf16 if they are bf16, else they are held as fp32."""
+    if values.dim() != 3:
+        raise ValueError(f"values have {values.dim()} dimensions; [experts, out_features, in_features] is accepted")
+    experts, out_features, _ = values.shape
+    group = 0 if group_size == -1 else group_size
+    scale_bytes = 2 if scales.dtype == torch.bfloat16 else 4
+    gated = row_order != ROWS_PLAIN
+    return weight_bits, scale_bytes, group, experts, out_features, in_features, gated, bias is not None
+
+
+def _pack(
+    values: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    in_features: int,
+    group_size: int,
+    weight_bits: int,
+    row_order: int,
+) -> Tensor:
+    size = _packed_size(values, scales, bias, in_features, group_size, weight_bits, row_order)
+    blob = torch.empty(_core.packed_bytes(*size), dtype=torch.uint8)
+    _core.advise_huge_pages(blob)
+    _core.write_packed_header(blob, *size)
+    bias32 = None if bias is None else bias.to(torch.float32).contiguous()
+    _core.pack_into(blob, 0, values.contiguous(), scales.contiguous(), bias32, row_order, "values")
+    return blob
+
+
+_library.impl("pack", _pack, "CPU")
+
+
+@torch.library.register_fake("cpumoe::pack", lib=_library)
+def _pack_fake(
+    values: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    in_features: int,
+    group_size: int,
+    weight_bits: int,
+    row_order: int,
+) -> Tensor:
+    size = _packed_size(values, scales, bias, in_features, group_size, weight_bits, row_order)
+    return torch.empty(_core.packed_bytes(*size), dtype=torch.uint8, device=values.device)
+
+
+def describe_packed(blob: Tensor) -> dict[str, int]:
+    """What the header of packed weights says: weight_bits, group_size (0 per channel), experts, out_features,
+    in_features, gated, has_bias, scale_bytes. Raises ValueError if these are not packed weights of this version.
+    """
+    return _core.describe(blob)
+
+
+# ---- routing --------------------------------------------------------------------------------------------------------
+
+SCORING = {"none": 0, "softmax": 1, "sigmoid": 2, "sqrt_softplus": 3}
+
+_library.define(
+    "select_experts(Tensor router_logits, int topk, int scoring, bool score_chosen, Tensor? correction_bias, "
+    "int num_expert_group, int topk_group, bool renormalize, float scale) -> (Tensor, Tensor)"
+)
+
+
+def _select_experts(
+    router_logits: Tensor,
+    topk: int,
+    scoring: int,
+    score_chosen: bool,
+    correction_bias: Tensor | None,
+    num_expert_group: int,
+    topk_group: int,
+    renormalize: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    weights = torch.empty((router_logits.shape[0], topk), dtype=torch.float32)
+    ids = torch.empty((router_logits.shape[0], topk), dtype=torch.int32)
+    _core.select_experts(
+        router_logits.contiguous(),
+        weights,
+        ids,
+        scoring,
+        score_chosen,
+        correction_bias,
+        num_expert_group,
+        topk_group,
+        renormalize,
+        scale,
+    )
+    return weights, ids
+
+
+_library.impl("select_experts", _select_experts, "CPU")
+
+
+@torch.library.register_fake("cpumoe::select_experts", lib=_library)
+def _select_experts_fake(
+    router_logits: Tensor,
+    topk: int,
+    scoring: int,
+    score_chosen: bool,
+    correction_bias: Tensor | None,
+    num_expert_group: int,
+    topk_group: int,
+    renormalize: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    shape = (router_logits.shape[0], topk)
+    device = router_logits.device
+    return (
+        torch.empty(shape, dtype=torch.float32, device=device),
+        torch.empty(shape, dtype=torch.int32, device=device),
+    )

@@ -1,0 +1,94 @@
+"""The arithmetic in plain PyTorch: the truth that the other backends are tested against."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from cpumoe.activation import Activation
+
+
+def quantize_activations(x: Tensor) -> Tensor:
+    """[tokens, in] -> the same after int8 quantisation: asymmetric, per token, ties away from zero.
+
+    A token with a NaN or an infinity becomes NaN.
+    """
+    x = x.to(torch.float32)
+    low = x.amin(-1, keepdim=True).clamp(max=0)
+    high = x.amax(-1, keepdim=True).clamp(min=0)
+    scale = torch.where(low == high, 1.0, 255.0 / (high - low))
+    scale = torch.where(torch.isinf(scale), 1.0, scale)  # a range too small to be told from zero
+    inverse = torch.where(scale == 0, 0.0, 1.0 / scale)
+    scaled_low, scaled_high = low * scale, high * scale
+    near_low = (-128 + scaled_low) + (127 + scaled_high) > 0
+    zero = torch.where(near_low, -128 - scaled_low, 127 - scaled_high).clamp(-128, 127).round()
+    scaled = x * scale
+    rounded = torch.trunc(scaled + torch.copysign(torch.tensor(0.49999997), scaled))
+    value = ((rounded + zero).clamp(-128, 127) - zero) * inverse
+    return torch.where(torch.isfinite(x).all(-1, keepdim=True), value, torch.nan)
+
+
+def dequantize(values: Tensor, scales: Tensor) -> Tensor:
+    """[..., out, in] integers and [..., out, groups] scales -> fp32 weights."""
+    grouped = values.to(torch.float32).unflatten(-1, (scales.shape[-1], -1))
+    return (grouped * scales.to(torch.float32).unsqueeze(-1)).flatten(-2)
+
+
+def apply_activation(h: Tensor, activation: Activation) -> Tensor:
+    """[tokens, rows of gate_up] -> [tokens, intermediate]; gate rows come before up rows."""
+    gate, up = h.chunk(2, -1) if activation.gated else (h, None)
+    limit = activation.limit
+    if activation.name == "swiglu_oai":
+        assert up is not None  # swiglu_oai is always gated
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * torch.sigmoid(activation.alpha * gate) * (up + 1)
+    if activation.name == "swiglu_step":
+        assert up is not None  # swiglu_step is always gated
+        return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+    function = {
+        "silu": F.silu,
+        "gelu": F.gelu,
+        "gelu_tanh": lambda g: F.gelu(g, approximate="tanh"),
+        "relu2": lambda g: F.relu(g).square(),
+    }[activation.name]
+    value: Tensor = function(gate)
+    return value if up is None else value * up
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, quantize: bool = True) -> Tensor:
+    """x [tokens, in] and dequantised weight [out, in] -> [tokens, out] fp32."""
+    return F.linear(quantize_activations(x) if quantize else x.to(torch.float32), weight, bias)
+
+
+def experts(
+    hidden_states: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: Activation,
+    *,
+    apply_router_weight_on_input: bool = False,
+    quantize: bool = True,
+) -> Tensor:
+    """One layer with dequantised weights gate_up [E, rows, H] and down [E, H, I].
+
+    ``quantize=False`` leaves the activations as they are: the error of the weights alone.
+    """
+    out = torch.zeros(hidden_states.shape, dtype=torch.float32)
+    x = hidden_states.to(torch.float32)
+    quantized = quantize_activations(x) if quantize else x
+    for expert in range(gate_up.shape[0]):
+        token, slot = torch.where(topk_ids == expert)
+        if token.numel() == 0:
+            continue
+        weight = topk_weights[token, slot].to(torch.float32).unsqueeze(-1)
+        inputs = quantized[token] * weight if apply_router_weight_on_input else quantized[token]
+        h = F.linear(inputs, gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+        h = apply_activation(h, activation)
+        y = linear(h, down[expert], None if down_bias is None else down_bias[expert], quantize=quantize)
+        out.index_add_(0, token, y if apply_router_weight_on_input else y * weight)
+    return out.to(hidden_states.dtype)

@@ -1,0 +1,170 @@
+"""Routing: from the router's logits to the chosen experts and their weights."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from cpumoe.ops import SCORING
+
+CustomRouting = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+
+
+class RoutingMethod(enum.Enum):
+    """How experts are chosen and weighted."""
+
+    DEFAULT = "default"  # softmax over all experts, then top-k
+    RENORMALIZE = "renormalize"  # top-k of the logits, then softmax (or sigmoid) over the chosen
+    RENORMALIZE_NAIVE = "renormalize_naive"  # score, top-k, divide by the sum of the chosen
+    DEEPSEEK_V3 = "deepseek_v3"  # sigmoid, correction bias for the choice, groups
+    LLAMA4 = "llama4"  # top-1, then sigmoid
+    TOPK = "topk"  # top-k of the raw logits
+    CUSTOM = "custom"  # a callable of the user's
+    SIMULATED = "simulated"  # a given load distribution
+    UNSPECIFIED = "unspecified"  # nothing that has a name; no backend accepts it
+
+
+def routing_method(
+    scoring: str, topk: int, renormalize: bool, num_expert_group: int | None = None, has_bias: bool = False
+) -> RoutingMethod:
+    """Names the method from the facts of a model's configuration.
+
+    Sigmoid with a bias and groups is ``deepseek_v3``; sigmoid with one expert per token ``llama4``; softmax without a
+    bias ``renormalize`` or ``default`` (groups, if any, are an option of these). Everything else is ``unspecified``.
+    """
+    grouped = (num_expert_group or 0) > 0
+    if has_bias:
+        return RoutingMethod.DEEPSEEK_V3 if scoring == "sigmoid" and grouped else RoutingMethod.UNSPECIFIED
+    if scoring == "sigmoid" and topk == 1 and not grouped:
+        return RoutingMethod.LLAMA4
+    if scoring == "softmax":
+        return RoutingMethod.RENORMALIZE if renormalize else RoutingMethod.DEFAULT
+    return RoutingMethod.UNSPECIFIED
+
+
+# What each method accepts and does: (scorings, first one the default; score only the chosen; divide by the sum).
+# A None leaves the division to the caller's `renormalize`.
+_METHODS: dict[RoutingMethod, tuple[tuple[str, ...], bool, bool | None]] = {
+    RoutingMethod.DEFAULT: (("softmax",), False, False),
+    RoutingMethod.RENORMALIZE: (("softmax", "sigmoid"), True, False),
+    RoutingMethod.RENORMALIZE_NAIVE: (("softmax", "sigmoid", "sqrt_softplus"), False, True),
+    RoutingMethod.DEEPSEEK_V3: (("sigmoid", "softmax", "sqrt_softplus"), False, None),
+    RoutingMethod.LLAMA4: (("sigmoid",), True, False),
+    RoutingMethod.TOPK: (("none",), False, False),
+}
+
+
+def select_experts(
+    router_logits: Tensor,
+    topk: int,
+    method: RoutingMethod | str = RoutingMethod.RENORMALIZE,
+    *,
+    scoring: str | None = None,
+    renormalize: bool = True,
+    correction_bias: Tensor | None = None,
+    num_expert_group: int | None = None,
+    topk_group: int | None = None,
+    routed_scaling_factor: float = 1.0,
+    custom: CustomRouting | None = None,
+    load: Sequence[float] | Tensor | None = None,
+    generator: torch.Generator | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Chooses ``topk`` experts for each token.
+
+    Args:
+        router_logits: [tokens, experts], any float dtype.
+        topk: experts per token.
+        method: a RoutingMethod or its name.
+        scoring: ``softmax``, ``sigmoid``, ``sqrt_softplus`` or ``none`` where the method leaves a choice.
+        renormalize: for ``deepseek_v3``: divide the weights by their sum.
+        correction_bias: [experts], added to the scores for the choice but not to the weights.
+        num_expert_group, topk_group: only the best ``topk_group`` of the groups take part. A group is worth its best
+            expert or, with a bias, the sum of its two best.
+        routed_scaling_factor: multiplies the weights.
+        custom: for ``custom``: a callable (router_logits, topk) -> (weights, ids).
+        load: for ``simulated``: relative load of each expert; None is uniform.
+        generator: for ``simulated``: source of randomness.
+
+    Returns:
+        weights [tokens, topk] float32 and ids [tokens, topk] int32, best expert first; ties go to the lower id.
+    """
+    method = RoutingMethod(method)
+    if router_logits.dim() != 2:
+        raise ValueError(f"router_logits have {router_logits.dim()} dimensions; [tokens, experts] is accepted")
+    if method is RoutingMethod.UNSPECIFIED:
+        raise ValueError("routing method 'unspecified' cannot be computed; name a method")
+    if (custom is not None) != (method is RoutingMethod.CUSTOM):
+        raise ValueError(f"custom={'a callable' if custom else None} with method {method.value!r}")
+    if load is not None and method is not RoutingMethod.SIMULATED:
+        raise ValueError(f"load is for method 'simulated', not {method.value!r}")
+    if method is RoutingMethod.CUSTOM:
+        assert custom is not None  # checked above
+        weights, ids = custom(router_logits, topk)
+        return _checked_custom(weights, ids, router_logits, topk, routed_scaling_factor)
+    if method is RoutingMethod.SIMULATED:
+        return _simulate(router_logits, topk, load, generator, routed_scaling_factor)
+
+    scorings, score_chosen, divide = _METHODS[method]
+    scoring = scorings[0] if scoring is None else scoring
+    if scoring not in scorings:
+        raise ValueError(f"scoring={scoring!r} with method {method.value!r}; accepted: {', '.join(scorings)}")
+    if method is RoutingMethod.LLAMA4 and topk != 1:
+        raise ValueError(f"topk={topk} with method 'llama4'; 1 is accepted")
+    if correction_bias is not None and (score_chosen or method is RoutingMethod.TOPK):
+        raise ValueError(
+            f"correction_bias with method {method.value!r}, which chooses by raw logits; use 'renormalize_naive', "
+            "'default' or 'deepseek_v3'"
+        )
+    groups = num_expert_group or 0
+    if groups > 1 and topk_group is None:
+        raise ValueError(f"num_expert_group={groups} without topk_group")
+    logits = router_logits
+    if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        logits = logits.to(torch.float32)
+    bias = None if correction_bias is None else correction_bias.to(torch.float32).contiguous()
+    chosen: tuple[Tensor, Tensor] = torch.ops.cpumoe.select_experts(
+        logits,
+        topk,
+        SCORING[scoring],
+        score_chosen,
+        bias,
+        groups,
+        topk_group or 0,
+        renormalize if divide is None else divide,
+        routed_scaling_factor,
+    )
+    return chosen
+
+
+def _checked_custom(
+    weights: Tensor, ids: Tensor, router_logits: Tensor, topk: int, factor: float
+) -> tuple[Tensor, Tensor]:
+    expected = (router_logits.shape[0], topk)
+    for name, tensor in (("weights", weights), ("ids", ids)):
+        if tuple(tensor.shape) != expected:
+            raise ValueError(f"custom routing returned {name} {list(tensor.shape)}; {list(expected)} is accepted")
+    return weights.to(torch.float32) * factor, ids.to(torch.int32)
+
+
+def _simulate(
+    router_logits: Tensor,
+    topk: int,
+    load: Sequence[float] | Tensor | None,
+    generator: torch.Generator | None,
+    factor: float,
+) -> tuple[Tensor, Tensor]:
+    """Draws ``topk`` different experts per token with probabilities proportional to their load; equal weights."""
+    tokens, experts = router_logits.shape
+    shares = torch.ones(experts) if load is None else torch.as_tensor(load, dtype=torch.float32)
+    if tuple(shares.shape) != (experts,) or not bool((shares >= 0).all()):
+        raise ValueError(f"load must hold {experts} numbers, none negative")
+    if int((shares > 0).sum()) < topk:
+        raise ValueError(f"load leaves {int((shares > 0).sum())} experts, but topk={topk}")
+    weights = torch.full((tokens, topk), factor / topk)
+    if tokens == 0:
+        return weights, torch.empty((0, topk), dtype=torch.int32)
+    ids = torch.multinomial(shares.expand(tokens, experts), topk, replacement=False, generator=generator)
+    return weights, ids.to(torch.int32)

@@ -157,9 +157,6 @@ const Kernels& default_kernels() {
   if (const char* name = std::getenv("CPUMOE_ISA"); name != nullptr) return find_kernels(name, "CPUMOE_ISA");
   const Kernels* best = nullptr;
   for (const IsaEntry& e : instruction_sets()) {
-#if defined(CPUMOE_EMULATE)
-    if (e.name == std::string("amx")) continue;  // emulated tiles are for tests that ask for them
-#endif
     if (e.supported) best = e.kernels;
   }
   return *best;

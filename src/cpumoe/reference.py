@@ -17,7 +17,9 @@ def quantize_activations(x: Tensor) -> Tensor:
     x = x.to(torch.float32)
     low = x.amin(-1, keepdim=True).clamp(max=0)
     high = x.amax(-1, keepdim=True).clamp(min=0)
-    scale = torch.where(low == high, 1.0, 255.0 / (high - low))
+    span = high - low
+    # A tensor on the left: PyTorch computes `255.0 / span` as a reciprocal times 255, rounded twice.
+    scale = torch.where(span == 0, 1.0, torch.full_like(span, 255.0) / span)
     scale = torch.where(torch.isinf(scale), 1.0, scale)  # a range too small to be told from zero
     inverse = torch.where(scale == 0, 0.0, 1.0 / scale)
     scaled_low, scaled_high = low * scale, high * scale

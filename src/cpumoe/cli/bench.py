@@ -1,0 +1,117 @@
+"""``cpumoe bench``: a layer against the limits of the machine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from cpumoe import _core
+from cpumoe.bench.measure import Row, bench_shape
+from cpumoe.bench.report import plot, table, write_json
+from cpumoe.bench.workload import SHAPES, Shape
+from cpumoe.cpu import set_num_threads
+from cpumoe.scheme import Scheme
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def add_command(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "bench",
+        help="measure a layer against DRAM and the int8 peak",
+        description="Measures layers with random weights, and in the same run the DRAM read rate and the int8 peak of "
+        "the instruction set in use. Weights rotate through more than 1 GB, so that decode reads DRAM.",
+    )
+    parser.add_argument("--shape", action="append", choices=sorted(SHAPES), help="known model; may be repeated")
+    for name in ("hidden", "intermediate", "experts", "topk"):
+        parser.add_argument(f"--{name}", type=int, help="a shape of your own (give all four)")
+    parser.add_argument("--scheme", action="append", help="scheme; may be repeated (w4a8-g128)")
+    parser.add_argument("--tokens", type=_token_list, default=[1, 8, 64, 512, 2048], help="such as 1,8,64,512,2048")
+    parser.add_argument("--isa", action="append", help="instruction set; may be repeated (the one in use)")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--dtype", choices=sorted(_DTYPES), default="bf16", help="of the hidden states")
+    parser.add_argument("--seconds", type=float, default=2.0, help="time for each row")
+    parser.add_argument("--peers", action="store_true", help="also other systems, where they are installed")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a roofline (PNG) to FILE")
+    parser.set_defaults(run=run)
+
+
+def _token_list(text: str) -> list[int]:
+    try:
+        counts = [int(part) for part in text.split(",")]
+    except ValueError:
+        counts = []
+    if not counts or min(counts) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}; positive numbers separated by commas are accepted")
+    return counts
+
+
+def _shapes(arguments: argparse.Namespace) -> list[Shape]:
+    sizes = [arguments.hidden, arguments.intermediate, arguments.experts, arguments.topk]
+    shapes = [SHAPES[name] for name in arguments.shape or []]
+    if any(size is not None for size in sizes):
+        if None in sizes:
+            raise ValueError("a shape of your own needs --hidden, --intermediate, --experts and --topk")
+        hidden, intermediate, experts, topk = sizes
+        if not 1 <= topk <= experts:
+            raise ValueError(f"--topk {topk}; 1 to {experts} are accepted")
+        shapes.append(Shape(f"{hidden}x{intermediate}x{experts}x{topk}", *sizes))
+    return shapes or [SHAPES["qwen3-30b-a3b"]]
+
+
+def _note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    shapes = _shapes(arguments)
+    schemes = [Scheme.parse(name) for name in arguments.scheme or ["w4a8-g128"]]
+    dtype = _DTYPES[arguments.dtype]
+    if arguments.plot is not None:
+        try:
+            import matplotlib  # noqa: F401
+        except ImportError:
+            raise RuntimeError("--plot needs matplotlib: pip install 'cpumoe[bench]'") from None
+    for path in (arguments.json, arguments.plot):
+        if path is not None and not path.absolute().parent.is_dir():
+            raise ValueError(f"{path}: there is no folder {path.absolute().parent}")
+    set_num_threads(arguments.threads)
+    rows: list[Row] = []
+    for isa in arguments.isa or [""]:
+        _core.use_isa(isa)
+        for shape in shapes:
+            for scheme in schemes:
+                for row, _ in bench_shape(shape, scheme, arguments.tokens, dtype, arguments.seconds):
+                    rows.append(row)
+                    _note(f"{row.shape} {row.scheme} {row.isa} T={row.tokens}: {row.ms_median:.3f} ms")
+    _core.use_isa("")
+    if arguments.peers:
+        from cpumoe.bench.peers import bench_peers
+
+        for shape in shapes:
+            for row in bench_peers(shape, arguments.tokens, dtype, arguments.seconds, _note):
+                rows.append(row)
+                _note(f"{row.system} {row.shape} T={row.tokens}: {row.ms_median:.3f} ms")
+    print(table(rows))
+    own = [row for row in rows if row.system == "cpumoe"]
+    print(
+        f"\nlimits seen among the calls: DRAM read {min(r.dram_gbps for r in own):.1f} to "
+        f"{max(r.dram_gbps for r in own):.1f} GB/s; int8 peak "
+        + ", ".join(
+            f"{isa} {max(r.peak_tops for r in own if r.isa == isa):.2f} TOPS"
+            for isa in dict.fromkeys(r.isa for r in own)
+        )
+    )
+    if arguments.json is not None:
+        write_json(rows, arguments.json)
+    if arguments.plot is not None:
+        plot(rows, arguments.plot)
+    return 0

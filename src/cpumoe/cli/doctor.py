@@ -1,0 +1,111 @@
+"""``cpumoe doctor``: what this machine has, what of it is used, and whether the kernels work on it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy
+import torch
+
+import cpumoe
+from cpumoe import _core
+from cpumoe.selftest import run_self_tests
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_command(commands: Commands) -> None:
+    parser = commands.add_parser("doctor", help="what this machine has and uses; checks every kernel")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def _memory() -> dict[str, float]:
+    """Total and available memory in GB, from /proc/meminfo."""
+    sizes = {}
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        if key in ("MemTotal", "MemAvailable"):
+            sizes[key] = round(int(value.split()[0]) * 1024 * 1e-9, 1)
+    return {"total_gb": sizes.get("MemTotal", 0.0), "available_gb": sizes.get("MemAvailable", 0.0)}
+
+
+def _huge_pages() -> str:
+    path = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not path.exists():
+        return "unknown"
+    setting = path.read_text().split("[")[1].split("]")[0]
+    meaning = {
+        "always": "used for packed weights",
+        "madvise": "used for packed weights, which ask for them",
+        "never": "off: packed weights are read up to a fifth slower",
+    }
+    return f"{setting} ({meaning.get(setting, 'unknown')})"
+
+
+def facts() -> dict[str, Any]:
+    """Everything that ``doctor`` shows."""
+    nodes = sorted(p.name for p in Path("/sys/devices/system/node").glob("node[0-9]*"))
+    return {
+        "cpu": _core.cpu_name(),
+        "architecture": platform.machine(),
+        "isa": cpumoe.isa(),
+        "instruction_sets": [
+            {"name": s.name, "supported": s.supported, "reason": s.reason} for s in cpumoe.instruction_sets()
+        ],
+        "threads": {
+            "used": cpumoe.get_num_threads(),
+            "available_cpus": _core.available_cpus(),
+            "pool": "PyTorch's OpenMP threads" if _core.thread_source() == "openmp" else "own threads",
+        },
+        "memory": _memory(),
+        "huge_pages": _huge_pages(),
+        "numa_nodes": max(1, len(nodes)),
+        "onednn_guard": cpumoe.guard_onednn(),
+        "versions": {
+            "cpumoe": cpumoe.__version__,
+            "python": sys.version.split()[0],
+            "torch": torch.__version__,
+            "numpy": numpy.__version__,
+        },
+        "self_tests": [
+            {"isa": test.isa, "passed": test.passed, "failed_schemes": list(test.failed)}
+            for test in run_self_tests()
+        ],
+    }
+
+
+def _print(found: dict[str, Any]) -> None:
+    print(f"CPU             {found['cpu']} ({found['architecture']})")
+    print("instruction sets")
+    tests = {test["isa"]: test for test in found["self_tests"]}
+    for entry in found["instruction_sets"]:
+        if entry["supported"]:
+            test = tests[entry["name"]]
+            state = "works" if test["passed"] else f"WRONG RESULTS for {', '.join(test['failed_schemes'])}"
+            used = ", in use" if entry["name"] == found["isa"] else ""
+            print(f"  {entry['name']:13} {state}{used}")
+        else:
+            print(f"  {entry['name']:13} no: {entry['reason']}")
+    threads, memory = found["threads"], found["memory"]
+    print(f"threads         {threads['used']} of {threads['available_cpus']} CPUs, {threads['pool']}")
+    print(f"memory          {memory['available_gb']} GB available of {memory['total_gb']} GB")
+    print(f"huge pages      {found['huge_pages']}")
+    print(f"NUMA nodes      {found['numa_nodes']}")
+    print(f"oneDNN guard    {found['onednn_guard']}")
+    print("versions        " + ", ".join(f"{k} {v}" for k, v in found["versions"].items()))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    found = facts()
+    if arguments.json:
+        print(json.dumps(found, indent=1))
+    else:
+        _print(found)
+    return 0 if all(test["passed"] for test in found["self_tests"]) else 1

@@ -1,0 +1,129 @@
+"""Bad input to the layer: an exception that names the argument, the value and what is accepted."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layers import random_layer
+
+import cpumoe
+
+
+def call(**changes: object) -> None:
+    arguments: dict[str, object] = {
+        "hidden_states": torch.randn(3, 128),
+        "topk_ids": torch.tensor([[0, 1], [2, 3], [1, 0]]),
+        "topk_weights": torch.full((3, 2), 0.5),
+        **changes,
+    }
+    random_layer("w4a8-g32").experts("native")(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hidden_states": torch.randn(3, 127)}, "hidden_states have 127 features, but gate_up takes 128"),
+        ({"hidden_states": torch.randn(128)}, "hidden_states has 1 dimensions; 2 are accepted"),
+        ({"hidden_states": torch.randn(1, 3, 128)}, "hidden_states has 3 dimensions; 2 are accepted"),
+        ({"hidden_states": torch.randn(3, 128).double()}, "hidden_states must be float32, bfloat16 or float16"),
+        ({"hidden_states": torch.ones(3, 128).int()}, "hidden_states must be float32"),
+        ({"topk_ids": torch.tensor([[0, 1], [2, 4], [1, 0]])}, r"topk_ids\[1, 1\]=4; 0 to 3 are experts and -1"),
+        ({"topk_ids": torch.tensor([[0, 1], [2, -2], [1, 0]]).int()}, r"topk_ids\[1, 1\]=-2; 0 to 3 are experts"),
+        ({"topk_ids": torch.tensor([[0, 1], [2, 2**40], [1, 0]])}, "topk_ids holds 1099511627776"),
+        ({"topk_ids": torch.zeros(2, 2).int()}, r"topk_ids \[2, 2\] do not have the 3 rows"),
+        ({"topk_ids": torch.zeros(3).int()}, "topk_ids has 1 dimensions"),
+        ({"topk_ids": torch.zeros(3, 2)}, "topk_ids must be int32 or int64"),
+        ({"topk_ids": torch.zeros(3, 2).short()}, "topk_ids must be int32 or int64"),
+        ({"topk_weights": torch.zeros(3, 3)}, r"topk_weights \[3, 3\] and topk_ids \[3, 2\] differ"),
+        ({"topk_weights": torch.zeros(3)}, "topk_weights has 1 dimensions"),
+    ],
+)
+def test_wrong_arguments(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(**changes)
+
+
+def test_another_device_is_refused() -> None:
+    layer = random_layer("w4a8-g32")
+    layer.gate_up = layer.gate_up.to("meta")
+    with pytest.raises(ValueError, match="gate_up is on meta; CPU tensors are accepted"):
+        layer.experts("native")
+    with pytest.raises((ValueError, RuntimeError, BufferError)):
+        cpumoe._core.describe(torch.empty(100, dtype=torch.uint8, device="meta"))
+
+
+def test_things_that_are_no_tensors() -> None:
+    with pytest.raises(RuntimeError, match="argument 'hidden_states' but instead found type 'list'"):
+        call(hidden_states=[[0.0] * 128])
+    with pytest.raises(ValueError, match="is a str; a tensor or an array is accepted"):
+        cpumoe._core.describe("bytes")
+    with pytest.raises((TypeError, ValueError), match="None"):
+        cpumoe._core.linear(None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda a: a.update(gate_up=a["gate_up"].float()), "gate_up is torch.float32; int8 values or uint8 nibbles"),
+        (lambda a: a.update(gate_up=a["gate_up"][0]), r"gate_up is \[192, 128\]; \[experts, out, in\]"),
+        (lambda a: a.update(gate_up=a["gate_up"][:, :-2]), r"gate_up is \[4, 190, 128\]; .* \[4, 192, 128\]"),
+        (lambda a: a.update(gate_up=a["gate_up"][:3]), r"gate_up is \[3, 192, 128\]"),
+        (lambda a: a.update(gate_up_scale=a["gate_up_scale"][..., :1]), r"gate_up_scale is \[4, 192, 1\]; \[4, 192, 4\]"),
+        (lambda a: a.update(down_scale=a["down_scale"][:, :5]), r"down_scale is \[4, 5, 3\]; \[4, 128, 3\]"),
+        (lambda a: a.update(down_scale=a["down_scale"].int()), "down_scale is torch.int32; a floating point"),
+        (lambda a: a.update(gate_up_bias=torch.zeros(4, 191)), r"gate_up_bias is \[4, 191\]; \[4, 192\]"),
+        (lambda a: a.update(down_bias=torch.zeros(128)), r"down_bias is \[128\]; \[4, 128\]"),
+        (lambda a: a.update(scheme="w4a8-g64"), "group_size=64 does not divide in_features=96; use 32"),
+        (lambda a: a.update(activation="swish"), "activation 'swish' is not known"),
+        (lambda a: a["gate_up"].view(-1)[7:8].fill_(8), r"value 8 at \[0, 0, 7\] is not an int4 value; -8 to 7"),
+        (lambda a: a["down"].view(-1)[-1:].fill_(-9), r"value -9 at \[3, 127, 95\]"),
+        (lambda a: a["down_scale"].view(-1)[-1:].fill_(torch.nan), r"scale at \[3, 127, 2\] is not finite"),
+    ],
+)
+def test_wrong_weights(change: object, message: str) -> None:
+    layer = random_layer("w4a8-g32")
+    arguments: dict[str, object] = {
+        "gate_up": layer.gate_up,
+        "gate_up_scale": layer.gate_up_scale,
+        "down": layer.down,
+        "down_scale": layer.down_scale,
+        "scheme": "w4a8-g32",
+    }
+    change(arguments)  # type: ignore[operator]
+    with pytest.raises(ValueError, match=message):
+        cpumoe.Experts.from_quantized(**arguments, backend="native")
+
+
+def test_unknown_options_fail() -> None:
+    layer = random_layer("w4a8-g32")
+    with pytest.raises(TypeError):
+        layer.experts("native", group_size=32)
+    with pytest.raises(TypeError):
+        cpumoe.select_experts(torch.randn(2, 4), 2, renormalise=True)
+
+
+def test_sizes_that_would_overflow() -> None:
+    for size in [
+        (4, 4, 0, 1 << 40, 64, 64, False, False),
+        (4, 4, 0, 4, 1 << 40, 64, False, False),
+        (4, 4, 0, 4, 64, 1 << 40, False, False),
+        (4, 4, 0, -1, 64, 64, False, False),
+        (4, 4, 0, 0, 64, 64, False, False),
+        (4, 4, 0, 1, 0, 64, False, False),
+        (5, 4, 0, 1, 64, 64, False, False),
+        (4, 3, 0, 1, 64, 64, False, False),
+        (4, 4, -32, 1, 64, 64, False, False),
+    ]:
+        with pytest.raises(ValueError):
+            cpumoe._core.packed_bytes(*size)
+
+
+def test_zero_rows_and_tiny_values() -> None:
+    experts = random_layer("w4a8-g32", bias=True).experts("native")
+    ids, weights = torch.tensor([[0, 1]]), torch.tensor([[0.5, 0.5]])
+    zero = experts(torch.zeros(1, 128), ids, weights)
+    assert zero.isfinite().all()
+    for tiny in (1e-38, 1e-42, -1e-45):
+        torch.testing.assert_close(experts(torch.full((1, 128), tiny), ids, weights), zero)
+    huge = experts(torch.full((1, 128), 3e38), ids, weights)
+    assert huge.shape == (1, 128)  # finite or NaN, but computed

@@ -1,0 +1,108 @@
+"""The command as a user meets it: real processes, real files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cpumoe
+
+TINY = ["--hidden", "64", "--intermediate", "32", "--experts", "4", "--topk", "2", "--tokens", "1,5"]
+
+
+def cpumoe_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    program = "import sys; from cpumoe.cli import main; sys.exit(main())"
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_help_and_version() -> None:
+    assert "COMMAND" in cpumoe_command("--help").stdout
+    assert cpumoe_command("--version").stdout.strip() == f"cpumoe {cpumoe.__version__}"
+    assert cpumoe_command().returncode == 2
+    assert cpumoe_command("dance").returncode == 2
+
+
+def test_doctor() -> None:
+    done = cpumoe_command("doctor")
+    assert done.returncode == 0, done.stderr
+    assert "in use" in done.stdout and "oneDNN guard" in done.stdout and "NUMA nodes" in done.stdout
+    facts = json.loads(cpumoe_command("doctor", "--json").stdout)
+    assert facts["isa"] == cpumoe.isa()
+    assert all(test["passed"] for test in facts["self_tests"])
+    assert {t["isa"] for t in facts["self_tests"]} == {s["name"] for s in facts["instruction_sets"] if s["supported"]}
+
+
+def test_explain() -> None:
+    done = cpumoe_command("explain", "w8a8")
+    assert done.returncode == 0 and "chosen: native" in done.stdout
+    assert "aten       no: scheme w8a8" in done.stdout
+    told = json.loads(cpumoe_command("explain", "w4a8-g32", "--json").stdout)
+    assert told["chosen"] == "native" and [b["backend"] for b in told["backends"]] == ["native", "aten", "reference"]
+    refused = cpumoe_command("explain", "w4a8", "--routing", "unspecified")
+    assert refused.returncode == 1 and "no backend serves this layer" in refused.stdout
+    bad = cpumoe_command("explain", "w4a8-g48")
+    assert bad.returncode == 2 and "group_size=48; a multiple of 32" in bad.stderr
+    assert "Traceback" not in bad.stderr
+
+
+@pytest.fixture
+def small_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rotation through 1 GB is for measuring; here it only takes time."""
+    from cpumoe.bench import workload
+
+    monkeypatch.setattr(workload, "ROTATED_BYTES", 1)
+
+
+def test_bench(tmp_path: Path, small_rotation: None) -> None:
+    from cpumoe.cli import main
+
+    path, picture = tmp_path / "rows.json", tmp_path / "roofline.png"
+    arguments = ["bench", *TINY, "--scheme", "w4a8-g32", "--scheme", "w8a8", "--seconds", "0.05"]
+    assert main([*arguments, "--json", str(path), "--plot", str(picture), "--isa", "scalar"]) == 0
+    rows = json.loads(path.read_text())
+    assert [(r["scheme"], r["tokens"]) for r in rows] == [("w4a8-g32", 1), ("w4a8-g32", 5), ("w8a8", 1), ("w8a8", 5)]
+    for row in rows:
+        assert row["isa"] == "scalar" and row["shape"] == "64x32x4x2"
+        assert 0 < row["ms_min"] <= row["ms_median"]
+        for key in ("tops", "weight_gbps", "dram_gbps", "dram_fraction", "peak_tops", "compute_fraction"):
+            assert row[key] > 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "0"], "positive numbers"),
+        (["--tokens", "1,x"], "positive numbers"),
+        (["--hidden", "64"], "needs --hidden, --intermediate, --experts and --topk"),
+        ([*TINY[:6], "--topk", "9"], "--topk 9; 1 to 4"),
+        (["--shape", "gpt-5"], "invalid choice"),
+        (["--scheme", "w3a8"], "scheme 'w3a8' is not known"),
+        (["--json", "/nowhere/rows.json"], "there is no folder /nowhere"),
+        (["--isa", "avx1024"], "is not known"),
+    ],
+)
+def test_bench_refuses(arguments: list[str], message: str) -> None:
+    done = cpumoe_command("bench", *arguments)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_demo_finds_the_same_bits() -> None:
+    done = cpumoe_command("demo", "--experts", "8")
+    assert done.returncode == 0, done.stderr
+    assert "bits per weight" in done.stdout and "faster by" in done.stdout and "DIFFERENT" not in done.stdout
+
+
+def test_shapes_and_their_schemes() -> None:
+    from cpumoe.bench.workload import SHAPES, fitting_scheme
+
+    g128 = cpumoe.Scheme.parse("w4a8-g128")
+    assert str(fitting_scheme(g128, SHAPES["gpt-oss-20b"])) == "w4a8-g64"
+    assert str(fitting_scheme(g128, SHAPES["qwen3-30b-a3b"])) == "w4a8-g128"
+    assert str(fitting_scheme(cpumoe.Scheme.parse("w8a8"), SHAPES["gpt-oss-20b"])) == "w8a8"

@@ -1,0 +1,212 @@
+"""Anything may come through the seam: it computes or raises, it never crashes. Run under AddressSanitizer in CI.
+
+Needs NumPy only, so that the sanitizer sees the core and little else. CPUMOE_CORE names the extension to load.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+def load_core() -> Any:
+    path = os.environ.get("CPUMOE_CORE")
+    if path is None:
+        from cpumoe import _core
+
+        return _core
+    loader = importlib.machinery.ExtensionFileLoader("_core", path)
+    spec = importlib.util.spec_from_file_location("_core", path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+core = load_core()
+ISAS = [name for name, supported, _ in core.instruction_sets() if supported]
+EXAMPLES = int(os.environ.get("CPUMOE_FUZZ_EXAMPLES", "150"))
+
+
+def packed(
+    rng: np.random.Generator, bits: int, group: int, experts: int, columns: int, depth: int, gated: bool, bias: bool
+) -> np.ndarray:
+    size = (bits, 4, group, experts, columns, depth, gated, bias)
+    blob = np.full(core.packed_bytes(*size), 255, np.uint8)
+    core.write_packed_header(blob, *size)
+    limit = 1 << (bits - 1)
+    values = rng.integers(-limit, limit, (experts, columns, depth)).astype(np.int8)
+    scales = rng.uniform(0.01, 0.1, (experts, columns, depth // group if group else 1)).astype(np.float32)
+    biases = rng.normal(size=(experts, columns)).astype(np.float32) if bias else None
+    core.pack_into(blob, 0, values, scales, biases, 1 if gated else 0, "w")
+    return blob
+
+
+sizes = st.integers(1, 6).map(lambda n: n * 32)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    isa=st.sampled_from(ISAS),
+    hidden=sizes,
+    inner=sizes,
+    experts=st.integers(1, 5),
+    tokens=st.integers(0, 40),
+    topk=st.integers(0, 4),
+    grouped=st.booleans(),
+    bits=st.sampled_from([4, 8]),
+    gated=st.booleans(),
+    bias=st.booleans(),
+    activation=st.integers(-1, 6),
+    id_range=st.tuples(st.integers(-3, 0), st.integers(1, 7)),
+    wide=st.booleans(),
+    threads=st.integers(1, 3),
+    poison=st.sampled_from([0.0, float("nan"), float("inf"), 3e38, 1e-40]),
+    seed=st.integers(0, 99),
+)
+def test_layers(
+    isa: str,
+    hidden: int,
+    inner: int,
+    experts: int,
+    tokens: int,
+    topk: int,
+    grouped: bool,
+    bits: int,
+    gated: bool,
+    bias: bool,
+    activation: int,
+    id_range: tuple[int, int],
+    wide: bool,
+    threads: int,
+    poison: float,
+    seed: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    group = 32 if grouped and bits == 4 else 0
+    gate_up = packed(rng, bits, group, experts, inner * (2 if gated else 1), hidden, gated, bias)
+    down = packed(rng, bits, group, experts, hidden, inner, False, bias)
+    x = rng.normal(size=(tokens, hidden)).astype(np.float32)
+    if tokens:
+        x[0, 0] = poison
+    ids = rng.integers(*id_range, (tokens, topk)).astype(np.int64 if wide else np.int32)
+    weights = rng.uniform(size=(tokens, topk)).astype(np.float32)
+    out = np.empty_like(x)
+    core.use_isa(isa)
+    core.set_thread_count(threads)
+    legal = bool(((ids >= -1) & (ids < experts)).all()) and 0 <= activation <= 5
+    try:
+        core.moe(x, ids, weights, gate_up, down, out, activation, gated, 1.7, 7.0, False)
+    except ValueError:
+        assert not legal
+    else:
+        assert legal
+        clean = np.isfinite(x).all(1)
+        assert np.isfinite(out[1:]).all() or not clean.all()
+    finally:
+        core.use_isa("")
+        core.set_thread_count(0)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    at=st.lists(st.tuples(st.integers(0, 63), st.integers(0, 255)), max_size=4),
+    length=st.integers(0, 4000),
+    seed=st.integers(0, 99),
+)
+def test_damaged_blobs(at: list[tuple[int, int]], length: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    blob = packed(rng, 4, 32, 1, 32, 64, False, False)
+    good = blob.copy()
+    for index, value in at:
+        blob[index] = value
+    cut = np.ascontiguousarray(blob[:length] if length < blob.size else blob)
+    x = np.ones((3, 64), np.float32)
+    out = np.empty((3, 32), np.float32)
+    try:
+        core.linear(x, cut, out)
+    except ValueError:
+        assert not np.array_equal(cut, good)
+    else:
+        assert np.array_equal(cut, good)
+
+
+arrays = st.builds(
+    lambda dtype, shape: np.zeros(shape, dtype),
+    st.sampled_from(["f4", "f8", "f2", "i1", "u1", "i4", "i8", "c8", "b1"]),
+    st.lists(st.integers(0, 33), max_size=4),
+)
+anything = st.one_of(st.none(), st.integers(), st.text(max_size=3), st.lists(st.floats(), max_size=3), arrays)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    things=st.lists(anything, min_size=6, max_size=6),
+    numbers=st.lists(st.integers(-5, 70), min_size=8, max_size=8),
+    flag=st.booleans(),
+)
+def test_any_arguments(things: list[Any], numbers: list[int], flag: bool) -> None:
+    calls = [
+        lambda: core.moe(*things, numbers[0], flag, 1.0, 1.0, flag),
+        lambda: core.linear(*things[:3]),
+        lambda: core.describe(things[0]),
+        lambda: core.pack_into(things[0], numbers[0], things[1], things[2], things[3], numbers[1], "w"),
+        lambda: core.write_packed_header(things[0], *numbers[:6], flag, flag),
+        lambda: core.packed_bytes(*numbers[:6], flag, flag),
+        lambda: core.select_experts(
+            things[0], things[1], things[2], numbers[0], flag, things[3], numbers[1], numbers[2], flag, 1.0
+        ),
+        lambda: core.read_rate(things[0]),
+        lambda: core.advise_huge_pages(things[0]),
+    ]
+    for call in calls:
+        try:
+            call()
+        except (ValueError, TypeError, BufferError, RuntimeError):
+            continue
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    isa=st.sampled_from(ISAS),
+    tokens=st.integers(0, 70),
+    experts=st.integers(1, 70),
+    topk=st.integers(0, 9),
+    groups=st.integers(-1, 9),
+    topk_groups=st.integers(-1, 9),
+    scoring=st.integers(-1, 4),
+    flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    seed=st.integers(0, 99),
+)
+def test_routing(
+    isa: str,
+    tokens: int,
+    experts: int,
+    topk: int,
+    groups: int,
+    topk_groups: int,
+    scoring: int,
+    flags: tuple[bool, bool, bool],
+    seed: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(tokens, experts)).astype(np.float32)
+    if tokens:
+        logits[0, 0] = np.nan
+    weights, ids = np.empty((tokens, topk), np.float32), np.empty((tokens, topk), np.int32)
+    bias = rng.normal(size=experts).astype(np.float32) if flags[0] else None
+    core.use_isa(isa)
+    try:
+        core.select_experts(logits, weights, ids, scoring, flags[1], bias, groups, topk_groups, flags[2], 1.0)
+    except ValueError:
+        return
+    finally:
+        core.use_isa("")
+    assert ((ids >= 0) & (ids < experts)).all()
+    assert all(len(set(row)) == topk for row in ids.tolist())

@@ -1,0 +1,90 @@
+"""The same bits on every instruction set and thread count, through the Python seam (core_test covers the kernels)."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import SUPPORTED_ISAS
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from layers import random_layer, routing
+
+import cpumoe
+from cpumoe import _core
+from cpumoe.selftest import run_self_tests, using_isa
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    scheme=st.sampled_from(["w4a8", "w4a8-g32", "w4a8-g64", "w4a8-g96", "w8a8"]),
+    tokens=st.integers(0, 150),
+    experts=st.integers(1, 80),
+    topk=st.integers(1, 4),
+    threads=st.integers(1, 5),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    activation=st.sampled_from(["silu", "gelu", "swiglu_oai"]),
+    seed=st.integers(0, 1000),
+)
+def test_bits_do_not_depend_on_isa_or_threads(
+    scheme: str,
+    tokens: int,
+    experts: int,
+    topk: int,
+    threads: int,
+    dtype: torch.dtype,
+    activation: str,
+    seed: int,
+) -> None:
+    torch.manual_seed(seed)
+    layer = random_layer(scheme, experts=experts, hidden=192, inner=192, activation=activation).experts("native")
+    x = (torch.randn(tokens, 192) * 2).to(dtype)
+    ids = torch.randint(-1, experts, (tokens, topk))
+    weights = torch.rand(tokens, topk)
+    cpumoe.set_num_threads(1)
+    with using_isa("scalar"):
+        expected = layer(x, ids, weights)
+    cpumoe.set_num_threads(threads)
+    for isa in SUPPORTED_ISAS:
+        with using_isa(isa):
+            assert torch.equal(layer(x, ids, weights), expected)
+    cpumoe.set_num_threads(0)
+
+
+def test_self_tests_pass() -> None:
+    results = run_self_tests()
+    assert [r.isa for r in results] == SUPPORTED_ISAS
+    assert all(r.passed for r in results)
+
+
+def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.parametrize("name", SUPPORTED_ISAS)
+def test_environment_chooses_the_kernels(name: str) -> None:
+    done = run_python("import cpumoe; print(cpumoe.isa())", CPUMOE_ISA=name)
+    assert done.stdout.strip() == name, done.stderr
+
+
+def test_unknown_and_unsupported_names_are_errors() -> None:
+    done = run_python("import cpumoe; cpumoe.isa()", CPUMOE_ISA="avx1024")
+    assert done.returncode != 0 and "CPUMOE_ISA=avx1024 is not known; accepted are: scalar" in done.stderr
+    missing = next(e for e in cpumoe.instruction_sets() if not e.supported)
+    done = run_python("import cpumoe; cpumoe.isa()", CPUMOE_ISA=missing.name)
+    assert done.returncode != 0 and f"CPUMOE_ISA={missing.name} cannot run here: {missing.reason}" in done.stderr
+    with pytest.raises(ValueError, match="is not known"):
+        _core.use_isa("nothing")
+
+
+def test_default_is_the_best_supported() -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "CPUMOE_ISA"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import cpumoe; print(cpumoe.isa())"], env=environment, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == SUPPORTED_ISAS[-1], done.stderr

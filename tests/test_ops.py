@@ -1,0 +1,118 @@
+"""The operators as PyTorch sees them: schemas, fakes, compile, export."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from layers import random_layer, relative_error, routing
+
+import cpumoe
+from cpumoe import ops
+from cpumoe.quantize import pack_nibbles
+
+
+def fused_arguments(tokens: int = 5) -> tuple[object, ...]:
+    experts = random_layer("w4a8-g32").experts("native")
+    ids, weights = routing(tokens, 4, 2)
+    x = torch.randn(tokens, 128)
+    return x, ids, weights, experts.gate_up_packed, experts.down_packed
+
+
+def test_opcheck() -> None:
+    x, ids, weights, gate_up, down = fused_arguments()
+    fused = (x, ids, weights, gate_up, down, 0, True, 1.702, 7.0, False)
+    torch.library.opcheck(torch.ops.cpumoe.fused_experts.default, fused)
+    four_bit = (x, ids, weights, gate_up, down, 128, 96, 192, 32, False, 0)
+    torch.library.opcheck(torch.ops.cpumoe.dynamic_4bit_int_moe.default, four_bit)
+    linear = cpumoe.QuantizedLinear.quantize(torch.randn(20, 64), "w4a8-g32")
+    torch.library.opcheck(torch.ops.cpumoe.linear.default, (torch.randn(3, 64), linear.weight_packed, 20))
+    values, scales = torch.randint(-8, 8, (2, 32, 64), dtype=torch.int8), torch.rand(2, 32, 2)
+    torch.library.opcheck(torch.ops.cpumoe.pack.default, (values, scales, None, 64, 32, 4, 1))
+    logits = torch.randn(4, 8)
+    torch.library.opcheck(
+        torch.ops.cpumoe.select_experts.default, (logits, 2, 1, True, None, 0, 0, False, 1.0)
+    )
+
+
+class Model(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = cpumoe.QuantizedLinear.quantize(torch.randn(128, 64), "w4a8-g32")
+        self.moe = cpumoe.MoELayer(
+            torch.nn.Linear(128, 4, bias=False), random_layer("w4a8-g32").experts("native"), topk=2
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.moe(self.first(x)) * 2
+
+
+@torch.no_grad()
+def test_compile_fullgraph() -> None:
+    model = Model()
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    for tokens in (1, 7, 3):
+        x = torch.randn(tokens, 64)
+        torch.testing.assert_close(compiled(x), model(x))
+
+
+@torch.no_grad()
+def test_compile_inductor() -> None:
+    model = Model()
+    x = torch.randn(6, 64)
+    torch.testing.assert_close(torch.compile(model, fullgraph=True)(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+@torch.no_grad()
+def test_export() -> None:
+    model = Model()
+    x = torch.randn(6, 64)
+    program = torch.export.export(model, (x,), dynamic_shapes={"x": {0: torch.export.Dim("tokens", min=2)}})
+    other = torch.randn(11, 64)
+    torch.testing.assert_close(program.module()(other), model(other))
+
+
+def test_dynamic_4bit_int_moe_is_the_layer() -> None:
+    x, ids, weights, gate_up, down = fused_arguments()
+    layer = cpumoe.Experts.from_packed(gate_up, down)
+    call = torch.ops.cpumoe.dynamic_4bit_int_moe
+    for kind, activation in ((0, "silu"), (2, "silu"), (1, "swiglu_oai")):
+        expected = cpumoe.Experts.from_packed(gate_up, down, activation=activation)(x, ids, weights)
+        assert torch.equal(call(x, ids, weights, gate_up, down, 128, 96, 192, 32, False, kind), expected)
+    on_input = call(x, ids, weights, gate_up, down, 128, 96, 192, 32, True, 0)
+    assert torch.equal(on_input, layer(x, ids, weights, apply_router_weight_on_input=True))
+
+
+def test_dynamic_4bit_int_moe_per_channel_and_nibbles() -> None:
+    layer = random_layer("w4a8")
+    x = torch.randn(4, 128)
+    ids, weights = routing(4, 4, 2)
+    gate_up = torch.ops.cpumoe.pack(
+        pack_nibbles(layer.gate_up), layer.gate_up_scale, None, 128, -1, 4, ops.ROWS_GATE_THEN_UP
+    )
+    down = torch.ops.cpumoe.pack(pack_nibbles(layer.down), layer.down_scale, None, 96, -1, 4, ops.ROWS_PLAIN)
+    out = torch.ops.cpumoe.dynamic_4bit_int_moe(x, ids, weights, gate_up, down, 128, 96, 192, -1, False, 0)
+    assert relative_error(out, layer.experts("reference")(x, ids, weights)) < 3e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"group": 64}, "packed with group_size=32, but the call says 64"),
+        ({"group": -1}, "packed with group_size=32, but the call says 0"),
+        ({"hidden": 64}, "packed with in_features=128, but the call says 64"),
+        ({"double": 100}, "twice intermediate_size"),
+        ({"kind": 3}, "activation_kind=3; 0, 1 and 2 are accepted"),
+    ],
+)
+def test_dynamic_4bit_int_moe_refuses_what_does_not_fit(changes: dict[str, int], message: str) -> None:
+    sizes = {"hidden": 128, "inner": 96, "double": 192, "group": 32, "kind": 0, **changes}
+    with pytest.raises(ValueError, match=message):
+        torch.ops.cpumoe.dynamic_4bit_int_moe(
+            *fused_arguments(),
+            sizes["hidden"],
+            sizes["inner"],
+            sizes["double"],
+            sizes["group"],
+            False,
+            sizes["kind"],
+        )

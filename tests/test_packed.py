@@ -1,0 +1,135 @@
+"""Packed weights are tensors: they survive saving, pickling, memory maps and other processes; damaged ones are refused."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from layers import random_layer, routing
+from safetensors.torch import load_file, save_file
+
+import cpumoe
+from cpumoe import ops
+
+
+def layer_and_call() -> tuple[cpumoe.Experts, tuple[torch.Tensor, ...], torch.Tensor]:
+    experts = random_layer("w4a8-g32", bias=True).experts("native")
+    ids, weights = routing(7, 4, 2)
+    arguments = (torch.randn(7, 128), ids, weights)
+    return experts, arguments, experts(*arguments)
+
+
+def test_state_dict() -> None:
+    experts, arguments, expected = layer_and_call()
+    other = random_layer("w4a8-g32", bias=True).experts("native")
+    assert not torch.equal(other(*arguments), expected)
+    other.load_state_dict(experts.state_dict())
+    assert torch.equal(other(*arguments), expected)
+
+
+def test_torch_save_weights_only() -> None:
+    experts, arguments, expected = layer_and_call()
+    buffer = io.BytesIO()
+    torch.save(experts.state_dict(), buffer)
+    buffer.seek(0)
+    state = torch.load(buffer, weights_only=True)
+    assert torch.equal(cpumoe.Experts.from_packed(**state)(*arguments), expected)
+
+
+def test_safetensors_and_memory_map(tmp_path: Path) -> None:
+    experts, arguments, expected = layer_and_call()
+    # A name of odd length leaves the data at any offset: packed weights need no alignment.
+    for padding in ("", "x", "xyz"):
+        path = tmp_path / f"layer{padding}.safetensors"
+        save_file({**experts.state_dict(), f"a{padding}": torch.zeros(1, dtype=torch.uint8)}, path)
+        state = load_file(path)
+        again = cpumoe.Experts.from_packed(state["gate_up_packed"], state["down_packed"])
+        assert torch.equal(again(*arguments), expected)
+    path = tmp_path / "gate_up.bin"
+    path.write_bytes(b"?" + bytes(experts.gate_up_packed.numpy()))
+    mapped = torch.from_file(str(path), size=experts.gate_up_packed.numel() + 1, dtype=torch.uint8)[1:]
+    assert torch.equal(cpumoe.Experts.from_packed(mapped, experts.down_packed)(*arguments), expected)
+
+
+def test_pickle_to_another_process(tmp_path: Path) -> None:
+    experts, arguments, expected = layer_and_call()
+    path = tmp_path / "layer.pickle"
+    path.write_bytes(pickle.dumps((experts, arguments, expected)))
+    code = (
+        "import pickle, sys, torch, pathlib\n"
+        "experts, arguments, expected = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes())\n"
+        "assert torch.equal(experts(*arguments), expected)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(path)], check=True)
+
+
+def test_shared_memory_between_processes() -> None:
+    experts, arguments, expected = layer_and_call()
+    experts.share_memory()
+    context = torch.multiprocessing.get_context("spawn")
+    with context.Pool(1) as pool:
+        assert torch.equal(pool.apply(call, (experts, arguments)), expected)
+
+
+def call(experts: cpumoe.Experts, arguments: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    return experts(*arguments)
+
+
+def test_a_header_says_what_is_inside() -> None:
+    experts = random_layer("w4a8-g32", bias=True, scale_dtype=torch.bfloat16).experts("native")
+    assert ops.describe_packed(experts.gate_up_packed) == {
+        "weight_bits": 4,
+        "scale_bytes": 2,
+        "group_size": 32,
+        "experts": 4,
+        "out_features": 192,
+        "in_features": 128,
+        "gated": True,
+        "has_bias": True,
+    }
+
+
+@pytest.mark.parametrize("damage", ["truncated", "longer", "empty", "magic", "version", "size", "noise"])
+def test_damaged_bytes_are_refused(damage: str) -> None:
+    experts, arguments, _ = layer_and_call()
+    blob = experts.gate_up_packed.clone()
+    if damage == "truncated":
+        blob = blob[:-1]
+    elif damage == "longer":
+        blob = torch.cat((blob, blob[:64]))
+    elif damage == "empty":
+        blob = blob[:0]
+    elif damage == "noise":
+        blob = torch.randint(0, 256, blob.shape, dtype=torch.uint8)
+    else:
+        blob[{"magic": 0, "version": 8, "size": 40}[damage]] ^= 0xFF
+    with pytest.raises(ValueError, match=r"bytes|signature|version|damaged"):
+        cpumoe.Experts.from_packed(blob, experts.down_packed)
+    with pytest.raises(ValueError, match=r"bytes|signature|version|damaged"):
+        torch.ops.cpumoe.fused_experts(*arguments, blob, experts.down_packed, 0, True, 1.7, 7.0, False)
+
+
+def test_blobs_that_do_not_belong_together_are_refused() -> None:
+    experts, arguments, _ = layer_and_call()
+    fewer = random_layer("w4a8-g32", experts=3).experts("native")
+    other_group = random_layer("w4a8").experts("native")
+    other_size = random_layer("w4a8-g32", inner=64).experts("native")
+    with pytest.raises(ValueError, match="experts=4, down_packed 3"):
+        cpumoe.Experts.from_packed(experts.gate_up_packed, fewer.down_packed)
+    with pytest.raises(ValueError, match="group_size"):
+        cpumoe.Experts.from_packed(experts.gate_up_packed, other_group.down_packed)
+    for gate_up, down, message in [
+        (experts.gate_up_packed, other_size.down_packed, "down takes 64 inputs, but gate_up gives 96"),
+        (experts.gate_up_packed, fewer.down_packed, "gate_up holds 4 experts, down holds 3"),
+        (experts.down_packed, experts.down_packed, "features|without gate"),
+        (experts.gate_up_packed, experts.gate_up_packed, "down was packed with gate and up rows"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            torch.ops.cpumoe.fused_experts(*arguments, gate_up, down, 0, True, 1.7, 7.0, False)
+    with pytest.raises(ValueError, match="not of a linear"):
+        cpumoe.QuantizedLinear(experts.gate_up_packed)

@@ -8,6 +8,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find src core -name '*.py' -o -
 CORE_SOURCES := CMakeLists.txt $(shell find core -name '*.cc' -o -name '*.h')
 
 .PHONY: demo test test-python test-core bench lint format clean
+.PHONY: test-heavy test-emulated test-sanitized test-arm test-compilers test-symbols
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -52,11 +53,69 @@ $(VENV)/cmake: $(VENV)/created
 	$(PIP) cmake ninja
 	touch $@
 
+# core_test in a build of its own: $(call build_core_test,folder,cmake options)
+CMAKE := PATH="$(CURDIR)/$(BIN):$$PATH" cmake
+define build_core_test
+@mkdir -p build
+$(CMAKE) -S . -B build/$(1) -G Ninja -DCPUMOE_PYTHON=OFF -DCPUMOE_TESTS=ON $(2) > build/$(1).log
+$(CMAKE) --build build/$(1) >> build/$(1).log 2>&1 || (cat build/$(1).log; exit 1)
+endef
+
 build/core/core_test: $(VENV)/cmake $(CORE_SOURCES)
-	PATH="$(CURDIR)/$(BIN):$$PATH" cmake -S . -B build/core -G Ninja -DCPUMOE_PYTHON=OFF -DCPUMOE_TESTS=ON > build-core.log
-	PATH="$(CURDIR)/$(BIN):$$PATH" cmake --build build/core >> build-core.log || (cat build-core.log; exit 1)
-	rm build-core.log
+	$(call build_core_test,core)
 	touch $@
 
+# ---- what CI runs after `make test`; needs qemu-user-static, g++-aarch64-linux-gnu, clang-14, g++-11 ------------------
+
+test-heavy: test-symbols test-emulated test-sanitized test-compilers test-arm
+
+# Kernel objects must not define weak symbols: the linker could keep an AVX-512 copy of one for the baseline code.
+test-symbols: build/core/core_test
+	@weak=$$(nm --defined-only build/core/CMakeFiles/cpumoe_core.dir/core/kernels/*.o | grep -E ' [WVu] ' || true); \
+	if [ -n "$$weak" ]; then echo "weak symbols in kernel objects:"; echo "$$weak"; exit 1; fi
+	@echo "kernel objects define no weak symbols"
+
+# AMX tiles emulated and AVX-VNNI in its AVX-512 encoding: those kernels bit for bit, from C++ and from Python.
+test-emulated: $(VENV)/installed $(VENV)/cmake
+	$(call build_core_test,emulated,-DCPUMOE_EMULATE=ON)
+	build/emulated/core_test
+	$(call build_extension,emulated-python,-DCPUMOE_EMULATE=ON)
+	rm -rf build/emulated-package && mkdir build/emulated-package
+	cp -r src/cpumoe build/emulated-package/ && cp build/emulated-python/_core*.so build/emulated-package/cpumoe/
+	PYTHONPATH=build/emulated-package $(BIN)/python -m pytest tests/test_golden.py tests/test_isa.py tests/test_linear.py
+
+# The extension in a build folder of its own: $(call build_extension,folder,cmake options)
+define build_extension
+$(PIP) nanobind
+$(CMAKE) -S . -B build/$(1) -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python $(2) > build/$(1).log
+$(CMAKE) --build build/$(1) >> build/$(1).log 2>&1 || (cat build/$(1).log; exit 1)
+endef
+
+# AddressSanitizer and UBSan over the kernels and, with random input, over the Python seam; ThreadSanitizer over the pool.
+SANITIZER_LIBRARIES = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libubsan.so)
+test-sanitized: $(VENV)/installed $(VENV)/cmake
+	$(call build_core_test,asan,-DCPUMOE_EMULATE=ON -DCPUMOE_SANITIZE=address$(comma)undefined)
+	build/asan/core_test
+	$(call build_core_test,tsan,-DCPUMOE_SANITIZE=thread)
+	build/tsan/core_test callers && build/tsan/core_test layers && build/tsan/core_test routing
+	$(call build_extension,asan-python,-DCPUMOE_EMULATE=ON -DCPUMOE_SANITIZE=address$(comma)undefined)
+	CPUMOE_CORE=$$(ls build/asan-python/_core*.so) CPUMOE_FUZZ_EXAMPLES=1500 ASAN_OPTIONS=detect_leaks=0 \
+	  LD_PRELOAD="$(SANITIZER_LIBRARIES)" $(BIN)/python -m pytest --noconftest tests/test_fuzz_seam.py
+comma := ,
+
+test-compilers: $(VENV)/cmake
+	$(call build_core_test,clang,-DCMAKE_CXX_COMPILER=clang++-14)
+	build/clang/core_test
+	$(call build_core_test,gcc11,-DCMAKE_CXX_COMPILER=g++-11)
+	build/gcc11/core_test
+
+# Arm kernels under qemu: i8mm and dot product, dot product alone, neither.
+test-arm: $(VENV)/cmake
+	$(call build_core_test,arm,-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
+	  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DCMAKE_EXE_LINKER_FLAGS=-static)
+	qemu-aarch64-static -cpu max build/arm/core_test
+	qemu-aarch64-static -cpu cortex-a76 build/arm/core_test
+	qemu-aarch64-static -cpu cortex-a72 build/arm/core_test
+
 clean:
-	rm -rf build $(VENV) build-core.log
+	rm -rf build $(VENV)

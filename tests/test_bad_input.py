@@ -25,10 +25,19 @@ def call(**changes: object) -> None:
         ({"hidden_states": torch.randn(3, 127)}, "hidden_states have 127 features, but gate_up takes 128"),
         ({"hidden_states": torch.randn(128)}, "hidden_states has 1 dimensions; 2 are accepted"),
         ({"hidden_states": torch.randn(1, 3, 128)}, "hidden_states has 3 dimensions; 2 are accepted"),
-        ({"hidden_states": torch.randn(3, 128).double()}, "hidden_states must be float32, bfloat16 or float16"),
+        (
+            {"hidden_states": torch.randn(3, 128).double()},
+            "hidden_states must be float32, bfloat16 or float16",
+        ),
         ({"hidden_states": torch.ones(3, 128).int()}, "hidden_states must be float32"),
-        ({"topk_ids": torch.tensor([[0, 1], [2, 4], [1, 0]])}, r"topk_ids\[1, 1\]=4; 0 to 3 are experts and -1"),
-        ({"topk_ids": torch.tensor([[0, 1], [2, -2], [1, 0]]).int()}, r"topk_ids\[1, 1\]=-2; 0 to 3 are experts"),
+        (
+            {"topk_ids": torch.tensor([[0, 1], [2, 4], [1, 0]])},
+            r"topk_ids\[1, 1\]=4; 0 to 3 are experts and -1",
+        ),
+        (
+            {"topk_ids": torch.tensor([[0, 1], [2, -2], [1, 0]]).int()},
+            r"topk_ids\[1, 1\]=-2; 0 to 3 are experts",
+        ),
         ({"topk_ids": torch.tensor([[0, 1], [2, 2**40], [1, 0]])}, "topk_ids holds 1099511627776"),
         ({"topk_ids": torch.zeros(2, 2).int()}, r"topk_ids \[2, 2\] do not have the 3 rows"),
         ({"topk_ids": torch.zeros(3).int()}, "topk_ids has 1 dimensions"),
@@ -64,18 +73,27 @@ def test_things_that_are_no_tensors() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda a: a.update(gate_up=a["gate_up"].float()), "gate_up is torch.float32; int8 values or uint8 nibbles"),
+        (
+            lambda a: a.update(gate_up=a["gate_up"].float()),
+            "gate_up is torch.float32; int8 values or uint8 nibbles",
+        ),
         (lambda a: a.update(gate_up=a["gate_up"][0]), r"gate_up is \[192, 128\]; \[experts, out, in\]"),
         (lambda a: a.update(gate_up=a["gate_up"][:, :-2]), r"gate_up is \[4, 190, 128\]; .* \[4, 192, 128\]"),
         (lambda a: a.update(gate_up=a["gate_up"][:3]), r"gate_up is \[3, 192, 128\]"),
-        (lambda a: a.update(gate_up_scale=a["gate_up_scale"][..., :1]), r"gate_up_scale is \[4, 192, 1\]; \[4, 192, 4\]"),
+        (
+            lambda a: a.update(gate_up_scale=a["gate_up_scale"][..., :1]),
+            r"gate_up_scale is \[4, 192, 1\]; \[4, 192, 4\]",
+        ),
         (lambda a: a.update(down_scale=a["down_scale"][:, :5]), r"down_scale is \[4, 5, 3\]; \[4, 128, 3\]"),
         (lambda a: a.update(down_scale=a["down_scale"].int()), "down_scale is torch.int32; a floating point"),
         (lambda a: a.update(gate_up_bias=torch.zeros(4, 191)), r"gate_up_bias is \[4, 191\]; \[4, 192\]"),
         (lambda a: a.update(down_bias=torch.zeros(128)), r"down_bias is \[128\]; \[4, 128\]"),
         (lambda a: a.update(scheme="w4a8-g64"), "group_size=64 does not divide in_features=96; use 32"),
         (lambda a: a.update(activation="swish"), "activation 'swish' is not known"),
-        (lambda a: a["gate_up"].view(-1)[7:8].fill_(8), r"value 8 at \[0, 0, 7\] is not an int4 value; -8 to 7"),
+        (
+            lambda a: a["gate_up"].view(-1)[7:8].fill_(8),
+            r"value 8 at \[0, 0, 7\] is not an int4 value; -8 to 7",
+        ),
         (lambda a: a["down"].view(-1)[-1:].fill_(-9), r"value -9 at \[3, 127, 95\]"),
         (lambda a: a["down_scale"].view(-1)[-1:].fill_(torch.nan), r"scale at \[3, 127, 2\] is not finite"),
     ],

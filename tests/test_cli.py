@@ -43,7 +43,11 @@ def test_explain() -> None:
     assert done.returncode == 0 and "chosen: native" in done.stdout
     assert "aten       no: scheme w8a8" in done.stdout
     told = json.loads(cpumoe_command("explain", "w4a8-g32", "--json").stdout)
-    assert told["chosen"] == "native" and [b["backend"] for b in told["backends"]] == ["native", "aten", "reference"]
+    assert told["chosen"] == "native" and [b["backend"] for b in told["backends"]] == [
+        "native",
+        "aten",
+        "reference",
+    ]
     refused = cpumoe_command("explain", "w4a8", "--routing", "unspecified")
     assert refused.returncode == 1 and "no backend serves this layer" in refused.stdout
     bad = cpumoe_command("explain", "w4a8-g48")
@@ -66,7 +70,12 @@ def test_bench(tmp_path: Path, small_rotation: None) -> None:
     arguments = ["bench", *TINY, "--scheme", "w4a8-g32", "--scheme", "w8a8", "--seconds", "0.05"]
     assert main([*arguments, "--json", str(path), "--plot", str(picture), "--isa", "scalar"]) == 0
     rows = json.loads(path.read_text())
-    assert [(r["scheme"], r["tokens"]) for r in rows] == [("w4a8-g32", 1), ("w4a8-g32", 5), ("w8a8", 1), ("w8a8", 5)]
+    assert [(r["scheme"], r["tokens"]) for r in rows] == [
+        ("w4a8-g32", 1),
+        ("w4a8-g32", 5),
+        ("w8a8", 1),
+        ("w8a8", 5),
+    ]
     for row in rows:
         assert row["isa"] == "scalar" and row["shape"] == "64x32x4x2"
         assert 0 < row["ms_min"] <= row["ms_median"]

@@ -48,9 +48,7 @@ def test_activation_parameters_matter() -> None:
     for alpha, limit in ((1.702, 7.0), (1.0, 7.0), (1.702, 0.5)):
         activation = cpumoe.Activation("swiglu_oai", alpha=alpha, limit=limit)
         native = layer.experts("native", activation=activation)(x, ids, weights)
-        assert (
-            relative_error(native, layer.experts("reference", activation=activation)(x, ids, weights)) < FLIPS
-        )
+        assert relative_error(native, layer.experts("reference", activation=activation)(x, ids, weights)) < FLIPS
         outputs.append(native)
     assert not torch.allclose(outputs[0], outputs[1]) and not torch.allclose(outputs[0], outputs[2])
 
@@ -109,7 +107,10 @@ def test_interleaved_rows_and_nibbles_are_the_same_layer() -> None:
 
 def test_no_tokens_no_experts_and_minus_one() -> None:
     experts = random_layer("w4a8-g32").experts("native")
-    assert experts(torch.empty(0, 128), torch.empty(0, 2, dtype=torch.int32), torch.empty(0, 2)).shape == (0, 128)
+    assert experts(torch.empty(0, 128), torch.empty(0, 2, dtype=torch.int32), torch.empty(0, 2)).shape == (
+        0,
+        128,
+    )
     x = torch.randn(3, 128)
     nobody = torch.full((3, 2), -1)
     assert torch.equal(experts(x, nobody, torch.ones(3, 2)), torch.zeros(3, 128))
@@ -147,9 +148,7 @@ def test_tensors_that_are_not_contiguous() -> None:
     assert torch.equal(experts(wide[:, ::2], ids, weights), experts(wide[:, ::2].contiguous(), ids, weights))
     strided = torch.randn(128, 6).t()
     turned_ids, turned_weights = ids.t().contiguous().t(), weights.t().contiguous().t()
-    assert torch.equal(
-        experts(strided, turned_ids, turned_weights), experts(strided.contiguous(), ids, weights)
-    )
+    assert torch.equal(experts(strided, turned_ids, turned_weights), experts(strided.contiguous(), ids, weights))
 
 
 def test_many_tokens_are_computed_in_rounds() -> None:

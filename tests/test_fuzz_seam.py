@@ -35,7 +35,14 @@ EXAMPLES = int(os.environ.get("CPUMOE_FUZZ_EXAMPLES", "150"))
 
 
 def packed(
-    rng: np.random.Generator, bits: int, group: int, experts: int, columns: int, depth: int, gated: bool, bias: bool
+    rng: np.random.Generator,
+    bits: int,
+    group: int,
+    experts: int,
+    columns: int,
+    depth: int,
+    gated: bool,
+    bias: bool,
 ) -> np.ndarray:
     size = (bits, 4, group, experts, columns, depth, gated, bias)
     blob = np.full(core.packed_bytes(*size), 255, np.uint8)

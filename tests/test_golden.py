@@ -61,8 +61,8 @@ def test_no_further_from_kleidiai_than_pytorch_on_x86(name: str) -> None:
     if torch.equal(y.float(), arm):  # infinities too
         return
     ours, theirs = relative_error(y, arm), relative_error(recorded(X86, name), arm)
-    # What separates the two recordings is where rounding ties fall; ours fall as on x86. Beyond that our sums may differ
-    # by their order (2e-6), and bf16 results by rounding where x86 truncates.
+    # What separates the two recordings is where rounding ties fall; ours fall as on x86. Beyond that our sums may
+    # differ by their order (2e-6), and bf16 results by rounding where x86 truncates.
     assert ours <= theirs * (1.0 if y.dtype == torch.float32 else 1.01) + 2e-6
 
 

@@ -11,7 +11,7 @@ import torch
 from conftest import SUPPORTED_ISAS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from layers import random_layer, routing
+from layers import random_layer
 
 import cpumoe
 from cpumoe import _core
@@ -62,7 +62,11 @@ def test_self_tests_pass() -> None:
 
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, **environment}, capture_output=True, text=True, check=False
+        [sys.executable, "-c", code],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -85,6 +89,9 @@ def test_unknown_and_unsupported_names_are_errors() -> None:
 def test_default_is_the_best_supported() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "CPUMOE_ISA"}
     done = subprocess.run(
-        [sys.executable, "-c", "import cpumoe; print(cpumoe.isa())"], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", "import cpumoe; print(cpumoe.isa())"],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.stdout.strip() == SUPPORTED_ISAS[-1], done.stderr

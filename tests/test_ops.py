@@ -29,9 +29,7 @@ def test_opcheck() -> None:
     values, scales = torch.randint(-8, 8, (2, 32, 64), dtype=torch.int8), torch.rand(2, 32, 2)
     torch.library.opcheck(torch.ops.cpumoe.pack.default, (values, scales, None, 64, 32, 4, 1))
     logits = torch.randn(4, 8)
-    torch.library.opcheck(
-        torch.ops.cpumoe.select_experts.default, (logits, 2, 1, True, None, 0, 0, False, 1.0)
-    )
+    torch.library.opcheck(torch.ops.cpumoe.select_experts.default, (logits, 2, 1, True, None, 0, 0, False, 1.0))
 
 
 class Model(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Packed weights are tensors: they survive saving, pickling, memory maps and other processes; damaged ones are refused."""
+"""Packed weights are tensors: they survive files, pickling, memory maps, other processes; damaged ones are refused."""
 
 from __future__ import annotations
 

@@ -54,10 +54,7 @@ def statement(
         kept = best(worth, topk_group)
         open_experts = {e for e in open_experts if e // size in kept}
     chosen = best({e: choice[e] for e in open_experts}, topk)
-    if after:
-        weights = scored([logits[e] for e in chosen], scoring)
-    else:
-        weights = [scores[e] for e in chosen]
+    weights = scored([logits[e] for e in chosen], scoring) if after else [scores[e] for e in chosen]
     if method == "renormalize_naive" or (method == "deepseek_v3" and renormalize):
         weights = [w / sum(weights) for w in weights]
     return {e: w * factor for e, w in zip(chosen, weights, strict=True)}
@@ -173,7 +170,11 @@ def test_method_names() -> None:
     assert routing_method("softmax", 8, True) is RoutingMethod.RENORMALIZE
     assert routing_method("softmax", 8, False) is RoutingMethod.DEFAULT
     assert routing_method("softmax", 6, False, 8) is RoutingMethod.DEFAULT
-    for facts in [("sigmoid", 8, True, None, False), ("softmax", 8, True, 8, True), ("sigmoid", 8, True, None, True)]:
+    for facts in [
+        ("sigmoid", 8, True, None, False),
+        ("softmax", 8, True, 8, True),
+        ("sigmoid", 8, True, None, True),
+    ]:
         assert routing_method(*facts) is RoutingMethod.UNSPECIFIED
 
 

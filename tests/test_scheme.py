@@ -19,7 +19,8 @@ def test_names_round_trip(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["", "w4", "w4a8-", "w4a8-g", "w4a8-g0", "w4a8-g48", "w4a8-g-32", "w8a8-g128", "w5a8", "W4A8", "w4a8 "]
+    "name",
+    ["", "w4", "w4a8-", "w4a8-g", "w4a8-g0", "w4a8-g48", "w4a8-g-32", "w8a8-g128", "w5a8", "W4A8", "w4a8 "],
 )
 def test_bad_names_are_refused(name: str) -> None:
     with pytest.raises(UnsupportedScheme):

@@ -311,7 +311,7 @@ def select_backend(config: MoEConfig, requested: str | None = None) -> Backend:
         if (reason := chosen.obstacle(config)) is not None:
             raise NoBackend(f"{source}={requested!r} cannot serve this layer: {reason}")
         return chosen
-    refusals = []
+    refusals: list[str] = []
     for backend in BACKENDS:
         reason = backend.obstacle(config)
         if reason is None:

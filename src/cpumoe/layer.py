@@ -82,9 +82,7 @@ class MoELayer(nn.Module):
             routed_scaling_factor=self.routed_scaling_factor,
             custom=self.custom,
         )
-        out: Tensor = self.experts(
-            x, ids, weights, apply_router_weight_on_input=self.apply_router_weight_on_input
-        )
+        out: Tensor = self.experts(x, ids, weights, apply_router_weight_on_input=self.apply_router_weight_on_input)
         if self.shared_experts is not None:
             shared = self.shared_experts(x)
             if self.shared_gate is not None:

@@ -43,7 +43,7 @@ class QuantizedLinear(nn.Module):
         scheme = Scheme.parse(scheme)
         if weight.dim() != 2 or weight.dtype not in (torch.int8, torch.uint8):
             raise ValueError(
-                f"weight is {weight.dtype} {list(weight.shape)}; int8 [out, in] or uint8 nibbles [out, in/2] is accepted"
+                f"weight is {weight.dtype} {list(weight.shape)}; int8 [out, in] or uint8 [out, in/2] is accepted"
             )
         out_features = weight.shape[0]
         in_features = weight.shape[1] * (2 if weight.dtype == torch.uint8 else 1)

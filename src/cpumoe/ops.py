@@ -5,6 +5,9 @@ Registered through ``torch.library.Library``: the ``custom_op`` decorator costs 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,12 +19,19 @@ ROWS_PLAIN, ROWS_GATE_THEN_UP, ROWS_GATE_UP_INTERLEAVED = 0, 1, 2
 _library = torch.library.Library("cpumoe", "DEF")
 
 
-# ---- the fused layer ------------------------------------------------------------------------------------------------
+def _register(schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
+    """Defines an operator for CPU tensors; ``fake`` gives the shapes and dtypes of its results."""
+    name = schema.partition("(")[0]
+    _library.define(schema)
+    _library.impl(name, implementation, "CPU")
+    torch.library.register_fake(f"cpumoe::{name}", fake, lib=_library)
 
-_library.define(
-    "fused_experts(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor gate_up, Tensor down, "
-    "int activation, bool gated, float alpha, float limit, bool apply_router_weight_on_input) -> Tensor"
-)
+
+def _like_first(first: Tensor, *_: object) -> Tensor:
+    return torch.empty_like(first, memory_format=torch.contiguous_format)
+
+
+# ---- the fused layer -----------------------------------------------------------------------------------------------
 
 
 def _fused_experts(
@@ -54,32 +64,15 @@ def _fused_experts(
     return out
 
 
-_library.impl("fused_experts", _fused_experts, "CPU")
-
-
-@torch.library.register_fake("cpumoe::fused_experts", lib=_library)
-def _fused_experts_fake(
-    hidden_states: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    activation: int,
-    gated: bool,
-    alpha: float,
-    limit: float,
-    apply_router_weight_on_input: bool,
-) -> Tensor:
-    return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
-
-
-# ---- the 4-bit operator that others call ------------------------------------------------------------------------------
-
-_library.define(
-    "dynamic_4bit_int_moe(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate_up_packed, Tensor down_packed, "
-    "int hidden_size, int intermediate_size, int gate_up_size, int group_size, bool apply_router_weight_on_input, "
-    "int activation_kind) -> Tensor"
+_register(
+    "fused_experts(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor gate_up, Tensor down, "
+    "int activation, bool gated, float alpha, float limit, bool apply_router_weight_on_input) -> Tensor",
+    _fused_experts,
+    _like_first,
 )
+
+
+# ---- the 4-bit operator that others call ---------------------------------------------------------------------------
 
 # activation_kind -> the kernel's activation: 0 and 2 are silu(gate) * up, 1 is gpt-oss' swiglu
 _ACTIVATION_KINDS = {0: 0, 1: 1, 2: 0}
@@ -132,29 +125,16 @@ def _dynamic_4bit_int_moe(
     )
 
 
-_library.impl("dynamic_4bit_int_moe", _dynamic_4bit_int_moe, "CPU")
+_register(
+    "dynamic_4bit_int_moe(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate_up_packed, Tensor down_packed, "
+    "int hidden_size, int intermediate_size, int gate_up_size, int group_size, bool apply_router_weight_on_input, "
+    "int activation_kind) -> Tensor",
+    _dynamic_4bit_int_moe,
+    _like_first,
+)
 
 
-@torch.library.register_fake("cpumoe::dynamic_4bit_int_moe", lib=_library)
-def _dynamic_4bit_int_moe_fake(
-    x: Tensor,
-    topk_ids: Tensor,
-    topk_weights: Tensor,
-    gate_up_packed: Tensor,
-    down_packed: Tensor,
-    hidden_size: int,
-    intermediate_size: int,
-    gate_up_size: int,
-    group_size: int,
-    apply_router_weight_on_input: bool,
-    activation_kind: int,
-) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-# ---- the linear -----------------------------------------------------------------------------------------------------
-
-_library.define("linear(Tensor x, Tensor weight, int out_features) -> Tensor")
+# ---- the linear ----------------------------------------------------------------------------------------------------
 
 
 def _linear(x: Tensor, weight: Tensor, out_features: int) -> Tensor:
@@ -164,20 +144,14 @@ def _linear(x: Tensor, weight: Tensor, out_features: int) -> Tensor:
     return out
 
 
-_library.impl("linear", _linear, "CPU")
-
-
-@torch.library.register_fake("cpumoe::linear", lib=_library)
 def _linear_fake(x: Tensor, weight: Tensor, out_features: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], out_features))
 
 
-# ---- packing --------------------------------------------------------------------------------------------------------
+_register("linear(Tensor x, Tensor weight, int out_features) -> Tensor", _linear, _linear_fake)
 
-_library.define(
-    "pack(Tensor values, Tensor scales, Tensor? bias, int in_features, int group_size, int weight_bits, "
-    "int row_order) -> Tensor"
-)
+
+# ---- packing -------------------------------------------------------------------------------------------------------
 
 
 def _packed_size(
@@ -217,10 +191,6 @@ def _pack(
     return blob
 
 
-_library.impl("pack", _pack, "CPU")
-
-
-@torch.library.register_fake("cpumoe::pack", lib=_library)
 def _pack_fake(
     values: Tensor,
     scales: Tensor,
@@ -234,6 +204,14 @@ def _pack_fake(
     return torch.empty(_core.packed_bytes(*size), dtype=torch.uint8, device=values.device)
 
 
+_register(
+    "pack(Tensor values, Tensor scales, Tensor? bias, int in_features, int group_size, int weight_bits, "
+    "int row_order) -> Tensor",
+    _pack,
+    _pack_fake,
+)
+
+
 def describe_packed(blob: Tensor) -> dict[str, int]:
     """What the header of packed weights says: weight_bits, group_size (0 per channel), experts, out_features,
     in_features, gated, has_bias, scale_bytes. Raises ValueError if these are not packed weights of this version.
@@ -241,14 +219,9 @@ def describe_packed(blob: Tensor) -> dict[str, int]:
     return _core.describe(blob)
 
 
-# ---- routing --------------------------------------------------------------------------------------------------------
+# ---- routing -------------------------------------------------------------------------------------------------------
 
 SCORING = {"none": 0, "softmax": 1, "sigmoid": 2, "sqrt_softplus": 3}
-
-_library.define(
-    "select_experts(Tensor router_logits, int topk, int scoring, bool score_chosen, Tensor? correction_bias, "
-    "int num_expert_group, int topk_group, bool renormalize, float scale) -> (Tensor, Tensor)"
-)
 
 
 def _select_experts(
@@ -279,10 +252,6 @@ def _select_experts(
     return weights, ids
 
 
-_library.impl("select_experts", _select_experts, "CPU")
-
-
-@torch.library.register_fake("cpumoe::select_experts", lib=_library)
 def _select_experts_fake(
     router_logits: Tensor,
     topk: int,
@@ -300,3 +269,11 @@ def _select_experts_fake(
         torch.empty(shape, dtype=torch.float32, device=device),
         torch.empty(shape, dtype=torch.int32, device=device),
     )
+
+
+_register(
+    "select_experts(Tensor router_logits, int topk, int scoring, bool score_chosen, Tensor? correction_bias, "
+    "int num_expert_group, int topk_group, bool renormalize, float scale) -> (Tensor, Tensor)",
+    _select_experts,
+    _select_experts_fake,
+)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -33,7 +35,7 @@ def quantize_activations(x: Tensor) -> Tensor:
 
 def dequantize(values: Tensor, scales: Tensor) -> Tensor:
     """[..., out, in] integers and [..., out, groups] scales -> fp32 weights."""
-    grouped = values.to(torch.float32).unflatten(-1, (scales.shape[-1], -1))
+    grouped: Tensor = values.to(torch.float32).unflatten(-1, (scales.shape[-1], -1))
     return (grouped * scales.to(torch.float32).unsqueeze(-1)).flatten(-2)
 
 
@@ -48,13 +50,13 @@ def apply_activation(h: Tensor, activation: Activation) -> Tensor:
     if activation.name == "swiglu_step":
         assert up is not None  # swiglu_step is always gated
         return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
-    function = {
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
         "silu": F.silu,
         "gelu": F.gelu,
         "gelu_tanh": lambda g: F.gelu(g, approximate="tanh"),
         "relu2": lambda g: F.relu(g).square(),
-    }[activation.name]
-    value: Tensor = function(gate)
+    }
+    value = functions[activation.name](gate)
     return value if up is None else value * up
 
 

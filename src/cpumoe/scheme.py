@@ -101,9 +101,7 @@ class Scheme:
         if size is not None and w.element == "int8":
             raise UnsupportedScheme(f"group_size={size} with int8 weights; w8a8 is per channel")
         if size is not None and size % 32 != 0:
-            raise UnsupportedScheme(
-                f"group_size={size}; a multiple of 32 (32, 64, 96, 128, 256, ...) is accepted"
-            )
+            raise UnsupportedScheme(f"group_size={size}; a multiple of 32 (32, 64, 96, 128, 256, ...) is accepted")
 
     @classmethod
     def parse(cls, name: str | Scheme) -> Scheme:
@@ -129,9 +127,7 @@ class Scheme:
         if size is not None and in_features % size != 0:
             fitting = [g for g in (32, 64, 128) if in_features % g == 0]
             advice = f"use {', '.join(map(str, fitting))}" if fitting else "use per channel"
-            raise UnsupportedScheme(
-                f"{name}: group_size={size} does not divide in_features={in_features}; {advice}"
-            )
+            raise UnsupportedScheme(f"{name}: group_size={size} does not divide in_features={in_features}; {advice}")
 
     def __str__(self) -> str:
         suffix = "" if self.group_size is None else f"-g{self.group_size}"

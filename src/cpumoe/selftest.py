@@ -61,9 +61,7 @@ def run_self_tests() -> list[SelfTest]:
     for isa in (entry.name for entry in instruction_sets() if entry.supported):
         with using_isa(isa):
             failed = tuple(
-                scheme
-                for scheme in _SCHEMES
-                if not all(map(torch.equal, _outputs(scheme), expected[scheme]))
+                scheme for scheme in _SCHEMES if not all(map(torch.equal, _outputs(scheme), expected[scheme]))
             )
         results.append(SelfTest(isa, failed))
     return results

@@ -79,7 +79,10 @@ def repetitions(seconds_per_call: float, budget: float) -> int:
 
 
 def time_calls(
-    calls: list[Call], inputs: list[tuple[Tensor, Tensor, Tensor]], budget: float, between: Callable[[int], None]
+    calls: list[Call],
+    inputs: list[tuple[Tensor, Tensor, Tensor]],
+    budget: float,
+    between: Callable[[int], None],
 ) -> list[float]:
     """Seconds of each call, the layers and inputs taken in turn. ``between(i)`` runs untimed before some calls."""
     start = time.perf_counter()

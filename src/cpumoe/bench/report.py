@@ -34,7 +34,9 @@ def table(rows: Sequence[Row]) -> str:
     widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS))]
     text_columns = {0, 1, 2, 4}
     return "\n".join(
-        "  ".join(c.ljust(w) if i in text_columns else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True)))
+        "  ".join(
+            c.ljust(w) if i in text_columns else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
+        )
         for line in lines
     )
 
@@ -65,7 +67,13 @@ def plot(rows: Sequence[Row], path: Path) -> None:
     for i, (shape, scheme, isa) in enumerate(dict.fromkeys((r.shape, r.scheme, r.isa) for r in own)):
         chosen = [r for r in own if (r.shape, r.scheme, r.isa) == (shape, scheme, isa)]
         x = [r.tops / (r.weight_gbps * 1e-3) for r in chosen]
-        axes.plot(x, [r.tops for r in chosen], linestyle=":", marker=markers[i % len(markers)], label=f"{shape} {scheme}, {isa}")
+        axes.plot(
+            x,
+            [r.tops for r in chosen],
+            linestyle=":",
+            marker=markers[i % len(markers)],
+            label=f"{shape} {scheme}, {isa}",
+        )
         for r, at in zip(chosen, x, strict=True):
             axes.annotate(f"T={r.tokens}", (at, r.tops), textcoords="offset points", xytext=(5, -10), fontsize=7)
     axes.set(

@@ -67,7 +67,16 @@ def _random_packed(shape: Shape, rows: int, inputs: int, scheme: Scheme, gated: 
     """Packed weights of all experts. A few random experts are repeated: addresses matter here, not values."""
     distinct = min(shape.experts, 4)
     values, scales = random_values(distinct, rows, inputs, scheme, seed)
-    spec = (scheme.weights.bits, scales.element_size(), scheme.group_size or 0, shape.experts, rows, inputs, gated, False)
+    spec = (
+        scheme.weights.bits,
+        scales.element_size(),
+        scheme.group_size or 0,
+        shape.experts,
+        rows,
+        inputs,
+        gated,
+        False,
+    )
     blob = torch.empty(_core.packed_bytes(*spec), dtype=torch.uint8)
     _core.advise_huge_pages(blob)
     _core.write_packed_header(blob, *spec)

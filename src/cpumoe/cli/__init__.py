@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from collections.abc import Sequence
 
@@ -26,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code: int = arguments.run(arguments)
     except BrokenPipeError:  # the reader has seen enough
-        sys.stdout = None  # type: ignore[assignment]  # nothing left to flush at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit succeeds
         return 0
     except (ValueError, RuntimeError, OSError) as problem:
         print(f"cpumoe {arguments.command}: {problem}", file=sys.stderr)

@@ -116,4 +116,3 @@ def run(arguments: argparse.Namespace) -> int:
             names.append(f"{entry.name} {'same bits' if equal else 'DIFFERENT BITS'}")
     print(f"On every instruction set of this CPU: {', '.join(names)}.")
     return 0 if all("DIFFERENT" not in name for name in names) else 1
-

@@ -75,8 +75,7 @@ def facts() -> dict[str, Any]:
             "numpy": numpy.__version__,
         },
         "self_tests": [
-            {"isa": test.isa, "passed": test.passed, "failed_schemes": list(test.failed)}
-            for test in run_self_tests()
+            {"isa": test.isa, "passed": test.passed, "failed_schemes": list(test.failed)} for test in run_self_tests()
         ],
     }
 

@@ -25,9 +25,7 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("--experts", type=int, default=128)
     parser.add_argument("--activation", choices=sorted(KINDS), default="silu")
     parser.add_argument("--not-gated", action="store_true", help="gate_up has no up rows")
-    parser.add_argument(
-        "--routing", choices=[m.value for m in RoutingMethod], default=RoutingMethod.RENORMALIZE.value
-    )
+    parser.add_argument("--routing", choices=[m.value for m in RoutingMethod], default=RoutingMethod.RENORMALIZE.value)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 

@@ -200,6 +200,8 @@ bool software_streams() {
 #endif
 }
 
+int read_ahead_bytes() { return software_streams() ? 4096 : 8192; }
+
 std::string cpu_name() {
   std::ifstream info("/proc/cpuinfo");
   for (std::string line; std::getline(info, line);) {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "check.h"
+#include "dispatch.h"
 #include "memory.h"
 #include "plan.h"
 #include "products.h"
@@ -63,17 +64,15 @@ class Forward {
     // With many experts a thread takes a whole one: its intermediate rows stay in that thread's cache and are quantised
     // at once. Otherwise threads share an expert and meet at a barrier in between.
     whole_experts_ = active >= 32 * threads && plan_.most_rows * hidden_stride_ * 4 <= 32 << 20;
-    const std::int64_t blocks = active * call.gate_up.blocks;
-    blocks_per_item_ =
-        whole_experts_ ? call.gate_up.blocks
-                       : static_cast<int>(std::clamp<std::int64_t>(blocks / (48 * threads), 1, call.gate_up.blocks));
-    items_per_expert_ = (call.gate_up.blocks + blocks_per_item_ - 1) / blocks_per_item_;
+    // Few items make long streams of weights, which DRAM serves best; but there must be enough for the threads to end
+    // together: at least 16 a thread for the first product and 4 for the second, all of nearly the same size.
+    const std::int64_t wanted = active == 0 ? 1 : (16 * threads + active - 1) / active;
+    items_per_expert_ = whole_experts_ ? 1 : static_cast<int>(std::min<std::int64_t>(wanted, call.gate_up.blocks));
     first_items_ = static_cast<int>(active) * items_per_expert_;
-    // Several blocks of columns together make longer streams of weights and visit a row of `out` less often; but there
-    // must be enough slices for all threads to end together.
-    const int slices_per_thread = call.tokens <= 64 ? 16 : 4;
-    blocks_per_slice_ = std::clamp(call.down.blocks / (slices_per_thread * threads), 1, 4);
-    slices_ = (call.down.blocks + blocks_per_slice_ - 1) / blocks_per_slice_;
+    // A thread's slice of `out` stays in its L2 cache while all experts add to it.
+    const int widest = call.tokens <= 64 ? 16 : 4;
+    slices_ = std::min(std::max(4 * threads, (call.down.blocks + widest - 1) / widest), call.down.blocks);
+    blocks_per_slice_ = (call.down.blocks + slices_ - 1) / slices_;
     order_.resize(plan_.experts.size());
     for (std::size_t i = 0; i < order_.size(); ++i) order_[i] = static_cast<int>(i);
     if (whole_experts_) {  // longest first, so that the threads end together
@@ -124,15 +123,15 @@ class Forward {
   FirstItem first_item(int index) const {
     const ExpertRows& rows =
         plan_.experts[static_cast<std::size_t>(order_[static_cast<std::size_t>(index / items_per_expert_)])];
-    const int first = index % items_per_expert_ * blocks_per_item_;
-    return {&rows, first, std::min(first + blocks_per_item_, c_.gate_up.blocks)};
+    const int part = index % items_per_expert_;
+    return {&rows, c_.gate_up.blocks * part / items_per_expert_, c_.gate_up.blocks * (part + 1) / items_per_expert_};
   }
 
   // The first weights come from DRAM while the tokens are being quantised.
   void read_ahead_of(int index) const {
     if (index >= first_items_) return;
     const std::uint8_t* weights = first_weights(index);
-    for (int i = 0; i < kReadAheadBytes; i += 64) __builtin_prefetch(weights + i, 0, 2);
+    for (int i = 0; i < read_ahead_bytes(); i += 64) __builtin_prefetch(weights + i, 0, 2);
   }
 
   void quantize_tokens(const Worker& worker) {
@@ -223,10 +222,12 @@ class Forward {
     return c_.gate_up.block(item.rows->expert, item.first);
   }
 
+  int first_block(int slice) const { return c_.down.blocks * slice / slices_; }
+
   // Where a slice's weights of the i-th active expert begin; null when there is none.
   const std::uint8_t* second_weights(int slice, std::size_t i) const {
     if (slice >= slices_ || i >= plan_.experts.size()) return nullptr;
-    return c_.down.block(plan_.experts[i].expert, slice * blocks_per_slice_);
+    return c_.down.block(plan_.experts[i].expert, first_block(slice));
   }
 
   void quantize_hidden_row(const ExpertRows& e, int row, const float* hidden) {
@@ -262,7 +263,7 @@ class Forward {
     const std::int64_t element = c_.type == DType::kF32 ? 4 : 2;
     while (slice < slices_) {
       const int next_slice = second_queue_.take();
-      const int first = slice * blocks_per_slice_, last = std::min(first + blocks_per_slice_, c_.down.blocks);
+      const int first = first_block(slice), last = first_block(slice + 1);
       const std::int64_t stride = blocks_per_slice_ * kBlockColumns;
       auto* out = t.slice.get<float>(c_.tokens * stride);
       std::memset(out, 0, static_cast<std::size_t>(c_.tokens * stride) * sizeof(float));
@@ -302,7 +303,7 @@ class Forward {
   Plan& plan_;
   std::int64_t hidden_stride_ = 0;
   bool whole_experts_ = false;
-  int blocks_per_item_ = 0, items_per_expert_ = 0, first_items_ = 0, blocks_per_slice_ = 0, slices_ = 0;
+  int items_per_expert_ = 0, first_items_ = 0, blocks_per_slice_ = 0, slices_ = 0;
   std::vector<int> order_;
   std::uint8_t* tokens_ = nullptr;
   RowQuant* token_quant_ = nullptr;

@@ -8,9 +8,6 @@
 
 namespace cpumoe {
 
-// Bytes of read-ahead in front of the weights being multiplied. Nearer leaves DRAM idle, farther falls out of L1/L2.
-constexpr int kReadAheadBytes = 8192;
-
 // Blocks whose accumulators are kept at once when the inputs of a chunk do not fit the L2 cache.
 constexpr int kBlocksPerPass = 4;
 
@@ -69,7 +66,7 @@ void multiply_blocks(const Kernels& kernels, const PackedMatrix& m, std::int64_t
         p.tiles = in.chunk.tiles;
         p.rows = in.chunk.rows;
         p.acc = scratch->acc[i];
-        p.ahead = {end, next != nullptr ? next : end, ahead ? kReadAheadBytes : 0,
+        p.ahead = {end, next != nullptr ? next : end, ahead ? read_ahead_bytes() : 0,
                    in.chunk.rows > 1 || software_streams()};
         p.workspace = &scratch->workspace;
         kernels.multiply(p);

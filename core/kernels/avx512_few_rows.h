@@ -60,8 +60,8 @@ inline __attribute__((always_inline)) void add_scaled(const FewSums<M>& sums, co
   }
 }
 
-template <int M, int subgroup, WeightType weights>
-void few_rows_product(const Product& p) {
+template <int M, int subgroup>
+void few_rows_int4(const Product& p) {
   constexpr int kLines = subgroup == 32 ? 8 : 16;
   constexpr bool kOneScale = subgroup == 0 || subgroup == 128;  // both halves of a record share it
   // With one or two rows the halves get sums of their own, for more independent chains; with more, registers are short.
@@ -94,23 +94,11 @@ void few_rows_product(const Product& p) {
       }
 #pragma GCC unroll 2
       for (int line = first; line < first + kLines; ++line) {
-        __m512i low0, low1, high0, high1;
-        if constexpr (weights == WeightType::kInt4) {
-          _mm_prefetch(next + line * 128, _MM_HINT_T1);
-          _mm_prefetch(next + line * 128 + 64, _MM_HINT_T1);
-          const __m512i v0 = _mm512_loadu_si512(w + line * 128), v1 = _mm512_loadu_si512(w + line * 128 + 64);
-          low0 = low_nibbles(v0);
-          low1 = low_nibbles(v1);
-          high0 = high_nibbles(v0);
-          high1 = high_nibbles(v1);
-        } else {
-          constexpr int kHalf = kInt8RecordBytes / 2;
-          for (int i = 0; i < 4; ++i) _mm_prefetch(next + line * 256 + i * 64, _MM_HINT_T1);
-          low0 = _mm512_loadu_si512(w + line * 128);
-          low1 = _mm512_loadu_si512(w + line * 128 + 64);
-          high0 = _mm512_loadu_si512(w + kHalf + line * 128);
-          high1 = _mm512_loadu_si512(w + kHalf + line * 128 + 64);
-        }
+        _mm_prefetch(next + line * 128, _MM_HINT_T1);
+        _mm_prefetch(next + line * 128 + 64, _MM_HINT_T1);
+        const __m512i v0 = _mm512_loadu_si512(w + line * 128), v1 = _mm512_loadu_si512(w + line * 128 + 64);
+        const __m512i low0 = low_nibbles(v0), low1 = low_nibbles(v1);
+        const __m512i high0 = high_nibbles(v0), high1 = high_nibbles(v1);
 #pragma GCC unroll 8
         for (int r = 0; r < M; ++r) {
           FewSums<M>& other = kOneSum ? low : high;
@@ -131,9 +119,7 @@ void few_rows_product(const Product& p) {
         add_scaled<M>(high, record, type, slot + 1, total);
       }
     }
-    for (int i = (weights == WeightType::kInt4 ? kInt4RecordBytes : kInt8RecordBytes); i < stride; i += 64) {
-      _mm_prefetch(next + i, _MM_HINT_T1);
-    }
+    for (int i = kInt4RecordBytes; i < stride; i += 64) _mm_prefetch(next + i, _MM_HINT_T1);
   }
   if constexpr (subgroup == 0 && !kOneSum) low.add(high);
   for (int r = 0; r < M; ++r) {
@@ -148,15 +134,49 @@ void few_rows_product(const Product& p) {
   }
 }
 
+// int8 weights (one scale per column): the lines of a record in their order, so that it is one stream.
+template <int M>
+void few_rows_int8(const Product& p) {
+  const int stride = record_bytes(p.format);
+  FewSums<M> sums;
+  for (int r = 0; r < M; ++r) {
+    for (int tile = 0; tile < 2; ++tile) {
+      sums.v[r][tile] = _mm512_loadu_si512(p.acc + tile * (kTileRows * kTileColumns) + r * kTileColumns);
+    }
+  }
+  for (int g = 0; g < p.record_count; ++g) {
+    const std::uint8_t* w = p.records + static_cast<std::ptrdiff_t>(g) * stride;
+    const char* next = ahead_of(p.ahead, w);
+    for (int half = 0; half < 2; ++half) {
+      const std::uint8_t* a = p.a + g * p.a_record_stride + half * (M * 64);
+#pragma GCC unroll 4
+      for (int line = 0; line < 16; ++line, w += 128, next += 128) {
+        _mm_prefetch(next, _MM_HINT_T1);
+        _mm_prefetch(next + 64, _MM_HINT_T1);
+        const __m512i w0 = _mm512_loadu_si512(w), w1 = _mm512_loadu_si512(w + 64);
+#pragma GCC unroll 8
+        for (int r = 0; r < M; ++r) {
+          const __m512i u = broadcast_quad(a + r * 64 + line * 4);
+          sums.v[r][0] = add_dot(sums.v[r][0], u, w0);
+          sums.v[r][1] = add_dot(sums.v[r][1], u, w1);
+        }
+      }
+    }
+  }
+  for (int r = 0; r < M; ++r) {
+    for (int tile = 0; tile < 2; ++tile) {
+      _mm512_storeu_si512(p.acc + tile * (kTileRows * kTileColumns) + r * kTileColumns, sums.v[r][tile]);
+    }
+  }
+}
+
 template <int M>
 void few_rows_by_format(const Product& p) {
-  if (p.format.subgroup == 0) {
-    if (p.format.weights == WeightType::kInt8) return few_rows_product<M, 0, WeightType::kInt8>(p);
-    return few_rows_product<M, 0, WeightType::kInt4>(p);
-  }
-  if (p.format.subgroup == 32) return few_rows_product<M, 32, WeightType::kInt4>(p);
-  if (p.format.subgroup == 64) return few_rows_product<M, 64, WeightType::kInt4>(p);
-  return few_rows_product<M, 128, WeightType::kInt4>(p);
+  if (p.format.weights == WeightType::kInt8) return few_rows_int8<M>(p);
+  if (p.format.subgroup == 0) return few_rows_int4<M, 0>(p);
+  if (p.format.subgroup == 32) return few_rows_int4<M, 32>(p);
+  if (p.format.subgroup == 64) return few_rows_int4<M, 64>(p);
+  return few_rows_int4<M, 128>(p);
 }
 
 // p.tiles is 1 and p.tile_rows is p.rows, at most kMaxFewRows.

@@ -54,6 +54,11 @@ class Queue {
   alignas(64) std::atomic<int> next_{0};
 };
 
+// Where part `index` of `parts` nearly equal parts of `total` begins.
+int share(std::int64_t total, std::int64_t index, std::int64_t parts) {
+  return static_cast<int>(total * index / parts);
+}
+
 class Forward {
  public:
   Forward(const Kernels& kernels, const MoeCall& call, int threads, Scratch* s)
@@ -124,7 +129,8 @@ class Forward {
     const ExpertRows& rows =
         plan_.experts[static_cast<std::size_t>(order_[static_cast<std::size_t>(index / items_per_expert_)])];
     const int part = index % items_per_expert_;
-    return {&rows, c_.gate_up.blocks * part / items_per_expert_, c_.gate_up.blocks * (part + 1) / items_per_expert_};
+    return {&rows, share(c_.gate_up.blocks, part, items_per_expert_),
+            share(c_.gate_up.blocks, part + 1, items_per_expert_)};
   }
 
   // The first weights come from DRAM while the tokens are being quantised.
@@ -222,7 +228,7 @@ class Forward {
     return c_.gate_up.block(item.rows->expert, item.first);
   }
 
-  int first_block(int slice) const { return c_.down.blocks * slice / slices_; }
+  int first_block(int slice) const { return share(c_.down.blocks, slice, slices_); }
 
   // Where a slice's weights of the i-th active expert begin; null when there is none.
   const std::uint8_t* second_weights(int slice, std::size_t i) const {

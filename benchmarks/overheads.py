@@ -1,6 +1,6 @@
 """What surrounds the arithmetic: the cost of a call, of routing, of sharing threads with PyTorch, and of packing.
 
-    .venv/bin/python benchmarks/overheads.py
+.venv/bin/python benchmarks/overheads.py
 """
 
 from __future__ import annotations
@@ -40,9 +40,7 @@ def routing() -> None:
     logits, bias = torch.randn(1, 128), torch.randn(128)
     softmax = median_us(lambda: cpumoe.select_experts(logits, 8))
     grouped = median_us(
-        lambda: cpumoe.select_experts(
-            logits, 8, "deepseek_v3", correction_bias=bias, num_expert_group=8, topk_group=4
-        )
+        lambda: cpumoe.select_experts(logits, 8, "deepseek_v3", correction_bias=bias, num_expert_group=8, topk_group=4)
     )
     print(f"routing among 128 experts, T=1: softmax + top-8 {softmax:.1f} us, deepseek_v3 {grouped:.1f} us")
 

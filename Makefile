@@ -65,7 +65,7 @@ build/core/core_test: $(VENV)/cmake $(CORE_SOURCES)
 	$(call build_core_test,core)
 	touch $@
 
-# ---- what CI runs after `make test`; needs qemu-user-static, g++-aarch64-linux-gnu, clang-14, g++-11 ------------------
+# ---- what CI runs besides `make test`; needs qemu-user-static, g++-aarch64-linux-gnu, clang-14, g++-11 ------------------
 
 test-heavy: test-symbols test-emulated test-sanitized test-compilers test-arm
 

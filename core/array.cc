@@ -1,5 +1,7 @@
 #include "array.h"
 
+#include <iterator>
+
 namespace nb = nanobind;
 
 namespace cpumoe {
@@ -52,7 +54,7 @@ Array::Array(nb::handle object, const char* name) : name_(name) {
     return;
   }
   if (!nb::try_cast<nb::ndarray<>>(object, owned_)) {
-    // A read-only array: enough for everything but results, which the callers of this module allocate themselves.
+    read_only_ = true;
     nb::ndarray<nb::ro> read_only;
     require(nb::try_cast<nb::ndarray<nb::ro>>(object, read_only), name_, " is a ", Py_TYPE(object.ptr())->tp_name,
             "; a tensor or an array is accepted");
@@ -78,6 +80,11 @@ const Array& Array::contiguous(int rank) const {
   return *this;
 }
 
+const Array& Array::writable() const {
+  require(!read_only_, name_, " is read-only; an array that can be written is accepted");
+  return *this;
+}
+
 std::int64_t Array::size() const {
   std::int64_t total = 1;
   for (int i = 0; i < rank_; ++i) total *= shape_[i];
@@ -90,13 +97,19 @@ std::string Array::shape_text() const {
   return text + "]";
 }
 
+std::string Array::dtype_text() const {
+  static constexpr const char* kKinds[] = {"int", "uint", "float", "handle", "bfloat", "complex", "bool"};
+  const char* kind = dtype_.code < std::size(kKinds) ? kKinds[dtype_.code] : "type";
+  return concat(kind, int{dtype_.bits});
+}
+
 DType Array::float_type() const {
   if (is<float>()) return DType::kF32;
   if (dtype_.bits == 16 && dtype_.lanes == 1) {
     if (dtype_.code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Bfloat)) return DType::kBF16;
     if (dtype_.code == static_cast<std::uint8_t>(nb::dlpack::dtype_code::Float)) return DType::kF16;
   }
-  throw std::invalid_argument(concat(name_, " must be float32, bfloat16 or float16"));
+  throw std::invalid_argument(concat(name_, " is ", dtype_text(), "; float32, bfloat16 or float16 is accepted"));
 }
 
 }  // namespace cpumoe

@@ -22,11 +22,14 @@ class Array {
 
   // Refuses other devices, other ranks and strides that are not those of a contiguous array.
   const Array& contiguous(int rank) const;
+  // Refuses memory that must not be written.
+  const Array& writable() const;
 
   const char* name() const { return name_; }
   std::int64_t dim(int i) const { return shape_[i]; }
   std::int64_t size() const;
   std::string shape_text() const;
+  std::string dtype_text() const;
 
   template <class T>
   bool is() const {
@@ -37,7 +40,7 @@ class Array {
 
   template <class T>
   const Array& expect(const char* type) const {
-    require(is<T>(), name_, " must be ", type);
+    require(is<T>(), name_, " is ", dtype_text(), "; ", type, " is accepted");
     return *this;
   }
 
@@ -51,6 +54,7 @@ class Array {
   void* data_ = nullptr;
   nanobind::dlpack::dtype dtype_{};
   int device_ = 0, rank_ = 0;
+  bool read_only_ = false;
   const std::int64_t *shape_ = nullptr, *strides_ = nullptr;
   nanobind::ndarray<> owned_;  // keeps shape and data alive when the slow path was taken
 };

@@ -37,7 +37,7 @@ void moe(nb::handle x_, nb::handle ids_, nb::handle weights_, nb::handle gate_up
   call.gate_up = packed_matrix(gate_up);
   call.down = packed_matrix(down);
   call.type = x.contiguous(2).float_type();
-  require(out.contiguous(2).same_type(x), "out must have the dtype of hidden_states");
+  require(out.writable().contiguous(2).same_type(x), "out must have the dtype of hidden_states");
   weights.contiguous(2).expect<float>("float32");
   ids.contiguous(2);
   call.tokens = x.dim(0);
@@ -49,7 +49,8 @@ void moe(nb::handle x_, nb::handle ids_, nb::handle weights_, nb::handle gate_up
           " rows of hidden_states");
   require(weights.dim(0) == ids.dim(0) && weights.dim(1) == ids.dim(1), "topk_weights ", weights.shape_text(),
           " and topk_ids ", ids.shape_text(), " differ in shape");
-  require(activation >= 0 && activation <= static_cast<int>(Activation::kRelu2), "activation=", activation);
+  require(activation >= 0 && activation <= static_cast<int>(Activation::kRelu2), "activation=", activation,
+          "; 0 to 5 are accepted");
   call.activation = {static_cast<Activation>(activation), gated, alpha, limit};
   call.weight_on_input = weight_on_input;
   call.x = x.data();
@@ -80,7 +81,7 @@ void linear(nb::handle x_, nb::handle weight_, nb::handle out_) {
   LinearCall call{};
   call.weight = packed_matrix(weight);
   call.type = x.contiguous(2).float_type();
-  require(out.contiguous(2).same_type(x), "out must have the dtype of x");
+  require(out.writable().contiguous(2).same_type(x), "out must have the dtype of x");
   require(x.dim(1) == call.weight.spec.depth, "x has ", x.dim(1), " features, but the weight takes ",
           call.weight.spec.depth);
   require(out.dim(0) == x.dim(0) && out.dim(1) == call.weight.spec.columns, "out must be [", x.dim(0), ", ",
@@ -115,7 +116,7 @@ std::int64_t packed_bytes(int weight_bits, int scale_bytes, std::int64_t group, 
 void write_packed_header(nb::handle blob_, int weight_bits, int scale_bytes, std::int64_t group, std::int64_t experts,
                          std::int64_t columns, std::int64_t depth, bool gated, bool has_bias) {
   const Array blob(blob_, "blob");
-  blob.contiguous(1).expect<std::uint8_t>("uint8");
+  blob.writable().contiguous(1).expect<std::uint8_t>("uint8");
   const PackedMatrix m =
       layout_of(matrix_spec(weight_bits, scale_bytes, group, experts, columns, depth, gated, has_bias), "weights");
   require(blob.dim(0) == m.total_bytes, "blob has ", blob.dim(0), " bytes; ", m.total_bytes, " are needed");
@@ -127,7 +128,7 @@ void pack_into(nb::handle blob_, std::int64_t first_expert, nb::handle values_, 
                int order, const std::string& name) {
   const std::string scales_name = name + "_scale", bias_name = name + "_bias";
   const Array blob(blob_, "blob"), values(values_, name.c_str()), scales(scales_, scales_name.c_str());
-  const PackedMatrix m = packed_matrix(blob);
+  const PackedMatrix m = packed_matrix(blob.writable());
   const MatrixSpec& s = m.spec;
   const bool nibbles = values.contiguous(3).is<std::uint8_t>();
   if (!nibbles) values.expect<std::int8_t>("int8 (one value per byte) or uint8 (two nibbles per byte)");
@@ -139,7 +140,7 @@ void pack_into(nb::handle blob_, std::int64_t first_expert, nb::handle values_, 
   scales.contiguous(3);
   require(scales.dim(0) == experts && scales.dim(1) == s.columns && scales.dim(2) == groups, scales_name, " is ",
           scales.shape_text(), "; [", experts, ", ", s.columns, ", ", groups, "] is accepted");
-  require(order >= 0 && order <= 2, "order=", order);
+  require(order >= 0 && order <= 2, "order=", order, "; 0, 1 and 2 are accepted");
   require((order != 0) == s.gated, "the row order does not fit the packed layout");
   require(bias_.is_none() != s.has_bias, bias_name, " is ", bias_.is_none() ? "missing" : "not expected");
   const float* bias = nullptr;
@@ -186,14 +187,15 @@ void select_experts(nb::handle logits_, nb::handle weights_, nb::handle ids_, in
   const Array logits(logits_, "router_logits"), weights(weights_, "weights"), ids(ids_, "ids");
   RouteCall call{};
   call.type = logits.contiguous(2).float_type();
-  weights.contiguous(2).expect<float>("float32");
-  ids.contiguous(2).expect<std::int32_t>("int32");
+  weights.writable().contiguous(2).expect<float>("float32");
+  ids.writable().contiguous(2).expect<std::int32_t>("int32");
   call.tokens = logits.dim(0);
   call.experts = logits.dim(1);
   call.topk = ids.dim(1);
   require(ids.dim(0) == call.tokens && weights.dim(0) == call.tokens && weights.dim(1) == call.topk,
           "ids and weights must be [", call.tokens, ", topk]");
-  require(scoring >= 0 && scoring <= static_cast<int>(Scoring::kSqrtSoftplus), "scoring=", scoring);
+  require(scoring >= 0 && scoring <= static_cast<int>(Scoring::kSqrtSoftplus), "scoring=", scoring,
+          "; 0 to 3 are accepted");
   call.scoring = static_cast<Scoring>(scoring);
   call.score_chosen = score_chosen;
   std::optional<Array> bias;

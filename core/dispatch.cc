@@ -84,12 +84,12 @@ std::string avx_vnni_obstacle() {
 
 std::string amx_obstacle() {
   if (std::string why = avx512_vnni_obstacle(); !why.empty()) return why;
+  const Registers seven = cpuid(7);
+  if (!bit(seven.c, 8)) return "the CPU lacks GFNI";
 #if defined(CPUMOE_EMULATE)
   return "";  // tiles are emulated
 #else
-  const Registers seven = cpuid(7);
   if (!bit(seven.d, 24) || !bit(seven.d, 25)) return "the CPU lacks AMX-TILE or AMX-INT8";
-  if (!bit(seven.c, 8)) return "the CPU lacks GFNI";
   if ((enabled_state() & 0x60000) != 0x60000) return "the operating system does not enable AMX state";
   if (!amx_permitted()) return "the kernel refused the use of AMX tiles";
   return "";

@@ -307,8 +307,8 @@ PackedMatrix open_packed(const std::uint8_t* data, std::int64_t bytes, const std
 
 void pack_experts(const PackedMatrix& m, std::uint8_t* data, std::int64_t first_expert, const PackSource* sources,
                   std::int64_t count, const std::string& name) {
-  require(first_expert >= 0 && count >= 0 && first_expert + count <= m.spec.experts, name, ": experts ", first_expert,
-          " to ", first_expert + count, " of ", m.spec.experts);
+  require(first_expert >= 0 && first_expert <= m.spec.experts && count <= m.spec.experts - first_expert, name, ": ",
+          count, " experts from number ", first_expert, " on, where ", m.spec.experts, " are packed");
   std::atomic<std::int64_t> next{0};
   std::mutex error_mutex;
   std::string error;

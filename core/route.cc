@@ -21,7 +21,9 @@ class TokenRouter {
     scores_.resize(static_cast<std::size_t>(experts_ + 32));
     choice_.resize(static_cast<std::size_t>(experts_));
     group_open_.resize(static_cast<std::size_t>(std::max<std::int64_t>(call.groups, 1)));
+    group_worth_.resize(group_open_.size());
     chosen_.resize(static_cast<std::size_t>(call.topk + 32));
+    room_.resize(chosen_.size());  // scoring works in whole vectors
   }
 
   void route_token(std::int64_t token) {
@@ -39,26 +41,20 @@ class TokenRouter {
     for (std::int64_t i = 0; i < c_.topk; ++i)
       chosen_[static_cast<std::size_t>(i)] = scores_[static_cast<std::size_t>(ids[i])];
     if (c_.score_chosen) {
-      k_.score(chosen_.data(), DType::kF32, static_cast<int>(c_.topk), c_.scoring, weights_with_room());
+      k_.score(chosen_.data(), DType::kF32, static_cast<int>(c_.topk), c_.scoring, room_.data());
       std::copy_n(room_.data(), c_.topk, weights);
     } else {
       std::copy_n(chosen_.data(), c_.topk, weights);
     }
-    float factor = c_.scale;
     if (c_.renormalize) {
       float sum = 0.0f;
       for (std::int64_t i = 0; i < c_.topk; ++i) sum += weights[i];
       for (std::int64_t i = 0; i < c_.topk; ++i) weights[i] /= sum;
     }
-    for (std::int64_t i = 0; i < c_.topk; ++i) weights[i] *= factor;
+    for (std::int64_t i = 0; i < c_.topk; ++i) weights[i] *= c_.scale;
   }
 
  private:
-  float* weights_with_room() {
-    room_.resize(static_cast<std::size_t>(c_.topk + 32));
-    return room_.data();
-  }
-
   int group_size() const { return experts_ / static_cast<int>(c_.groups); }
 
   // A group is worth its best expert or, with a bias, the sum of its two best.
@@ -79,7 +75,6 @@ class TokenRouter {
   void close_groups() {
     const int groups = static_cast<int>(c_.groups);
     std::vector<float>& worth = group_worth_;
-    worth.resize(static_cast<std::size_t>(groups));
     for (int g = 0; g < groups; ++g) worth[static_cast<std::size_t>(g)] = group_score(g);
     std::fill(group_open_.begin(), group_open_.end(), char{0});
     for (std::int64_t i = 0; i < c_.topk_groups; ++i) {
@@ -131,8 +126,9 @@ void route(const Kernels& kernels, const RouteCall& call) {
           call.topk_groups * (call.experts / std::max<std::int64_t>(call.groups, 1)), " experts");
   // A token costs a microsecond or two: waking threads pays only for many.
   const int threads = call.tokens >= 64 ? thread_count() : 1;
+  std::vector<TokenRouter> routers(static_cast<std::size_t>(threads), TokenRouter(kernels, call));
   run_on_threads(threads, [&](Worker& worker) {
-    TokenRouter router(kernels, call);
+    TokenRouter& router = routers[static_cast<std::size_t>(worker.index)];
     const std::int64_t first = call.tokens * worker.index / worker.count;
     const std::int64_t last = call.tokens * (worker.index + 1) / worker.count;
     for (std::int64_t t = first; t < last; ++t) router.route_token(t);

@@ -52,10 +52,10 @@ std::atomic<bool> forked_child{false};
 const OpenMP* open_mp() {
   static OpenMP found;
   static std::atomic<bool> ready{false};
-  if (forked_child.load(std::memory_order_relaxed)) return nullptr;
   if (!ready.load(std::memory_order_acquire)) {
     static std::mutex mutex;
     const std::lock_guard<std::mutex> lock(mutex);
+    if (ready.load(std::memory_order_relaxed)) return &found;
     look_up("GOMP_parallel", found.parallel);
     look_up("omp_get_thread_num", found.thread_num);
     look_up("omp_get_num_threads", found.num_threads);
@@ -65,6 +65,9 @@ const OpenMP* open_mp() {
   }
   return &found;
 }
+
+// Its threads do not survive a fork; a child may still read its settings.
+const OpenMP* usable_open_mp() { return forked_child.load(std::memory_order_relaxed) ? nullptr : open_mp(); }
 
 // Workers that sleep between calls.
 class OwnPool {
@@ -143,6 +146,10 @@ Team& the_team() {
   return *team;
 }
 
+// When the library is loaded, not at the first call: a child of a process that has used PyTorch's threads, but not ours
+// yet, must know what it is.
+[[maybe_unused]] const Team& team_at_load = the_team();
+
 struct Region {
   void (*body)(void*, Worker&);
   void* context;
@@ -204,7 +211,7 @@ void run_team(int threads, void (*body)(void*, Worker&), void* context) {
     body(context, self);
     return;
   }
-  if (const OpenMP* omp = open_mp(); omp != nullptr) {
+  if (const OpenMP* omp = usable_open_mp(); omp != nullptr) {
     Region region{body, context, &t.barrier, omp};
     omp->parallel(region_entry, &region, static_cast<unsigned>(threads), 0);
     return;
@@ -238,6 +245,6 @@ void set_thread_count(int threads) {
   chosen_threads.store(threads);
 }
 
-const char* thread_source() { return open_mp() != nullptr ? "openmp" : "own"; }
+const char* thread_source() { return usable_open_mp() != nullptr ? "openmp" : "own"; }
 
 }  // namespace cpumoe

@@ -43,6 +43,19 @@ def test_every_backend_keeps_a_nan_in_its_token() -> None:
             torch.testing.assert_close(out[[0, 1, 3, 4]], clean[[0, 1, 3, 4]])
 
 
+def test_every_backend_makes_nan_of_an_intermediate_overflow() -> None:
+    layer = random_layer("w4a8-g32", scale_dtype=torch.bfloat16)
+    ids, weights = routing(3, 4, 2)
+    x = torch.randn(3, 128)
+    x[1] *= 1e30
+    nobody = torch.full_like(ids, -1)
+    for name in ("native", "aten", "reference"):
+        out = layer.experts(name)(x, ids, weights)
+        assert out[1].isnan().all() and out[[0, 2]].isfinite().all(), name
+        x_nan = torch.full_like(x, torch.nan)  # a token that nobody takes contributes nothing
+        assert torch.equal(layer.experts(name)(x_nan, nobody, weights), torch.zeros(3, 128)), name
+
+
 def test_first_that_serves_is_taken(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CPUMOE_BACKEND", raising=False)
     monkeypatch.setattr(backends, "_logged", set())
@@ -76,6 +89,9 @@ def test_a_named_backend_is_used_or_refused(monkeypatch: pytest.MonkeyPatch) -> 
         select_backend(config(), "cuda")
     monkeypatch.setenv("CPUMOE_BACKEND", "reference")
     assert random_layer("w4a8-g32").experts().backend.name == "reference"
+    packed = random_layer("w4a8-g32").experts("native")
+    with pytest.raises(NoBackend, match="packed weights are for the native backend, not for 'reference'"):
+        cpumoe.Experts.from_packed(packed.gate_up_packed, packed.down_packed, activation="silu")
     monkeypatch.setenv("CPUMOE_BACKEND", "aten")
     with pytest.raises(NoBackend, match="CPUMOE_BACKEND='aten' cannot serve"):
         select_backend(config("w8a8"))

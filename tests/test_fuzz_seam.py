@@ -115,7 +115,7 @@ def test_layers(
     else:
         assert legal
         clean = np.isfinite(x).all(1)
-        assert np.isfinite(out[1:]).all() or not clean.all()
+        assert np.isfinite(out[clean & (np.abs(x).max(1, initial=0) < 1e30)]).all()
     finally:
         core.use_isa("")
         core.set_thread_count(0)

@@ -79,10 +79,16 @@ def test_bad_weights(
 
 def test_bad_inputs() -> None:
     linear = cpumoe.QuantizedLinear.quantize(torch.randn(20, 64), "w4a8-g32")
-    with pytest.raises(ValueError, match="x has 63 features, but the weight takes 64"):
+    with pytest.raises(ValueError, match=r"x is \[2, 63\]; \[..., 64\] is accepted"):
         linear(torch.randn(2, 63))
-    with pytest.raises(ValueError, match="x must be float32, bfloat16 or float16"):
+    with pytest.raises(ValueError, match="x is float64; float32, bfloat16 or float16 is accepted"):
         linear(torch.randn(2, 64).double())
+    with pytest.raises(ValueError, match=r"x is \[\]"):
+        linear(torch.tensor(1.0))
+    with pytest.raises(ValueError, match="weight is on meta"):
+        cpumoe.QuantizedLinear.from_quantized(
+            torch.zeros(4, 64, dtype=torch.int8, device="meta"), torch.ones(4, 1), "w8a8"
+        )
 
 
 def test_layer_is_router_experts_and_shared_experts() -> None:

@@ -69,9 +69,15 @@ def test_export() -> None:
     torch.testing.assert_close(program.module()(other), model(other))
 
 
+def test_results_ask_for_no_gradients() -> None:
+    x, *rest = fused_arguments()
+    layer = cpumoe.Experts.from_packed(rest[2], rest[3], activation="silu")
+    assert not layer(x.requires_grad_(), rest[0], rest[1]).requires_grad
+
+
 def test_dynamic_4bit_int_moe_is_the_layer() -> None:
     x, ids, weights, gate_up, down = fused_arguments()
-    layer = cpumoe.Experts.from_packed(gate_up, down)
+    layer = cpumoe.Experts.from_packed(gate_up, down, activation="silu")
     call = torch.ops.cpumoe.dynamic_4bit_int_moe
     for kind, activation in ((0, "silu"), (2, "silu"), (1, "swiglu_oai")):
         expected = cpumoe.Experts.from_packed(gate_up, down, activation=activation)(x, ids, weights)
@@ -96,6 +102,7 @@ def test_dynamic_4bit_int_moe_per_channel_and_nibbles() -> None:
     ("changes", "message"),
     [
         ({"group": 64}, "packed with group_size=32, but the call says 64"),
+        ({"group": 0}, "group_size=0; -1"),
         ({"group": -1}, "packed with group_size=32, but the call says 0"),
         ({"hidden": 64}, "packed with in_features=128, but the call says 64"),
         ({"double": 100}, "twice intermediate_size"),

@@ -38,7 +38,7 @@ def test_torch_save_weights_only() -> None:
     torch.save(experts.state_dict(), buffer)
     buffer.seek(0)
     state = torch.load(buffer, weights_only=True)
-    assert torch.equal(cpumoe.Experts.from_packed(**state)(*arguments), expected)
+    assert torch.equal(cpumoe.Experts.from_packed(**state, activation="silu")(*arguments), expected)
 
 
 def test_safetensors_and_memory_map(tmp_path: Path) -> None:
@@ -48,12 +48,12 @@ def test_safetensors_and_memory_map(tmp_path: Path) -> None:
         path = tmp_path / f"layer{padding}.safetensors"
         save_file({**experts.state_dict(), f"a{padding}": torch.zeros(1, dtype=torch.uint8)}, path)
         state = load_file(path)
-        again = cpumoe.Experts.from_packed(state["gate_up_packed"], state["down_packed"])
+        again = cpumoe.Experts.from_packed(state["gate_up_packed"], state["down_packed"], activation="silu")
         assert torch.equal(again(*arguments), expected)
     path = tmp_path / "gate_up.bin"
     path.write_bytes(b"?" + bytes(experts.gate_up_packed.numpy()))
     mapped = torch.from_file(str(path), size=experts.gate_up_packed.numel() + 1, dtype=torch.uint8)[1:]
-    assert torch.equal(cpumoe.Experts.from_packed(mapped, experts.down_packed)(*arguments), expected)
+    assert torch.equal(cpumoe.Experts.from_packed(mapped, experts.down_packed, activation="silu")(*arguments), expected)
 
 
 def test_pickle_to_another_process(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_damaged_bytes_are_refused(damage: str) -> None:
     else:
         blob[{"magic": 0, "version": 8, "size": 40}[damage]] ^= 0xFF
     with pytest.raises(ValueError, match=r"bytes|signature|version|damaged"):
-        cpumoe.Experts.from_packed(blob, experts.down_packed)
+        cpumoe.Experts.from_packed(blob, experts.down_packed, activation="silu")
     with pytest.raises(ValueError, match=r"bytes|signature|version|damaged"):
         torch.ops.cpumoe.fused_experts(*arguments, blob, experts.down_packed, 0, True, 1.7, 7.0, False)
 
@@ -120,9 +120,16 @@ def test_blobs_that_do_not_belong_together_are_refused() -> None:
     other_group = random_layer("w4a8").experts("native")
     other_size = random_layer("w4a8-g32", inner=64).experts("native")
     with pytest.raises(ValueError, match="experts=4, down_packed 3"):
-        cpumoe.Experts.from_packed(experts.gate_up_packed, fewer.down_packed)
+        cpumoe.Experts.from_packed(experts.gate_up_packed, fewer.down_packed, activation="silu")
     with pytest.raises(ValueError, match="group_size"):
-        cpumoe.Experts.from_packed(experts.gate_up_packed, other_group.down_packed)
+        cpumoe.Experts.from_packed(experts.gate_up_packed, other_group.down_packed, activation="silu")
+    with pytest.raises(ValueError, match=r"gate_up_packed is \[192, 128\]; .* \[128, 128\] is accepted"):
+        cpumoe.Experts.from_packed(experts.gate_up_packed, other_size.down_packed, activation="silu")
+    for swapped in ((experts.down_packed, experts.gate_up_packed), (experts.gate_up_packed, experts.gate_up_packed)):
+        with pytest.raises(ValueError, match="do not fit the activation silu"):
+            cpumoe.Experts.from_packed(*swapped, activation="silu")
+    with pytest.raises(ValueError, match="do not fit the activation relu2"):
+        cpumoe.Experts.from_packed(experts.gate_up_packed, experts.down_packed, activation="relu2")
     for gate_up, down, message in [
         (experts.gate_up_packed, other_size.down_packed, "down takes 64 inputs, but gate_up gives 96"),
         (experts.gate_up_packed, fewer.down_packed, "gate_up holds 4 experts, down holds 3"),

@@ -109,7 +109,7 @@ def test_methods(
         topk,
         method,
         scoring=scoring,
-        renormalize=renormalize,
+        renormalize=renormalize if method == "deepseek_v3" else None,
         correction_bias=bias,
         num_expert_group=groups or None,
         topk_group=topk_group or None,
@@ -129,11 +129,7 @@ def test_methods(
             factor,
         )
         got = dict(zip(ids[t].tolist(), weights[t].tolist(), strict=True))
-        if got.keys() != expected.keys():
-            # Nearly equal scores may fall either way in fp32.
-            close = sorted(expected.values())[:1] + sorted(got.values())[:1]
-            assert bias is not None or math.isclose(*close, rel_tol=1e-5), (t, got, expected)
-            continue
+        assert got.keys() == expected.keys(), (t, got, expected)
         for expert, weight in expected.items():
             assert math.isclose(got[expert], weight, rel_tol=1e-5, abs_tol=1e-6)
 
@@ -187,6 +183,12 @@ def test_custom_routing() -> None:
     assert ids.tolist() == [[4, 5]] * 4 and weights.tolist() == [[1.0, 1.0]] * 4
     with pytest.raises(ValueError, match=r"custom routing returned weights \[4, 3\]"):
         select_experts(torch.randn(4, 6), 2, "custom", custom=lambda logits, topk: last(logits, 3))
+    for ids, message in [
+        (torch.full((4, 2), 1.7), "returned torch.float32 ids"),
+        (torch.full((4, 2), 2**32 + 1), "ids outside -1 to 5"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            select_experts(torch.randn(4, 6), 2, "custom", custom=lambda *_, ids=ids: (torch.ones(4, 2), ids))
 
 
 def test_simulated_routing() -> None:
@@ -204,14 +206,21 @@ def test_simulated_routing() -> None:
     [
         ({"topk": 0}, "topk=0; 1 to 8 are accepted"),
         ({"topk": 9}, "topk=9; 1 to 8 are accepted"),
-        ({"method": "nonsense"}, "nonsense"),
+        ({"method": "nonsense"}, "routing method 'nonsense' is not known; accepted are default"),
         ({"method": "unspecified"}, "name a method"),
         ({"scoring": "tanh"}, "scoring='tanh' with method 'renormalize'; accepted: softmax, sigmoid"),
         ({"method": "llama4"}, "topk=2 with method 'llama4'"),
         ({"correction_bias": torch.zeros(8)}, "chooses by raw logits"),
         ({"method": "deepseek_v3", "correction_bias": torch.zeros(7)}, "7 values for 8 experts"),
         ({"num_expert_group": 3, "topk_group": 1}, "does not divide 8 experts"),
-        ({"num_expert_group": 4}, "without topk_group"),
+        ({"num_expert_group": 4}, "num_expert_group=4 with topk_group=None; give both"),
+        ({"topk_group": 2}, "num_expert_group=None with topk_group=2; give both"),
+        ({"renormalize": False}, "renormalize=False contradicts method 'renormalize'"),
+        ({"method": "default", "renormalize": True}, "renormalize=True contradicts method 'default'"),
+        ({"generator": torch.Generator()}, "generator is for method 'simulated'"),
+        ({"method": "simulated", "scoring": "softmax"}, "scoring has no meaning with method 'simulated'"),
+        ({"topk": -1}, "topk=-1; 1 to 8"),
+        ({"router_logits": torch.ones(3, 8).int()}, "router_logits are torch.int32"),
         ({"num_expert_group": 4, "topk_group": 5}, "topk_group=5; 1 to 4"),
         ({"num_expert_group": 8, "topk_group": 1}, "hold only 1"),
         ({"method": "custom"}, "custom=None with method 'custom'"),

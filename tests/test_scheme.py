@@ -39,7 +39,7 @@ def test_facts_of_a_scheme() -> None:
     scheme = Scheme.parse("w4a8-g64")
     assert (scheme.weights.bits, scheme.weights.largest, scheme.group_size) == (4, 7, 64)
     assert scheme.weights.group.scale_shape(10, 256) == (10, 4)
-    assert Scheme.parse("w8a8").weights.group.is_per_row
+    assert Scheme.parse("w8a8").weights.group == GroupShape.per_row()
     assert scheme.activations == PER_TOKEN_INT8
     assert GroupShape.per_tensor().scale_shape(10, 256) == (1, 1)
 
@@ -56,6 +56,10 @@ def test_illegal_combinations_are_refused_when_made() -> None:
         Scheme(TensorFormat("int4", GroupShape.per_row(), symmetric=False), PER_TOKEN_INT8)
     with pytest.raises(UnsupportedScheme, match="positive"):
         GroupShape(0, 1)
+    with pytest.raises(UnsupportedScheme, match="element 'int5'; int4 and int8 are accepted"):
+        TensorFormat("int5", GroupShape.per_row())  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedScheme, match="scheme 4 is not known"):
+        Scheme.parse(4)  # type: ignore[arg-type]
 
 
 def test_a_group_that_does_not_divide_names_the_cure() -> None:
@@ -66,7 +70,11 @@ def test_a_group_that_does_not_divide_names_the_cure() -> None:
 def test_activations() -> None:
     assert Activation("swiglu") == Activation("silu")
     assert Activation("silu").gate_up_rows(96) == 192
-    assert Activation("relu2", gated=False).gate_up_rows(96) == 96
+    assert Activation("relu2").gate_up_rows(96) == 96
+    assert Activation("relu2", gated=True).gate_up_rows(96) == 192
+    assert Activation("gelu_no_mul") == Activation("gelu", gated=False)
+    with pytest.raises(ValueError, match="has no gate"):
+        Activation("silu_no_mul", gated=True)
     with pytest.raises(ValueError, match="swish.*accepted are silu"):
         Activation("swish")
     with pytest.raises(ValueError, match="needs a gate"):

@@ -108,6 +108,30 @@ def test_after_fork() -> None:
     assert done.stdout.strip() == "ok", done.stderr
 
 
+FORK_BEFORE_THE_FIRST_CALL = """
+import os
+torch.set_num_threads(2)
+(torch.ones(1 << 22) + 1).sum()  # PyTorch's threads exist, ours have not been asked for yet
+child = os.fork()
+if child == 0:
+    # Nothing of PyTorch here: its own parallel loops do not survive a fork.
+    ok = _core.dot_rate(10) > 0 and _core.thread_source() == "own"
+    os._exit(0 if ok and cpumoe.get_num_threads() == min(2, len(os.sched_getaffinity(0))) else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+torch.set_num_threads(1)
+child = os.fork()
+if child == 0:
+    os._exit(0 if cpumoe.get_num_threads() == 1 else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+print("ok")
+"""
+
+
+def test_fork_before_the_first_call() -> None:
+    done = run(FORK_BEFORE_THE_FIRST_CALL)
+    assert done.stdout.strip() == "ok", done.stderr
+
+
 FORK_WHILE_BUSY = """
 import os, threading
 experts = cpumoe.Experts.quantize(torch.randn(8, 512, 256), torch.randn(8, 256, 256), "w4a8-g32")

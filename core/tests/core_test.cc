@@ -152,18 +152,30 @@ void test_linear_kernels() {
       }
     }
   }
-  // An input too large for one pass over the records.
-  MatrixSpec deep;
-  deep.group = 128;
-  deep.experts = 1;
-  deep.depth = 4096;
-  deep.columns = 160;
-  const Matrix m = make_matrix(deep, 3);
-  const auto x = random_values(static_cast<std::size_t>(200 * deep.depth), 5);
-  const auto expected = run_linear(scalar(), m, x, 200);
-  for (const Kernels* k : other_kernels()) {
-    const auto got = run_linear(*k, m, x, 200);
-    check(same_bits(expected.data(), got.data(), got.size() * 4), "linear " + describe(deep, k->name, 200));
+}
+
+// Every number of row tiles, several chunks, and inputs too large for one pass over the records.
+void test_many_rows() {
+  for (const std::int64_t group : {0, 32, 64, 96, 128}) {
+    for (const std::int64_t depth : {384, 3456}) {
+      MatrixSpec spec;
+      spec.group = group;
+      spec.experts = 1;
+      spec.depth = depth;
+      spec.columns = 70;
+      spec.has_bias = group != 128;
+      const Matrix m = make_matrix(spec, 3);
+      const std::vector<std::int64_t> counts =
+          depth == 384 ? std::vector<std::int64_t>{33, 65, 81, 97, 113, 128, 129, 257} : std::vector<std::int64_t>{129};
+      for (const std::int64_t rows : counts) {
+        const auto x = random_values(static_cast<std::size_t>(rows * depth), 5);
+        const auto expected = run_linear(scalar(), m, x, rows);
+        for (const Kernels* k : other_kernels()) {
+          const auto got = run_linear(*k, m, x, rows);
+          check(same_bits(expected.data(), got.data(), got.size() * 4), "linear " + describe(spec, k->name, rows));
+        }
+      }
+    }
   }
 }
 
@@ -436,14 +448,10 @@ int main(int argc, char** argv) {
   for (const IsaEntry& e : instruction_sets()) {
     std::printf("%-12s %s\n", e.name, e.supported ? "tested" : e.reason.c_str());
   }
-  const std::vector<std::pair<std::string, std::function<void()>>> tests = {{"rowwise", test_rowwise},
-                                                                            {"kernels", test_linear_kernels},
-                                                                            {"meaning", test_linear_meaning},
-                                                                            {"layers", test_layers},
-                                                                            {"nan", test_nan_stays_in_its_token},
-                                                                            {"callers", test_callers},
-                                                                            {"packed", test_packed_bytes},
-                                                                            {"routing", test_routing}};
+  const std::vector<std::pair<std::string, std::function<void()>>> tests = {
+      {"rowwise", test_rowwise},        {"kernels", test_linear_kernels}, {"rows", test_many_rows},
+      {"meaning", test_linear_meaning}, {"layers", test_layers},          {"nan", test_nan_stays_in_its_token},
+      {"callers", test_callers},        {"packed", test_packed_bytes},    {"routing", test_routing}};
   for (const auto& [name, test] : tests) {
     if (only.empty() || only == name) test();
   }

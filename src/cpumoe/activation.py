@@ -9,26 +9,35 @@ KINDS = {"silu": 0, "swiglu_oai": 1, "swiglu_step": 2, "gelu": 3, "gelu_tanh": 4
 
 _SAME = {"swiglu": "silu"}
 _NEEDS_GATE = ("swiglu_oai", "swiglu_step")
+_UNGATED_SUFFIX = "_no_mul"
 
 
 @dataclass(frozen=True)
 class Activation:
     """An activation with its parameters.
 
-    Gated: ``f(gate) * up`` with ``gate_up`` of 2I rows. Not gated: ``f(x)`` with I rows.
+    Gated: ``f(gate) * up`` with ``gate_up`` of 2I rows. Not gated: ``f(x)`` with I rows; that is what ``relu2`` and
+    the names with ``_no_mul`` behind them (``silu_no_mul``, ...) mean unless ``gated`` says otherwise.
     ``alpha`` and ``limit`` belong to ``swiglu_oai`` (gate <= limit, up within +-limit,
     ``gate * sigmoid(alpha * gate) * (up + 1)``); ``limit`` also to ``swiglu_step`` (silu(gate) and up clamped).
     """
 
     name: str = "silu"
-    gated: bool = True
+    gated: bool | None = None  # None: as the name says
     alpha: float = 1.702
     limit: float = 7.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "name", _SAME.get(self.name, self.name))
-        if self.name not in KINDS:
-            raise ValueError(f"activation {self.name!r} is not known; accepted are {', '.join([*KINDS, *_SAME])}")
+        plain = self.name.removesuffix(_UNGATED_SUFFIX)
+        name = _SAME.get(plain, plain)
+        if name not in KINDS:
+            names = ", ".join([*KINDS, *_SAME, *(k + _UNGATED_SUFFIX for k in KINDS if k not in _NEEDS_GATE)])
+            raise ValueError(f"activation {self.name!r} is not known; accepted are {names}")
+        if self.gated is None:
+            object.__setattr__(self, "gated", plain == self.name and name != "relu2")
+        elif self.gated and plain != self.name:
+            raise ValueError(f"activation {self.name!r} has no gate; gated=False is accepted")
+        object.__setattr__(self, "name", name)
         if not self.gated and self.name in _NEEDS_GATE:
             raise ValueError(f"activation {self.name!r} needs a gate; gated=True is accepted")
         if not self.limit > 0:

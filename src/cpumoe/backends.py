@@ -63,6 +63,56 @@ class QuantizedExperts:
         )
 
 
+def _checked(experts: QuantizedExperts, config: MoEConfig) -> QuantizedExperts:
+    """What the packer of the native backend refuses while it packs, for the backends that do not use it."""
+    for name, values, scale in (
+        ("gate_up", experts.gate_up, experts.gate_up_scale),
+        ("down", experts.down, experts.down_scale),
+    ):
+        if values.dtype == torch.uint8 and config.scheme.weights.bits != 4:
+            raise ValueError(f"{name} must be int8 for {config.scheme.weights.bits}-bit weights")
+        largest = config.scheme.weights.largest
+        if values.dtype == torch.int8 and bool(((values < -largest - 1) | (values > largest)).any()):
+            raise ValueError(f"{name} holds values that are not int4 values; {-largest - 1} to {largest} are accepted")
+        if not bool(torch.isfinite(scale).all()):
+            raise ValueError(f"{name}_scale is not finite; only finite scales are accepted")
+    return experts
+
+
+def _check_call(config: MoEConfig, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
+    """The checks that the native operator makes at its seam, for the backends that do not go through it."""
+    for name, tensor in (
+        ("hidden_states", hidden_states),
+        ("topk_ids", topk_ids),
+        ("topk_weights", topk_weights),
+    ):
+        if tensor.dim() != 2:
+            raise ValueError(f"{name} has {tensor.dim()} dimensions; 2 are accepted")
+    if hidden_states.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"hidden_states is {hidden_states.dtype}; float32, bfloat16 or float16 is accepted")
+    if hidden_states.shape[1] != config.hidden_size:
+        raise ValueError(
+            f"hidden_states have {hidden_states.shape[1]} features, but gate_up takes {config.hidden_size}"
+        )
+    if topk_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"topk_ids is {topk_ids.dtype}; int32 or int64 is accepted")
+    if topk_ids.shape[0] != hidden_states.shape[0]:
+        raise ValueError(
+            f"topk_ids {list(topk_ids.shape)} do not have the {hidden_states.shape[0]} rows of hidden_states"
+        )
+    if topk_weights.shape != topk_ids.shape:
+        raise ValueError(f"topk_weights {list(topk_weights.shape)} and topk_ids {list(topk_ids.shape)} differ in shape")
+    if not topk_weights.is_floating_point():
+        raise ValueError(f"topk_weights are {topk_weights.dtype}; a floating point dtype is accepted")
+    outside = (topk_ids < -1) | (topk_ids >= config.experts)
+    if bool(outside.any()):
+        token, slot = outside.nonzero()[0].tolist()
+        raise ValueError(
+            f"topk_ids[{token}, {slot}]={int(topk_ids[token, slot])}; 0 to {config.experts - 1} are experts and -1 "
+            "means none"
+        )
+
+
 class Backend(ABC):
     """One way to compute a layer. ``obstacle`` gives the first reason against it, or None."""
 
@@ -133,6 +183,7 @@ class NativeBackend(Backend):
             group,
             bits,
             order,
+            "gate_up",
         )
         down = torch.ops.cpumoe.pack(
             experts.down,
@@ -142,6 +193,7 @@ class NativeBackend(Backend):
             group,
             bits,
             ops.ROWS_PLAIN,
+            "down",
         )
         return {"gate_up_packed": gate_up, "down_packed": down}
 
@@ -186,7 +238,7 @@ class AtenBackend(Backend):
         return None
 
     def prepare(self, experts: QuantizedExperts, config: MoEConfig) -> dict[str, Tensor]:
-        plain = experts.plain()
+        plain = _checked(experts, config).plain()
         return {
             "gate_up_packed": self._pack(plain.gate_up, plain.gate_up_scale, plain.gate_up_bias, config),
             "down_packed": self._pack(plain.down, plain.down_scale, plain.down_bias, config),
@@ -218,23 +270,26 @@ class AtenBackend(Backend):
         topk_weights: Tensor,
         apply_router_weight_on_input: bool,
     ) -> Tensor:
+        _check_call(config, hidden_states, topk_ids, topk_weights)
         hidden, inner = config.hidden_size, config.intermediate_size
         rows = config.activation.gate_up_rows(inner)
         group = config.scheme.group_size
         # fp32 whatever came in: grouped products exist for it alone, and the sum over experts needs it anyway.
         x = hidden_states.to(torch.float32)
-        finite = torch.isfinite(x).all(-1)  # the product gives finite garbage for a NaN
-        product = torch.ops.aten._dyn_quant_matmul_4bit
+
+        def product(a: Tensor, weight: Tensor, inputs: int, outputs: int) -> Tensor:
+            value = torch.ops.aten._dyn_quant_matmul_4bit(a.contiguous(), weight, group or inputs, inputs, outputs)
+            # It gives finite garbage for a row with a NaN or an infinity.
+            return torch.where(torch.isfinite(a).all(-1, keepdim=True), value, torch.nan)
+
         out = torch.zeros_like(x)
         for expert in topk_ids[topk_ids >= 0].unique().tolist():
             token, slot = torch.where(topk_ids == expert)
             weight = topk_weights[token, slot].to(torch.float32).unsqueeze(-1)
             inputs = x[token] * weight if apply_router_weight_on_input else x[token]
-            h = product(inputs.contiguous(), tensors["gate_up_packed"][expert], group or hidden, hidden, rows)
-            h = reference.apply_activation(h, config.activation).contiguous()
-            y = product(h, tensors["down_packed"][expert], group or inner, inner, hidden)
+            h = product(inputs, tensors["gate_up_packed"][expert], hidden, rows)
+            y = product(reference.apply_activation(h, config.activation), tensors["down_packed"][expert], inner, hidden)
             out.index_add_(0, token, y if apply_router_weight_on_input else y * weight)
-        out[~finite] = torch.nan
         return out.to(hidden_states.dtype)
 
 
@@ -244,7 +299,7 @@ class ReferenceBackend(Backend):
     name = "reference"
 
     def prepare(self, experts: QuantizedExperts, config: MoEConfig) -> dict[str, Tensor]:
-        plain = experts.plain()
+        plain = _checked(experts, config).plain()
         tensors = {
             "gate_up": plain.gate_up,
             "gate_up_scale": plain.gate_up_scale,
@@ -266,6 +321,7 @@ class ReferenceBackend(Backend):
         topk_weights: Tensor,
         apply_router_weight_on_input: bool,
     ) -> Tensor:
+        _check_call(config, hidden_states, topk_ids, topk_weights)
         return reference.experts(
             hidden_states,
             topk_ids,

@@ -9,6 +9,7 @@ from cpumoe import ops
 from cpumoe.activation import Activation
 from cpumoe.backends import Backend, NativeBackend, QuantizedExperts, select_backend
 from cpumoe.config import MoEConfig
+from cpumoe.errors import NoBackend
 from cpumoe.quantize import quantize_weight
 from cpumoe.scheme import GroupShape, Scheme
 
@@ -51,8 +52,8 @@ class Experts(nn.Module):
             backend: ``native``, ``aten`` or ``reference``; None takes the first that serves this layer.
         """
         scheme = Scheme.parse(scheme)
-        gate_up_values, gate_up_scale = quantize_weight(gate_up, scheme)
-        down_values, down_scale = quantize_weight(down, scheme)
+        gate_up_values, gate_up_scale = quantize_weight(gate_up, scheme, "gate_up")
+        down_values, down_scale = quantize_weight(down, scheme, "down")
         return cls.from_quantized(
             gate_up_values,
             gate_up_scale,
@@ -92,8 +93,8 @@ class Experts(nn.Module):
         """
         scheme, activation = Scheme.parse(scheme), Activation.of(activation)
         tensors = {"gate_up": gate_up, "gate_up_scale": gate_up_scale, "down": down, "down_scale": down_scale}
-        for name, tensor in tensors.items():
-            if tensor.device.type != "cpu":
+        for name, tensor in (tensors | {"gate_up_bias": gate_up_bias, "down_bias": down_bias}).items():
+            if tensor is not None and tensor.device.type != "cpu":
                 raise ValueError(f"{name} is on {tensor.device}; CPU tensors are accepted")
         for name, values in (("gate_up", gate_up), ("down", down)):
             if values.dim() != 3:
@@ -135,24 +136,31 @@ class Experts(nn.Module):
             scales["down_scale"],
             gate_up_bias,
             down_bias,
-            interleaved and activation.gated,
+            interleaved and bool(activation.gated),
         )
         return cls(config, chosen, chosen.prepare(quantized, config))
 
     @classmethod
-    def from_packed(
-        cls, gate_up_packed: Tensor, down_packed: Tensor, *, activation: Activation | str = "silu"
-    ) -> Experts:
-        """Takes the packed tensors of another Experts (from a file, another process, a memory map)."""
+    def from_packed(cls, gate_up_packed: Tensor, down_packed: Tensor, *, activation: Activation | str) -> Experts:
+        """Takes the packed tensors of another Experts (from a file, another process, a memory map).
+
+        They describe themselves but for the activation, which belongs to the model and not to the weights.
+        """
         first, second = ops.describe_packed(gate_up_packed), ops.describe_packed(down_packed)
         activation = Activation.of(activation)
         for key in ("weight_bits", "group_size", "experts"):
             if first[key] != second[key]:
                 raise ValueError(f"gate_up_packed has {key}={first[key]}, down_packed {second[key]}")
-        element = "int4" if first["weight_bits"] == 4 else "int8"
-        base = Scheme.parse("w4a8" if element == "int4" else "w8a8")
-        size = first["group_size"] or None
-        scheme = base if size is None else Scheme.parse(f"w4a8-g{size}")
+        rows = activation.gate_up_rows(second["in_features"])
+        if first["gated"] != activation.gated or second["gated"]:
+            raise ValueError(f"gate_up_packed and down_packed do not fit the activation {activation}")
+        if first["out_features"] != rows or first["in_features"] != second["out_features"]:
+            raise ValueError(
+                f"gate_up_packed is [{first['out_features']}, {first['in_features']}]; with down_packed "
+                f"[{second['out_features']}, {second['in_features']}] and activation {activation} "
+                f"[{rows}, {second['out_features']}] is accepted"
+            )
+        scheme = Scheme.of_packed(first)
         config = MoEConfig(
             scheme,
             first["experts"],
@@ -162,8 +170,10 @@ class Experts(nn.Module):
             has_bias=bool(first["has_bias"] or second["has_bias"]),
             scale_dtype=torch.bfloat16 if first["scale_bytes"] == 2 else torch.float32,
         )
-        tensors = {"gate_up_packed": gate_up_packed, "down_packed": down_packed}
-        return cls(config, NativeBackend(), tensors)
+        backend = select_backend(config)
+        if not isinstance(backend, NativeBackend):
+            raise NoBackend(f"packed weights are for the native backend, not for {backend.name!r}")
+        return cls(config, backend, {"gate_up_packed": gate_up_packed, "down_packed": down_packed})
 
     def forward(
         self,

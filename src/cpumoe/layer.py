@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from cpumoe.experts import Experts
-from cpumoe.routing import CustomRouting, RoutingMethod, select_experts
+from cpumoe.routing import CustomRouting, RoutingMethod, parse_method, select_experts
 
 
 class MoELayer(nn.Module):
     """A whole mixture-of-experts layer.
 
-    ``out = sum of the chosen experts + shared_gate(x) * shared_experts(x)``; the shared part is optional.
+    ``out = sum of the chosen experts + sigmoid(shared_gate(x)) * shared_experts(x)``; the shared part is optional.
 
     Args:
         router: [tokens, H] -> [tokens, experts] logits (an ``nn.Linear`` or a QuantizedLinear).
@@ -37,7 +37,7 @@ class MoELayer(nn.Module):
         method: RoutingMethod | str = RoutingMethod.RENORMALIZE,
         *,
         scoring: str | None = None,
-        renormalize: bool = True,
+        renormalize: bool | None = None,
         correction_bias: Tensor | None = None,
         num_expert_group: int | None = None,
         topk_group: int | None = None,
@@ -55,7 +55,7 @@ class MoELayer(nn.Module):
         self.router = router
         self.experts = experts
         self.topk = topk
-        self.method = RoutingMethod(method)
+        self.method = parse_method(method)
         self.scoring = scoring
         self.renormalize = renormalize
         self.num_expert_group = num_expert_group

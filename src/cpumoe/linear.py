@@ -1,4 +1,4 @@
-"""QuantizedLinear: a linear layer on the kernels of the fused layer."""
+"""QuantizedLinear: a linear layer on the kernels of the fused layer (the native ones; it has no other backend)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,7 @@ class QuantizedLinear(nn.Module):
             raise ValueError("these are the packed weights of experts, not of a linear")
         self.in_features = header["in_features"]
         self.out_features = header["out_features"]
-        name = f"w{header['weight_bits']}a8"
-        self.scheme = Scheme.parse(f"{name}-g{header['group_size']}" if header["group_size"] else name)
+        self.scheme = Scheme.of_packed(header)
         self.register_buffer("weight_packed", weight_packed)
 
     @classmethod
@@ -41,6 +40,9 @@ class QuantizedLinear(nn.Module):
             bias: [out] or None.
         """
         scheme = Scheme.parse(scheme)
+        for name, tensor in (("weight", weight), ("scale", scale), ("bias", bias)):
+            if tensor is not None and tensor.device.type != "cpu":
+                raise ValueError(f"{name} is on {tensor.device}; CPU tensors are accepted")
         if weight.dim() != 2 or weight.dtype not in (torch.int8, torch.uint8):
             raise ValueError(
                 f"weight is {weight.dtype} {list(weight.shape)}; int8 [out, in] or uint8 [out, in/2] is accepted"
@@ -64,6 +66,7 @@ class QuantizedLinear(nn.Module):
             scheme.group_size or -1,
             scheme.weights.bits,
             ops.ROWS_PLAIN,
+            "weight",
         )
         return cls(packed)
 
@@ -75,6 +78,8 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] float32, bfloat16 or float16 -> [..., out] of the same dtype."""
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            raise ValueError(f"x is {list(x.shape)}; [..., {self.in_features}] is accepted")
         out: Tensor = torch.ops.cpumoe.linear(x, self.weight_packed, self.out_features)
         return out
 

@@ -24,6 +24,8 @@ def _register(schema: str, implementation: Callable[..., Any], fake: Callable[..
     name = schema.partition("(")[0]
     _library.define(schema)
     _library.impl(name, implementation, "CPU")
+    # Inference only: results never ask for gradients, instead of asking and then giving none.
+    _library.impl(name, torch.library.fallthrough_kernel, "Autograd")
     torch.library.register_fake(f"cpumoe::{name}", fake, lib=_library)
 
 
@@ -46,6 +48,8 @@ def _fused_experts(
     limit: float,
     apply_router_weight_on_input: bool,
 ) -> Tensor:
+    if not topk_weights.is_floating_point():
+        raise ValueError(f"topk_weights are {topk_weights.dtype}; a floating point dtype is accepted")
     x = hidden_states.contiguous()
     out = torch.empty_like(x)
     _core.moe(
@@ -95,6 +99,8 @@ def _dynamic_4bit_int_moe(
         raise ValueError(f"activation_kind={activation_kind}; 0, 1 and 2 are accepted")
     if gate_up_size != 2 * intermediate_size:
         raise ValueError(f"gate_up_size={gate_up_size}; twice intermediate_size={intermediate_size} is accepted")
+    if group_size == 0:
+        raise ValueError("group_size=0; -1 (per channel) or a multiple of 32 is accepted")
     group = 0 if group_size == -1 else group_size
     sizes = {
         "gate_up_packed": (gate_up_packed, gate_up_size, hidden_size),
@@ -162,10 +168,11 @@ def _packed_size(
     group_size: int,
     weight_bits: int,
     row_order: int,
+    name: str = "values",
 ) -> tuple[int, int, int, int, int, int, bool, bool]:
     """Arguments of ``_core.packed_bytes``: scales stay bf16 if they are bf16, else they are held as fp32."""
     if values.dim() != 3:
-        raise ValueError(f"values have {values.dim()} dimensions; [experts, out_features, in_features] is accepted")
+        raise ValueError(f"{name} has {values.dim()} dimensions; [experts, out_features, in_features] is accepted")
     experts, out_features, _ = values.shape
     group = 0 if group_size == -1 else group_size
     scale_bytes = 2 if scales.dtype == torch.bfloat16 else 4
@@ -181,13 +188,14 @@ def _pack(
     group_size: int,
     weight_bits: int,
     row_order: int,
+    name: str = "values",
 ) -> Tensor:
-    size = _packed_size(values, scales, bias, in_features, group_size, weight_bits, row_order)
+    size = _packed_size(values, scales, bias, in_features, group_size, weight_bits, row_order, name)
     blob = torch.empty(_core.packed_bytes(*size), dtype=torch.uint8)
     _core.advise_huge_pages(blob)
     _core.write_packed_header(blob, *size)
     bias32 = None if bias is None else bias.to(torch.float32).contiguous()
-    _core.pack_into(blob, 0, values.contiguous(), scales.contiguous(), bias32, row_order, "values")
+    _core.pack_into(blob, 0, values.contiguous(), scales.contiguous(), bias32, row_order, name)
     return blob
 
 
@@ -199,14 +207,15 @@ def _pack_fake(
     group_size: int,
     weight_bits: int,
     row_order: int,
+    name: str = "values",
 ) -> Tensor:
-    size = _packed_size(values, scales, bias, in_features, group_size, weight_bits, row_order)
+    size = _packed_size(values, scales, bias, in_features, group_size, weight_bits, row_order, name)
     return torch.empty(_core.packed_bytes(*size), dtype=torch.uint8, device=values.device)
 
 
 _register(
     "pack(Tensor values, Tensor scales, Tensor? bias, int in_features, int group_size, int weight_bits, "
-    "int row_order) -> Tensor",
+    'int row_order, str name="values") -> Tensor',
     _pack,
     _pack_fake,
 )

@@ -8,7 +8,7 @@ from torch import Tensor
 from cpumoe.scheme import Scheme
 
 
-def quantize_weight(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
+def quantize_weight(weight: Tensor, scheme: Scheme, name: str = "weight") -> tuple[Tensor, Tensor]:
     """Quantises [..., out, in] float weights.
 
     The scale of a group is its largest magnitude over half the integer range (7.5 for int4, 127.5 for int8), held in
@@ -18,14 +18,14 @@ def quantize_weight(weight: Tensor, scheme: Scheme) -> tuple[Tensor, Tensor]:
         values [..., out, in] int8 and scales [..., out, groups].
     """
     if not weight.is_floating_point():
-        raise ValueError(f"weight is {weight.dtype}; a floating point dtype is accepted")
+        raise ValueError(f"{name} is {weight.dtype}; a floating point dtype is accepted")
     largest = scheme.weights.largest
     group = scheme.group_size or weight.shape[-1]
-    scheme.check_inputs(weight.shape[-1], "weight")
+    scheme.check_inputs(weight.shape[-1], name)
     scale_dtype = torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
     grouped = weight.to(torch.float32).unflatten(-1, (-1, group))  # [..., out, groups, group]
     if not bool(torch.isfinite(grouped).all()):
-        raise ValueError("weight holds NaN or infinity; only finite weights can be quantised")
+        raise ValueError(f"{name} holds NaN or infinity; only finite weights can be quantised")
     scales = (grouped.abs().amax(-1) / (largest + 0.5)).to(scale_dtype)
     scales = torch.where(scales == 0, torch.finfo(scale_dtype).eps, scales)
     values = (grouped / scales.to(torch.float32).unsqueeze(-1)).round().clamp(-largest - 1, largest)

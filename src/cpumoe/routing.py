@@ -38,11 +38,20 @@ def routing_method(
     grouped = (num_expert_group or 0) > 0
     if has_bias:
         return RoutingMethod.DEEPSEEK_V3 if scoring == "sigmoid" and grouped else RoutingMethod.UNSPECIFIED
-    if scoring == "sigmoid" and topk == 1 and not grouped:
+    if scoring == "sigmoid" and topk == 1:
         return RoutingMethod.LLAMA4
     if scoring == "softmax":
         return RoutingMethod.RENORMALIZE if renormalize else RoutingMethod.DEFAULT
     return RoutingMethod.UNSPECIFIED
+
+
+def parse_method(method: RoutingMethod | str) -> RoutingMethod:
+    """A method of its name."""
+    try:
+        return RoutingMethod(method)
+    except ValueError:
+        names = ", ".join(m.value for m in RoutingMethod)
+        raise ValueError(f"routing method {method!r} is not known; accepted are {names}") from None
 
 
 # What each method accepts and does: (scorings, first one the default; score only the chosen; divide by the sum).
@@ -63,7 +72,7 @@ def select_experts(
     method: RoutingMethod | str = RoutingMethod.RENORMALIZE,
     *,
     scoring: str | None = None,
-    renormalize: bool = True,
+    renormalize: bool | None = None,
     correction_bias: Tensor | None = None,
     num_expert_group: int | None = None,
     topk_group: int | None = None,
@@ -79,7 +88,8 @@ def select_experts(
         topk: experts per token.
         method: a RoutingMethod or its name.
         scoring: ``softmax``, ``sigmoid``, ``sqrt_softplus`` or ``none`` where the method leaves a choice.
-        renormalize: for ``deepseek_v3``: divide the weights by their sum.
+        renormalize: for ``deepseek_v3``: divide the weights by their sum (the default). The other methods are what
+            they are; a value that contradicts them is refused.
         correction_bias: [experts], added to the scores for the choice but not to the weights.
         num_expert_group, topk_group: only the best ``topk_group`` of the groups take part. A group is worth its best
             expert or, with a bias, the sum of its two best.
@@ -91,17 +101,32 @@ def select_experts(
     Returns:
         weights [tokens, topk] float32 and ids [tokens, topk] int32, best expert first; ties go to the lower id.
     """
-    method = RoutingMethod(method)
+    method = parse_method(method)
     if router_logits.dim() != 2:
         raise ValueError(f"router_logits have {router_logits.dim()} dimensions; [tokens, experts] is accepted")
+    if not router_logits.is_floating_point():
+        raise ValueError(f"router_logits are {router_logits.dtype}; a floating point dtype is accepted")
+    if not 1 <= topk <= router_logits.shape[1]:
+        raise ValueError(f"topk={topk}; 1 to {router_logits.shape[1]} are accepted")
     if method is RoutingMethod.UNSPECIFIED:
         raise ValueError("routing method 'unspecified' cannot be computed; name a method")
     if (custom is not None) != (method is RoutingMethod.CUSTOM):
         raise ValueError(f"custom={'a callable' if custom else None} with method {method.value!r}")
-    if load is not None and method is not RoutingMethod.SIMULATED:
-        raise ValueError(f"load is for method 'simulated', not {method.value!r}")
-    if method is RoutingMethod.CUSTOM:
-        assert custom is not None  # checked above
+    for name, value in (("load", load), ("generator", generator)):
+        if value is not None and method is not RoutingMethod.SIMULATED:
+            raise ValueError(f"{name} is for method 'simulated', not {method.value!r}")
+    if method not in _METHODS:
+        options = {
+            "scoring": scoring,
+            "renormalize": renormalize,
+            "correction_bias": correction_bias,
+            "num_expert_group": num_expert_group,
+            "topk_group": topk_group,
+        }
+        for name, option in options.items():
+            if option is not None:
+                raise ValueError(f"{name} has no meaning with method {method.value!r}")
+    if custom is not None:
         weights, ids = custom(router_logits, topk)
         return _checked_custom(weights, ids, router_logits, topk, routed_scaling_factor)
     if method is RoutingMethod.SIMULATED:
@@ -118,9 +143,12 @@ def select_experts(
             f"correction_bias with method {method.value!r}, which chooses by raw logits; use 'renormalize_naive', "
             "'default' or 'deepseek_v3'"
         )
+    sums_to_one = True if divide or method is RoutingMethod.RENORMALIZE else divide
+    if renormalize is not None and sums_to_one is not None and renormalize != sums_to_one:
+        raise ValueError(f"renormalize={renormalize} contradicts method {method.value!r}")
     groups = num_expert_group or 0
-    if groups > 1 and topk_group is None:
-        raise ValueError(f"num_expert_group={groups} without topk_group")
+    if (groups > 1) != (topk_group is not None) and groups != 1:
+        raise ValueError(f"num_expert_group={num_expert_group} with topk_group={topk_group}; give both or neither")
     logits = router_logits
     if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         logits = logits.to(torch.float32)
@@ -133,7 +161,7 @@ def select_experts(
         bias,
         groups,
         topk_group or 0,
-        renormalize if divide is None else divide,
+        renormalize is not False if divide is None else divide,
         routed_scaling_factor,
     )
     return chosen
@@ -146,6 +174,10 @@ def _checked_custom(
     for name, tensor in (("weights", weights), ("ids", ids)):
         if tuple(tensor.shape) != expected:
             raise ValueError(f"custom routing returned {name} {list(tensor.shape)}; {list(expected)} is accepted")
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"custom routing returned {ids.dtype} ids; int32 or int64 is accepted")
+    if bool(((ids < -1) | (ids >= router_logits.shape[1])).any()):
+        raise ValueError(f"custom routing returned ids outside -1 to {router_logits.shape[1] - 1}")
     return weights.to(torch.float32) * factor, ids.to(torch.int32)
 
 

@@ -9,12 +9,14 @@ GroupShape(rows=1, columns=128)
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from cpumoe.errors import UnsupportedScheme
 
 ElementType = Literal["int4", "int8"]
+_BITS = {"int4": 4, "int8": 8}
 
 
 @dataclass(frozen=True)
@@ -45,10 +47,6 @@ class GroupShape:
         return cls(1, size)
 
     @property
-    def is_per_row(self) -> bool:
-        return self.rows == 1 and self.columns is None
-
-    @property
     def group_size(self) -> int | None:
         """Inputs of a row that share a scale; None when the whole row does."""
         return self.columns
@@ -69,9 +67,13 @@ class TensorFormat:
     symmetric: bool = True
     dynamic: bool = False  # scales are found when the operand is seen (activations)
 
+    def __post_init__(self) -> None:
+        if self.element not in _BITS:
+            raise UnsupportedScheme(f"element {self.element!r}; {' and '.join(_BITS)} are accepted")
+
     @property
     def bits(self) -> int:
-        return {"int4": 4, "int8": 8}[self.element]
+        return _BITS[self.element]
 
     @property
     def largest(self) -> int:
@@ -108,13 +110,19 @@ class Scheme:
         """Scheme of a short name: ``w4a8``, ``w4a8-g32``, ``w4a8-g128``, ``w8a8``, ..."""
         if isinstance(name, Scheme):
             return name
-        match = re.fullmatch(r"w([48])a8(?:-g([1-9][0-9]{0,5}))?", name)
+        match = re.fullmatch(r"w([48])a8(?:-g([1-9][0-9]{0,5}))?", name) if isinstance(name, str) else None
         if match is None:
             raise UnsupportedScheme(
                 f"scheme {name!r} is not known; w4a8, w4a8-gN (N a multiple of 32) and w8a8 are accepted"
             )
         group = GroupShape.per_row() if match[2] is None else GroupShape.per_group(int(match[2]))
         return cls(TensorFormat("int4" if match[1] == "4" else "int8", group), PER_TOKEN_INT8)
+
+    @classmethod
+    def of_packed(cls, header: Mapping[str, int]) -> Scheme:
+        """Scheme of packed weights, from what their header says (``ops.describe_packed``)."""
+        group = f"-g{header['group_size']}" if header["group_size"] else ""
+        return cls.parse(f"w{header['weight_bits']}a8{group}")
 
     @property
     def group_size(self) -> int | None:

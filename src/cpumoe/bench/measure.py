@@ -20,7 +20,7 @@ Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 _ROUTINGS = 8  # different routings taken in turn
 _PROBES = 6  # times that the machine's limits are measured among the calls
-_PROBE_BYTES = 256 << 20
+PROBE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Limits:
 
     def probe(self, memory: Tensor) -> None:
         """Reads up to 256 MB of ``memory`` (uint8, not in a cache) on all threads, then runs register-only products."""
-        self.bytes_per_second.append(_core.read_rate(memory[:_PROBE_BYTES]))
+        self.bytes_per_second.append(_core.read_rate(memory[:PROBE_BYTES]))
         iterations = 2000
         seconds = 0.0
         while seconds < 2e-3:  # long enough for the clock and the wake-up not to matter
@@ -150,10 +150,8 @@ def _packed(experts: Experts) -> Tensor:
     return blob
 
 
-def bench_shape(
-    shape: Shape, scheme: Scheme, tokens: list[int], dtype: torch.dtype, budget: float
-) -> Iterator[tuple[Row, Limits]]:
-    """Rows of cpumoe itself for one shape and scheme, with the limits each was measured against."""
+def bench_shape(shape: Shape, scheme: Scheme, tokens: list[int], dtype: torch.dtype, budget: float) -> Iterator[Row]:
+    """Rows of cpumoe itself for one shape and scheme."""
     scheme = fitting_scheme(scheme, shape)
     layers = rotating_experts(shape, scheme)
     bytes_per_expert = layers[0].packed_bytes / shape.experts
@@ -167,4 +165,4 @@ def bench_shape(
         calls: list[Call] = [layer.__call__ for layer in layers]
         seconds = time_calls(calls, inputs, budget, between)
         weight_bytes = mean_active_experts(inputs) * bytes_per_expert
-        yield make_row("cpumoe", shape, str(scheme), count, seconds, weight_bytes, limits), limits
+        yield make_row("cpumoe", shape, str(scheme), count, seconds, weight_bytes, limits)

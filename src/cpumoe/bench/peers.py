@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from cpumoe import _core, reference
 from cpumoe.activation import Activation
-from cpumoe.bench.measure import Call, Limits, Row, make_inputs, make_row, mean_active_experts, time_calls
+from cpumoe.bench.measure import PROBE_BYTES, Call, Limits, Row, make_inputs, make_row, mean_active_experts, time_calls
 from cpumoe.bench.peer import (
     GROUPED,
     PER_CHANNEL,
@@ -35,7 +35,6 @@ from cpumoe.experts import Experts
 
 Report = Callable[[str], None]  # takes a sentence
 
-_PROBE_BYTES = 256 << 20
 _PATIENCE = 60.0  # seconds that one row may take, whatever the budget
 _FEWEST_CALLS = 7  # that time_calls makes
 _SETTLE = 0.1  # seconds after which a system's waiting threads have stopped spinning (kt-kernel: 50 ms)
@@ -125,7 +124,7 @@ def bench_peers(shape: Shape, tokens: list[int], dtype: torch.dtype, budget: flo
 def _bench_peer(
     peer: Peer, shape: Shape, tokens: list[int], dtype: torch.dtype, budget: float, report: Report
 ) -> Iterator[Row]:
-    memory = torch.empty(_PROBE_BYTES, dtype=torch.uint8)
+    memory = torch.empty(PROBE_BYTES, dtype=torch.uint8)
     _core.advise_huge_pages(memory)  # as cpumoe's weights, which its own rows read for their probes
     memory.fill_(1)
     with _stdout_to_stderr():

@@ -89,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
         _core.use_isa(isa)
         for shape in shapes:
             for scheme in schemes:
-                for row, _ in bench_shape(shape, scheme, arguments.tokens, dtype, arguments.seconds):
+                for row in bench_shape(shape, scheme, arguments.tokens, dtype, arguments.seconds):
                     rows.append(row)
                     _note(f"{row.shape} {row.scheme} {row.isa} T={row.tokens}: {row.ms_median:.3f} ms")
     _core.use_isa("")

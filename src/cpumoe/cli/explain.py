@@ -6,6 +6,8 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
+import torch
+
 from cpumoe.activation import KINDS, Activation
 from cpumoe.backends import explain, select_backend
 from cpumoe.config import MoEConfig
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
 def add_command(commands: Commands) -> None:
     parser = commands.add_parser("explain", help="which backend serves a scheme, and why the others do not")
     parser.add_argument("scheme", help="scheme, such as w4a8-g128")
@@ -26,6 +31,7 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("--activation", choices=sorted(KINDS), default="silu")
     parser.add_argument("--not-gated", action="store_true", help="gate_up has no up rows")
     parser.add_argument("--routing", choices=[m.value for m in RoutingMethod], default=RoutingMethod.RENORMALIZE.value)
+    parser.add_argument("--scale-dtype", choices=sorted(_DTYPES), default="fp32", help="of the weight scales")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -36,7 +42,8 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.experts,
         arguments.hidden,
         arguments.intermediate,
-        Activation(arguments.activation, gated=not arguments.not_gated),
+        Activation(arguments.activation, gated=False if arguments.not_gated else None),
+        scale_dtype=_DTYPES[arguments.scale_dtype],
         routing=RoutingMethod(arguments.routing),
     )
     verdicts = explain(config)

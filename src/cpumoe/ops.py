@@ -48,14 +48,16 @@ def _fused_experts(
     limit: float,
     apply_router_weight_on_input: bool,
 ) -> Tensor:
-    if not topk_weights.is_floating_point():
-        raise ValueError(f"topk_weights are {topk_weights.dtype}; a floating point dtype is accepted")
+    if topk_weights.dtype != torch.float32:  # asked first: even a conversion that does nothing costs a microsecond
+        if not topk_weights.is_floating_point():
+            raise ValueError(f"topk_weights are {topk_weights.dtype}; a floating point dtype is accepted")
+        topk_weights = topk_weights.to(torch.float32)
     x = hidden_states.contiguous()
     out = torch.empty_like(x)
     _core.moe(
         x,
         topk_ids.contiguous(),
-        topk_weights.to(torch.float32).contiguous(),
+        topk_weights.contiguous(),
         gate_up,
         down,
         out,

@@ -88,6 +88,10 @@ struct Product {
   int tile_rows, tiles, rows;
   float* acc;
   ReadAhead ahead;
+  // Rows that will be multiplied next lie here; a kernel may fetch `next_rows_lines` cache lines of them per record and
+  // row tile. (AMX does: its rows come from L3 faster than it can ask for them one tile at a time.)
+  const std::uint8_t* next_rows;
+  int next_rows_lines;
   Workspace* workspace;
 };
 

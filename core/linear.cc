@@ -69,8 +69,8 @@ void forward_rows(const Kernels& k, const LinearCall& c, int threads, Scratch& s
           const RowChunk chunk = Plan::chunk(all, index);
           const ChunkInput in{chunk, quantized + chunk.first_slot * m.padded_depth, scale + chunk.first_slot,
                               zero + chunk.first_slot};
-          multiply_blocks(k, m, 0, block, block_end, in, index == 0, block_end < last ? nullptr : next, &t.product,
-                          [&](int b, const BlockRows& finished) {
+          multiply_blocks(k, m, 0, block, block_end, in, index == 0, block_end < last ? nullptr : next, NextRows{},
+                          &t.product, [&](int b, const BlockRows& finished) {
                             const std::int64_t column = static_cast<std::int64_t>(b) * kBlockColumns;
                             const auto columns =
                                 static_cast<int>(std::min<std::int64_t>(kBlockColumns, m.spec.columns - column));

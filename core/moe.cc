@@ -209,8 +209,8 @@ class Forward {
           const ChunkInput in{chunk, a + base * c_.gate_up.padded_depth, t.scales.get<float>(e.slots) + base,
                               t.zeros.get<std::int32_t>(e.slots) + base};
           const std::uint8_t* after = block_end < item.last ? nullptr : next;
-          multiply_blocks(k_, c_.gate_up, e.expert, block, block_end, in, chunk_index == 0, after, &t.product,
-                          [&](int b, const BlockRows& rows) {
+          multiply_blocks(k_, c_.gate_up, e.expert, block, block_end, in, chunk_index == 0, after, NextRows{},
+                          &t.product, [&](int b, const BlockRows& rows) {
                             k_.activate(rows, c_.activation, hidden + base * hidden_stride_ + b * block_outputs,
                                         hidden_stride_);
                           });
@@ -281,7 +281,7 @@ class Forward {
           const RowChunk chunk = Plan::chunk(e, index);
           const ChunkInput in{chunk, rows_ + chunk.first_slot * hidden_stride_, row_scale_ + chunk.first_slot,
                               row_zero_ + chunk.first_slot};
-          multiply_blocks(k_, c_.down, e.expert, first, last, in, index == 0, next, &t.product,
+          multiply_blocks(k_, c_.down, e.expert, first, last, in, index == 0, next, rows_after(i, index), &t.product,
                           [&](int block, const BlockRows& rows) {
                             k_.combine(rows, combine_weight(chunk.first_slot),
                                        plan_.slot_token.data() + chunk.first_slot,
@@ -297,6 +297,14 @@ class Forward {
       }
       slice = next_slice;
     }
+  }
+
+  // The chunk that a slice multiplies after chunk `index` of the i-th active expert.
+  NextRows rows_after(std::size_t i, int index) const {
+    const bool same = index + 1 < plan_.experts[i].chunks;
+    const ExpertRows& e = plan_.experts[same ? i : (i + 1) % plan_.experts.size()];
+    const RowChunk chunk = Plan::chunk(e, same ? index + 1 : 0);
+    return {rows_ + chunk.first_slot * hidden_stride_, chunk.tiles * chunk.tile_rows * hidden_stride_};
   }
 
   const float* combine_weight(int slot) const {

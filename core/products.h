@@ -34,12 +34,18 @@ inline std::ptrdiff_t record_stride(const RowChunk& chunk) {
 }
 inline std::ptrdiff_t half_stride(const RowChunk& chunk) { return static_cast<std::ptrdiff_t>(chunk.tile_rows) * 64; }
 
+// Quantised rows that will be multiplied after these.
+struct NextRows {
+  const std::uint8_t* data = nullptr;
+  std::int64_t bytes = 0;
+};
+
 // Multiplies and calls finish(block index, BlockRows) for each of the blocks [first, last) of an expert. `next` is what
 // will be read after these weights (null: nothing); `ahead` is false when they have been read before.
 template <class Finish>
 void multiply_blocks(const Kernels& kernels, const PackedMatrix& m, std::int64_t expert, int first, int last,
-                     const ChunkInput& in, bool ahead, const std::uint8_t* next, ProductScratch* scratch,
-                     Finish&& finish) {
+                     const ChunkInput& in, bool ahead, const std::uint8_t* next, const NextRows& next_rows,
+                     ProductScratch* scratch, Finish&& finish) {
   // Inputs that outgrow their share of the L2 cache are taken in several passes over the records, a few blocks at a
   // time.
   constexpr std::ptrdiff_t kPassBytes = 384 << 10;
@@ -68,6 +74,10 @@ void multiply_blocks(const Kernels& kernels, const PackedMatrix& m, std::int64_t
         p.acc = scratch->acc[i];
         p.ahead = {end, next != nullptr ? next : end, ahead ? read_ahead_bytes() : 0,
                    in.chunk.rows > 1 || software_streams()};
+        // Every block fetches its share of them.
+        const std::int64_t share = next_rows.bytes / (last - first);
+        p.next_rows = next_rows.data + share * (b0 + i - first);
+        p.next_rows_lines = static_cast<int>(share / (static_cast<std::int64_t>(m.records) * in.chunk.tiles * 64));
         p.workspace = &scratch->workspace;
         kernels.multiply(p);
         if (r0 + step >= m.records) finish(b0 + i, rows);

@@ -60,6 +60,7 @@ void multiply_grouped(const Product& p) {
   const int slot_bytes = kBlockColumns * static_cast<int>(p.format.scales);
   const ScaleType type = p.format.scales;
   const ReadAhead ahead = p.ahead;
+  const std::uint8_t* next_rows = p.next_rows;
   // Two sets of unpacked tiles: one in use, one being filled for the next record.
   constexpr int kSetBytes = subgroup == 32 ? 8 * kTileBytes : 4 * kTileBytes;
   std::uint8_t *current = p.workspace->unpacked[0], *coming = p.workspace->unpacked[0] + kSetBytes;
@@ -129,6 +130,11 @@ void multiply_grouped(const Product& p) {
           std::int32_t* swap = ready;
           ready = stored;
           stored = swap;
+        }
+        if (pass == 0) {
+          for (int i = 0; i < p.next_rows_lines; ++i, next_rows += 64) {
+            _mm_prefetch(reinterpret_cast<const char*>(next_rows), _MM_HINT_T1);
+          }
         }
         unpack_lines<subgroup>(next_weights, coming, slot * kLinesPerSlot, kLinesPerSlot);
       }

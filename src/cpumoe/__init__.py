@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
+from cpumoe import cpu  # first: it guards oneDNN and looks whether PyTorch was imported before
+from cpumoe.activation import Activation
+from cpumoe.backends import explain, select_backend
+from cpumoe.config import MoEConfig, ParallelLayout
 from cpumoe.cpu import get_num_threads, guard_onednn, instruction_sets, isa, set_num_threads
-
-guard_onednn()  # before torch runs its first product
-
-from cpumoe.activation import Activation  # noqa: E402
-from cpumoe.backends import explain, select_backend  # noqa: E402
-from cpumoe.config import MoEConfig, ParallelLayout  # noqa: E402
-from cpumoe.errors import CpumoeError, NoBackend, UnsupportedScheme  # noqa: E402
-from cpumoe.experts import Experts  # noqa: E402
-from cpumoe.layer import MoELayer  # noqa: E402
-from cpumoe.linear import QuantizedLinear  # noqa: E402
-from cpumoe.routing import RoutingMethod, routing_method, select_experts  # noqa: E402
-from cpumoe.scheme import GroupShape, Scheme, TensorFormat  # noqa: E402
+from cpumoe.errors import CpumoeError, NoBackend, UnsupportedScheme
+from cpumoe.experts import Experts
+from cpumoe.layer import MoELayer
+from cpumoe.linear import QuantizedLinear
+from cpumoe.routing import RoutingMethod, routing_method, select_experts
+from cpumoe.scheme import GroupShape, Scheme, TensorFormat
 
 __version__ = "0.1.0"
 
@@ -32,6 +30,7 @@ __all__ = [
     "Scheme",
     "TensorFormat",
     "UnsupportedScheme",
+    "cpu",
     "explain",
     "get_num_threads",
     "guard_onednn",

@@ -6,11 +6,10 @@ import os
 import sys
 from dataclasses import dataclass
 
-# Before torch is imported here: its own import does not run oneDNN, but whether someone else had imported it earlier
-# decides what the guard can promise.
-_TORCH_CAME_FIRST = "torch" in sys.modules
+from cpumoe import _core
 
-from cpumoe import _core  # noqa: E402
+# Nothing of cpumoe has imported torch yet. If someone else had, the guard may come too late for them.
+_TORCH_CAME_FIRST = "torch" in sys.modules
 
 _GUARD = "ONEDNN_MAX_CPU_ISA"
 _GUARD_VALUE = "AVX512_CORE_BF16"
@@ -75,3 +74,5 @@ class _GuardState:
 
 
 _state = _GuardState()
+
+guard_onednn()  # now, before PyTorch runs its first product

@@ -139,6 +139,12 @@ struct Kernels {
   std::uint64_t (*read_bytes)(const std::uint8_t* data, std::int64_t bytes);
 };
 
+// Where the accumulator of (row, column of the block) stands in [row tile][column tile][16][16].
+static constexpr std::ptrdiff_t acc_index(int row, int column) {
+  return static_cast<std::ptrdiff_t>(row / kTileRows) * kAccTileFloats +
+         column / kTileColumns * (kTileRows * kTileColumns) + row % kTileRows * kTileColumns + column % kTileColumns;
+}
+
 static constexpr int block_head_bytes(const BlockFormat& f) {
   return kBlockVectorBytes * (1 + (f.subgroup == 0 ? 1 : 0) + (f.has_bias ? 1 : 0));
 }

@@ -29,11 +29,7 @@ struct Scratch {
 void forward_rows(const Kernels& k, const LinearCall& c, int threads, Scratch& s) {
   const PackedMatrix& m = c.weight;
   const auto rows = static_cast<std::int32_t>(c.rows);
-  Plan plan;
-  const std::vector<std::int32_t> ids(static_cast<std::size_t>(rows), 0);
-  const std::vector<float> ones(static_cast<std::size_t>(rows), 1.0f);
-  make_plan({ids.data(), ones.data(), rows, 1}, 1, k.few_rows, &plan);
-  const ExpertRows& all = plan.experts[0];
+  const ExpertRows all = cut_rows(0, rows, 0, k.few_rows);
   auto* quantized = s.rows.get<std::uint8_t>(all.slots * m.padded_depth);
   auto* scale = s.scale.get<float>(all.slots);
   auto* zero = s.zero.get<std::int32_t>(all.slots);

@@ -9,6 +9,7 @@
 #include <numeric>
 
 #include "check.h"
+#include "kernels/vector_scalar.h"
 #include "threads.h"
 
 namespace cpumoe {
@@ -37,31 +38,10 @@ std::uint64_t header_check(const Header& h) {  // FNV-1a of all that comes befor
   return hash;
 }
 
-float bfloat_to_float(std::uint16_t h) {
-  const std::uint32_t bits = static_cast<std::uint32_t>(h) << 16;
-  float f;
-  std::memcpy(&f, &bits, 4);
-  return f;
-}
-
-float half_to_float(std::uint16_t h) {
-  const int exponent = h >> 10 & 0x1F, mantissa = h & 0x3FF;
-  float f = exponent == 0x1F ? (mantissa == 0 ? INFINITY : NAN)
-            : exponent == 0  ? std::ldexp(static_cast<float>(mantissa), -24)
-                             : std::ldexp(static_cast<float>(mantissa + 1024), exponent - 25);
-  return (h & 0x8000) != 0 ? -f : f;
-}
-
 float element(const void* data, DType type, std::int64_t index) {
   if (type == DType::kF32) return static_cast<const float*>(data)[index];
-  const std::uint16_t h = static_cast<const std::uint16_t*>(data)[index];
-  return type == DType::kBF16 ? bfloat_to_float(h) : half_to_float(h);
-}
-
-std::uint16_t to_bfloat(float f) {  // nearest even; f is finite
-  std::uint32_t bits;
-  std::memcpy(&bits, &f, 4);
-  return static_cast<std::uint16_t>((bits + 0x7FFFu + (bits >> 16 & 1u)) >> 16);
+  const auto* halves = static_cast<const std::uint16_t*>(data) + index;
+  return type == DType::kBF16 ? F32x1::load_as<DType::kBF16>(halves).v : F32x1::load_as<DType::kF16>(halves).v;
 }
 
 // Source row of a block's column; -1 for padding.
@@ -171,9 +151,9 @@ class BlockPacker {
       const int slot = scale_slot(f.subgroup, i) * kBlockColumns + column;
       float stored = s;
       if (f.scales == ScaleType::kBF16) {
-        const std::uint16_t h = to_bfloat(s);
+        const std::uint16_t h = float_to_bfloat(s);
         std::memcpy(dst + slot * 2, &h, 2);
-        stored = bfloat_to_float(h);
+        stored = F32x1::load_as<DType::kBF16>(&h).v;
       } else {
         std::memcpy(dst + slot * 4, &s, 4);
       }

@@ -12,6 +12,20 @@ RowChunk Plan::chunk(const ExpertRows& e, std::int32_t index) {
   return {e.first_slot + index * step, rows, e.tile_rows, (rows + e.tile_rows - 1) / e.tile_rows};
 }
 
+ExpertRows cut_rows(std::int32_t expert, std::int32_t rows, std::int32_t first_slot, int few_rows) {
+  ExpertRows entry{expert, rows, first_slot, rows, rows, 1, 1};
+  if (rows > few_rows) {
+    // Chunks of equal size: 9 tiles are 5 + 4, not 8 + 1.
+    const std::int32_t tiles = (rows + kTileRows - 1) / kTileRows;
+    entry.tile_rows = kTileRows;
+    entry.chunks = (tiles + kMaxRowTiles - 1) / kMaxRowTiles;
+    entry.chunk_tiles = (tiles + entry.chunks - 1) / entry.chunks;
+    entry.chunks = (tiles + entry.chunk_tiles - 1) / entry.chunk_tiles;
+    entry.slots = tiles * kTileRows;
+  }
+  return entry;
+}
+
 void make_plan(const Routing& routing, std::int64_t experts, int few_rows, Plan* plan) {
   std::vector<std::int32_t> rows(static_cast<std::size_t>(experts), 0);
   const std::int64_t pairs = routing.tokens * routing.topk;
@@ -25,16 +39,7 @@ void make_plan(const Routing& routing, std::int64_t experts, int few_rows, Plan*
   for (std::int32_t e = 0; e < experts; ++e) {
     const std::int32_t n = rows[static_cast<std::size_t>(e)];
     if (n == 0) continue;
-    ExpertRows entry{e, n, plan->slots, n, n, 1, 1};
-    if (n > few_rows) {
-      // Chunks of equal size: 9 tiles are 5 + 4, not 8 + 1.
-      const std::int32_t tiles = (n + kTileRows - 1) / kTileRows;
-      entry.tile_rows = kTileRows;
-      entry.chunks = (tiles + kMaxRowTiles - 1) / kMaxRowTiles;
-      entry.chunk_tiles = (tiles + entry.chunks - 1) / entry.chunks;
-      entry.chunks = (tiles + entry.chunk_tiles - 1) / entry.chunk_tiles;
-      entry.slots = tiles * kTileRows;
-    }
+    const ExpertRows entry = cut_rows(e, n, plan->slots, few_rows);
     next_slot[static_cast<std::size_t>(e)] = plan->slots;
     plan->slots += entry.slots;
     plan->most_rows = std::max(plan->most_rows, entry.slots);

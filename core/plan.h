@@ -18,6 +18,9 @@ struct RowChunk {
   std::int32_t first_slot, rows, tile_rows, tiles;
 };
 
+// How `rows` rows of an expert are cut, from `first_slot` on. Up to `few_rows` rows stay in one small tile.
+ExpertRows cut_rows(std::int32_t expert, std::int32_t rows, std::int32_t first_slot, int few_rows);
+
 struct Plan {
   std::vector<ExpertRows> experts;       // ascending by expert, only those with rows
   std::vector<std::int32_t> slot_token;  // [slots]; padding slots hold token 0 and are never finished

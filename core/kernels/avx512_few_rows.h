@@ -73,7 +73,7 @@ void few_rows_int4(const Product& p) {
   FewSums<M> low, high;
   for (int r = 0; r < M; ++r) {
     for (int tile = 0; tile < 2; ++tile) {
-      const float* acc = p.acc + tile * (kTileRows * kTileColumns) + r * kTileColumns;
+      const float* acc = p.acc + acc_index(r, tile * kTileColumns);
       if constexpr (subgroup == 0) {
         low.v[r][tile] = _mm512_loadu_si512(acc);
       } else {
@@ -124,7 +124,7 @@ void few_rows_int4(const Product& p) {
   if constexpr (subgroup == 0 && !kOneSum) low.add(high);
   for (int r = 0; r < M; ++r) {
     for (int tile = 0; tile < 2; ++tile) {
-      float* acc = p.acc + tile * (kTileRows * kTileColumns) + r * kTileColumns;
+      float* acc = p.acc + acc_index(r, tile * kTileColumns);
       if constexpr (subgroup == 0) {
         _mm512_storeu_si512(acc, low.v[r][tile]);
       } else {
@@ -141,7 +141,7 @@ void few_rows_int8(const Product& p) {
   FewSums<M> sums;
   for (int r = 0; r < M; ++r) {
     for (int tile = 0; tile < 2; ++tile) {
-      sums.v[r][tile] = _mm512_loadu_si512(p.acc + tile * (kTileRows * kTileColumns) + r * kTileColumns);
+      sums.v[r][tile] = _mm512_loadu_si512(p.acc + acc_index(r, tile * kTileColumns));
     }
   }
   for (int g = 0; g < p.record_count; ++g) {
@@ -165,7 +165,7 @@ void few_rows_int8(const Product& p) {
   }
   for (int r = 0; r < M; ++r) {
     for (int tile = 0; tile < 2; ++tile) {
-      _mm512_storeu_si512(p.acc + tile * (kTileRows * kTileColumns) + r * kTileColumns, sums.v[r][tile]);
+      _mm512_storeu_si512(p.acc + acc_index(r, tile * kTileColumns), sums.v[r][tile]);
     }
   }
 }

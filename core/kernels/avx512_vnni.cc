@@ -59,7 +59,7 @@ struct Avx512Vnni {
 
  private:
   static float* row_acc(const RecordArgs& args, int row, int tile) {
-    return args.acc + tile * (kTileRows * kTileColumns) + row * kTileColumns;
+    return args.acc + acc_index(row, tile * kTileColumns);
   }
 };
 

@@ -117,8 +117,7 @@ struct FinishedRows {
         per_column(b.format.subgroup == 0) {}
 
   V at(int row, int column) const {
-    const float* p = acc + (row / kTileRows) * kAccTileFloats + (column / kTileColumns) * (kTileRows * kTileColumns) +
-                     (row % kTileRows) * kTileColumns + column % kTileColumns;
+    const float* p = acc + acc_index(row, column);
     V value = per_column ? V::load_int(reinterpret_cast<const std::int32_t*>(p)) * V::load(scale + column) : V::load(p);
     value = value * V::set(row_scale[row]);
     return bias == nullptr ? value : value + V::load(bias + column);
@@ -129,8 +128,7 @@ template <class V>
 void start_rows(const BlockRows& b) {
   for (int row = 0; row < b.rows; ++row) {
     for (int column = 0; column < kBlockColumns; column += V::kWidth) {
-      float* p = b.acc + (row / kTileRows) * kAccTileFloats + (column / kTileColumns) * (kTileRows * kTileColumns) +
-                 (row % kTileRows) * kTileColumns + column % kTileColumns;
+      float* p = b.acc + acc_index(row, column);
       if (b.format.subgroup == 0) {
         V::store_scaled_int(reinterpret_cast<const std::int32_t*>(b.head) + column, -b.row_zero[row],
                             reinterpret_cast<std::int32_t*>(p));

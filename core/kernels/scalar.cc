@@ -40,8 +40,7 @@ void multiply_typed(const Product& p) {
   for (int row = 0; row < p.rows; ++row) {
     const int tile = row / p.tile_rows, r = row % p.tile_rows;
     for (int column = 0; column < kBlockColumns; ++column) {
-      float* acc = p.acc + tile * kAccTileFloats + column / kTileColumns * (kTileRows * kTileColumns) +
-                   r * kTileColumns + column % kTileColumns;
+      float* acc = p.acc + acc_index(tile * kTileRows + r, column);
       for (int g = 0; g < p.record_count; ++g) {
         const std::uint8_t* record = p.records + static_cast<std::ptrdiff_t>(g) * stride;
         const std::uint8_t* a = p.a + g * p.a_record_stride + tile * (2 * p.tile_rows * 64) + r * 64;

@@ -274,22 +274,20 @@ class AtenBackend(Backend):
         hidden, inner = config.hidden_size, config.intermediate_size
         rows = config.activation.gate_up_rows(inner)
         group = config.scheme.group_size
-        # fp32 whatever came in: grouped products exist for it alone, and the sum over experts needs it anyway.
-        x = hidden_states.to(torch.float32)
 
         def product(a: Tensor, weight: Tensor, inputs: int, outputs: int) -> Tensor:
             value = torch.ops.aten._dyn_quant_matmul_4bit(a.contiguous(), weight, group or inputs, inputs, outputs)
             # It gives finite garbage for a row with a NaN or an infinity.
             return torch.where(torch.isfinite(a).all(-1, keepdim=True), value, torch.nan)
 
-        out = torch.zeros_like(x)
-        for expert in topk_ids[topk_ids >= 0].unique().tolist():
-            token, slot = torch.where(topk_ids == expert)
-            weight = topk_weights[token, slot].to(torch.float32).unsqueeze(-1)
-            inputs = x[token] * weight if apply_router_weight_on_input else x[token]
-            h = product(inputs, tensors["gate_up_packed"][expert], hidden, rows)
-            y = product(reference.apply_activation(h, config.activation), tensors["down_packed"][expert], inner, hidden)
-            out.index_add_(0, token, y if apply_router_weight_on_input else y * weight)
+        def expert(index: int, inputs: Tensor) -> Tensor:
+            h = product(inputs, tensors["gate_up_packed"][index], hidden, rows)
+            h = reference.apply_activation(h, config.activation)
+            return product(h, tensors["down_packed"][index], inner, hidden)
+
+        # fp32 whatever came in: grouped products exist for it alone.
+        x = hidden_states.to(torch.float32)
+        out = reference.sum_of_experts(x, topk_ids, topk_weights, expert, apply_router_weight_on_input)
         return out.to(hidden_states.dtype)
 
 

@@ -65,6 +65,26 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, quantize: bool = T
     return F.linear(quantize_activations(x) if quantize else x.to(torch.float32), weight, bias)
 
 
+def sum_of_experts(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    expert: Callable[[int, Tensor], Tensor],
+    apply_router_weight_on_input: bool = False,
+) -> Tensor:
+    """Runs ``expert(index, its tokens [rows, H])`` for every chosen expert, ascending, and sums the weighted results.
+
+    Returns [tokens, H] fp32. Ids of -1 contribute nothing.
+    """
+    out = torch.zeros(x.shape, dtype=torch.float32)
+    for index in topk_ids[topk_ids >= 0].unique().tolist():
+        token, slot = torch.where(topk_ids == index)
+        weight = topk_weights[token, slot].to(torch.float32).unsqueeze(-1)
+        y = expert(index, x[token] * weight if apply_router_weight_on_input else x[token])
+        out.index_add_(0, token, y.to(torch.float32) if apply_router_weight_on_input else y * weight)
+    return out
+
+
 def experts(
     hidden_states: Tensor,
     topk_ids: Tensor,
@@ -82,17 +102,14 @@ def experts(
 
     ``quantize=False`` leaves the activations as they are: the error of the weights alone.
     """
-    out = torch.zeros(hidden_states.shape, dtype=torch.float32)
-    x = hidden_states.to(torch.float32)
-    quantized = quantize_activations(x) if quantize else x
-    for expert in range(gate_up.shape[0]):
-        token, slot = torch.where(topk_ids == expert)
-        if token.numel() == 0:
-            continue
-        weight = topk_weights[token, slot].to(torch.float32).unsqueeze(-1)
-        inputs = quantized[token] * weight if apply_router_weight_on_input else quantized[token]
-        h = F.linear(inputs, gate_up[expert], None if gate_up_bias is None else gate_up_bias[expert])
+
+    def expert(index: int, inputs: Tensor) -> Tensor:
+        h = F.linear(inputs, gate_up[index], None if gate_up_bias is None else gate_up_bias[index])
         h = apply_activation(h, activation)
-        y = linear(h, down[expert], None if down_bias is None else down_bias[expert], quantize=quantize)
-        out.index_add_(0, token, y if apply_router_weight_on_input else y * weight)
+        return linear(h, down[index], None if down_bias is None else down_bias[index], quantize=quantize)
+
+    x = hidden_states.to(torch.float32)
+    out = sum_of_experts(
+        quantize_activations(x) if quantize else x, topk_ids, topk_weights, expert, apply_router_weight_on_input
+    )
     return out.to(hidden_states.dtype)

@@ -2,22 +2,48 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from cpumoe import cpu  # first: it guards oneDNN and looks whether PyTorch was imported before
 from cpumoe.activation import Activation
 from cpumoe.backends import explain, select_backend
 from cpumoe.config import MoEConfig, ParallelLayout
 from cpumoe.cpu import get_num_threads, guard_onednn, instruction_sets, isa, set_num_threads
-from cpumoe.errors import CpumoeError, NoBackend, UnsupportedScheme
+from cpumoe.errors import CheckpointError, CpumoeError, NoBackend, UnsupportedScheme
 from cpumoe.experts import Experts
 from cpumoe.layer import MoELayer
 from cpumoe.linear import QuantizedLinear
+from cpumoe.plugins import hook
 from cpumoe.routing import RoutingMethod, routing_method, select_experts
 from cpumoe.scheme import GroupShape, Scheme, TensorFormat
 
 __version__ = "0.1.0"
 
+if TYPE_CHECKING:
+    from cpumoe.plugins.transformers import accelerate, load_model
+
+#: Names that need transformers, which is imported when one of them is used for the first time.
+_LAZY = {"accelerate": "cpumoe.plugins.transformers", "load_model": "cpumoe.plugins.transformers"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'cpumoe' has no attribute {name!r}")
+    try:
+        module = importlib.import_module(_LAZY[name])
+    except ModuleNotFoundError as problem:
+        if problem.name != "transformers":
+            raise
+        raise ImportError(f"cpumoe.{name} needs transformers: pip install 'cpumoe[transformers]'") from None
+    return getattr(module, name)
+
+
+hook.install()
+
 __all__ = [
     "Activation",
+    "CheckpointError",
     "CpumoeError",
     "Experts",
     "GroupShape",
@@ -30,12 +56,14 @@ __all__ = [
     "Scheme",
     "TensorFormat",
     "UnsupportedScheme",
+    "accelerate",
     "cpu",
     "explain",
     "get_num_threads",
     "guard_onednn",
     "instruction_sets",
     "isa",
+    "load_model",
     "routing_method",
     "select_backend",
     "select_experts",

@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from cpumoe.config import MoEConfig
 from cpumoe.errors import NoBackend
 from cpumoe.quantize import pack_nibbles, unpack_nibbles
 from cpumoe.routing import RoutingMethod
+from cpumoe.unpack import unpack
 
 _log = logging.getLogger("cpumoe")
 
@@ -40,6 +42,15 @@ class QuantizedExperts:
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     interleaved: bool = False
+
+    def copy(self) -> QuantizedExperts:
+        """The same in memory of its own: a reader may use its buffers again for the next experts."""
+        return self._each(Tensor.clone)
+
+    def _each(self, function: Callable[[Tensor], Tensor]) -> QuantizedExperts:
+        """The same with a function applied to every tensor."""
+        held: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
+        return QuantizedExperts(**{n: function(v) if isinstance(v, Tensor) else v for n, v in held.items()})
 
     def plain(self) -> QuantizedExperts:
         """One value per byte, gate rows before up rows."""
@@ -77,6 +88,24 @@ def _checked(experts: QuantizedExperts, config: MoEConfig) -> QuantizedExperts:
         if not bool(torch.isfinite(scale).all()):
             raise ValueError(f"{name}_scale is not finite; only finite scales are accepted")
     return experts
+
+
+def _joined(chunks: Iterable[QuantizedExperts], config: MoEConfig) -> QuantizedExperts:
+    """All experts in one, plain and checked, for the backends that do not pack chunk by chunk."""
+    parts = [_checked(chunk, config).plain().copy() for chunk in chunks]
+
+    def cat(name: str) -> Tensor:
+        return torch.cat([getattr(part, name) for part in parts])
+
+    first = parts[0]
+    return QuantizedExperts(
+        cat("gate_up"),
+        cat("gate_up_scale"),
+        cat("down"),
+        cat("down_scale"),
+        None if first.gate_up_bias is None else cat("gate_up_bias"),
+        None if first.down_bias is None else cat("down_bias"),
+    )
 
 
 def _check_call(config: MoEConfig, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
@@ -149,8 +178,17 @@ class Backend(ABC):
         return None
 
     @abstractmethod
-    def prepare(self, experts: QuantizedExperts, config: MoEConfig) -> dict[str, Tensor]:
-        """The tensors that ``forward`` needs; they become the buffers of Experts."""
+    def prepare(self, chunks: Iterable[QuantizedExperts], config: MoEConfig) -> dict[str, Tensor]:
+        """The tensors that ``forward`` needs; they become the buffers of Experts.
+
+        The experts come in order, a few at a time, and a chunk is done with when the next is asked for.
+        """
+
+    def quantized(
+        self, tensors: Mapping[str, Tensor], config: MoEConfig, first: int, count: int | None
+    ) -> QuantizedExperts:
+        """Integers and scales of some experts, plain, from the tensors of ``prepare``."""
+        raise NoBackend(f"weights that were prepared for {self.name!r} cannot be read back")
 
     @abstractmethod
     def forward(
@@ -165,37 +203,50 @@ class Backend(ABC):
         """[tokens, H] -> [tokens, H]."""
 
 
+def _builder(
+    config: MoEConfig, scales: Tensor, rows: int, columns: int, gated: bool, bias: Tensor | None
+) -> ops.PackedBuilder:
+    return ops.PackedBuilder(
+        config.scheme.weights.bits,
+        2 if scales.dtype == torch.bfloat16 else 4,
+        config.scheme.group_size or 0,
+        config.experts,
+        rows,
+        columns,
+        gated,
+        bias is not None,
+    )
+
+
 class NativeBackend(Backend):
     """This project's kernels."""
 
     name = "native"
 
-    def prepare(self, experts: QuantizedExperts, config: MoEConfig) -> dict[str, Tensor]:
-        order = ops.ROWS_PLAIN
-        if config.activation.gated:
-            order = ops.ROWS_GATE_UP_INTERLEAVED if experts.interleaved else ops.ROWS_GATE_THEN_UP
-        bits, group = config.scheme.weights.bits, config.scheme.group_size or -1
-        gate_up = torch.ops.cpumoe.pack(
-            experts.gate_up,
-            experts.gate_up_scale,
-            experts.gate_up_bias,
-            config.hidden_size,
-            group,
-            bits,
-            order,
-            "gate_up",
-        )
-        down = torch.ops.cpumoe.pack(
-            experts.down,
-            experts.down_scale,
-            experts.down_bias,
-            config.intermediate_size,
-            group,
-            bits,
-            ops.ROWS_PLAIN,
-            "down",
-        )
-        return {"gate_up_packed": gate_up, "down_packed": down}
+    def prepare(self, chunks: Iterable[QuantizedExperts], config: MoEConfig) -> dict[str, Tensor]:
+        gate_up: ops.PackedBuilder | None = None
+        down: ops.PackedBuilder | None = None
+        hidden, inner, gated = config.hidden_size, config.intermediate_size, bool(config.activation.gated)
+        for chunk in chunks:
+            if gate_up is None or down is None:
+                rows = config.activation.gate_up_rows(inner)
+                gate_up = _builder(config, chunk.gate_up_scale, rows, hidden, gated, chunk.gate_up_bias)
+                down = _builder(config, chunk.down_scale, hidden, inner, False, chunk.down_bias)
+            order = ops.ROWS_PLAIN
+            if gated:
+                order = ops.ROWS_GATE_UP_INTERLEAVED if chunk.interleaved else ops.ROWS_GATE_THEN_UP
+            gate_up.add(chunk.gate_up, chunk.gate_up_scale, chunk.gate_up_bias, order, "gate_up")
+            down.add(chunk.down, chunk.down_scale, chunk.down_bias, ops.ROWS_PLAIN, "down")
+        if gate_up is None or down is None:
+            raise ValueError("no experts were given")
+        return {"gate_up_packed": gate_up.blob, "down_packed": down.blob}
+
+    def quantized(
+        self, tensors: Mapping[str, Tensor], config: MoEConfig, first: int, count: int | None
+    ) -> QuantizedExperts:
+        gate_up, gate_up_scale, gate_up_bias = unpack(tensors["gate_up_packed"], first, count)
+        down, down_scale, down_bias = unpack(tensors["down_packed"], first, count)
+        return QuantizedExperts(gate_up, gate_up_scale, down, down_scale, gate_up_bias, down_bias)
 
     def forward(
         self,
@@ -237,8 +288,8 @@ class AtenBackend(Backend):
             return f"{config.scale_dtype} scales; for {config.scheme} PyTorch's product takes {wanted}"
         return None
 
-    def prepare(self, experts: QuantizedExperts, config: MoEConfig) -> dict[str, Tensor]:
-        plain = _checked(experts, config).plain()
+    def prepare(self, chunks: Iterable[QuantizedExperts], config: MoEConfig) -> dict[str, Tensor]:
+        plain = _joined(chunks, config)
         return {
             "gate_up_packed": self._pack(plain.gate_up, plain.gate_up_scale, plain.gate_up_bias, config),
             "down_packed": self._pack(plain.down, plain.down_scale, plain.down_bias, config),
@@ -296,8 +347,8 @@ class ReferenceBackend(Backend):
 
     name = "reference"
 
-    def prepare(self, experts: QuantizedExperts, config: MoEConfig) -> dict[str, Tensor]:
-        plain = _checked(experts, config).plain()
+    def prepare(self, chunks: Iterable[QuantizedExperts], config: MoEConfig) -> dict[str, Tensor]:
+        plain = _joined(chunks, config)
         tensors = {
             "gate_up": plain.gate_up,
             "gate_up_scale": plain.gate_up_scale,
@@ -309,6 +360,12 @@ class ReferenceBackend(Backend):
         if plain.down_bias is not None:
             tensors["down_bias"] = plain.down_bias.to(torch.float32)
         return tensors
+
+    def quantized(
+        self, tensors: Mapping[str, Tensor], config: MoEConfig, first: int, count: int | None
+    ) -> QuantizedExperts:
+        end = config.experts if count is None else first + count
+        return QuantizedExperts(**dict(tensors))._each(lambda t: t[first:end])  # type: ignore[arg-type]
 
     def forward(
         self,

@@ -5,8 +5,13 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cpumoe import _core
+
+if TYPE_CHECKING:
+    import torch
 
 # Nothing of cpumoe has imported torch yet. If someone else had, the guard may come too late for them.
 _TORCH_CAME_FIRST = "torch" in sys.modules
@@ -46,6 +51,33 @@ def get_num_threads() -> int:
 def set_num_threads(threads: int) -> None:
     """Sets the number of threads for all further calls; 0 goes back to the default."""
     _core.set_thread_count(threads)
+
+
+def float_dtype() -> tuple[torch.dtype, str]:
+    """The dtype in which the float parts of a model are fast and safe on this CPU, and why.
+
+    bf16 where the CPU multiplies it (half the memory traffic of fp32), else fp32: PyTorch emulates bf16 products on
+    other CPUs, slower than fp32 ones.
+    """
+    import torch
+
+    flags = _cpu_flags()
+    native = next((flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in flags), None)
+    if native is None:
+        return torch.float32, "this CPU has no bf16 products"
+    if os.environ.get(_GUARD, _GUARD_VALUE) != _GUARD_VALUE and _core.amx_palette_hidden():
+        return torch.float32, f"oneDNN may use AMX ({_GUARD}={os.environ[_GUARD]}), whose tile sizes are hidden here"
+    return torch.bfloat16, f"this CPU has {native}"
+
+
+def _cpu_flags() -> set[str]:
+    """Features that the kernel reports for this CPU (none where there is no /proc/cpuinfo)."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    found = (line.partition(":")[2].split() for line in lines if line.lower().startswith(("flags", "features")))
+    return set(next(found, []))
 
 
 def guard_onednn() -> str:

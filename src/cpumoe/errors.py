@@ -13,3 +13,7 @@ class UnsupportedScheme(CpumoeError, ValueError):
 
 class NoBackend(CpumoeError, RuntimeError):
     """No backend serves a configuration, or the one asked for does not; the message has the reasons."""
+
+
+class CheckpointError(CpumoeError, ValueError):
+    """A checkpoint that cannot be read, is not complete, or holds what is not expected; the message has the names."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
-from cpumoe import ops
+from cpumoe import ops, reference
 from cpumoe.activation import Activation
 from cpumoe.backends import Backend, NativeBackend, QuantizedExperts, select_backend
 from cpumoe.config import MoEConfig
@@ -138,7 +140,15 @@ class Experts(nn.Module):
             down_bias,
             interleaved and bool(activation.gated),
         )
-        return cls(config, chosen, chosen.prepare(quantized, config))
+        return cls(config, chosen, chosen.prepare([quantized], config))
+
+    @classmethod
+    def from_chunks(
+        cls, chunks: Iterable[QuantizedExperts], config: MoEConfig, *, backend: str | None = None
+    ) -> Experts:
+        """Takes experts a few at a time, in order, as a reader finds them on disk: see :mod:`cpumoe.loading`."""
+        chosen = select_backend(config, backend)
+        return cls(config, chosen, chosen.prepare(chunks, config))
 
     @classmethod
     def from_packed(cls, gate_up_packed: Tensor, down_packed: Tensor, *, activation: Activation | str) -> Experts:
@@ -203,6 +213,41 @@ class Experts(nn.Module):
             topk_weights,
             apply_router_weight_on_input,
         )
+
+    def quantized(self, first: int = 0, count: int | None = None) -> QuantizedExperts:
+        """Integers and scales of some experts (all by default), plain: one value per byte, gate rows before up rows."""
+        return self.backend.quantized(self._buffers, self.config, first, count)  # type: ignore[arg-type]
+
+    def reference(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        apply_router_weight_on_input: bool = False,
+        quantize_activations: bool = True,
+    ) -> Tensor:
+        """What :meth:`forward` must give, in plain PyTorch, one expert at a time: slow, and independent of the kernels.
+
+        ``quantize_activations=False`` leaves the activations as they are: the error of the weights alone.
+        """
+
+        def expert(index: int, inputs: Tensor) -> Tensor:
+            part = self.quantized(index, 1)
+            return reference.expert(
+                inputs,
+                reference.dequantize(part.gate_up[0], part.gate_up_scale[0]),
+                reference.dequantize(part.down[0], part.down_scale[0]),
+                None if part.gate_up_bias is None else part.gate_up_bias[0].to(torch.float32),
+                None if part.down_bias is None else part.down_bias[0].to(torch.float32),
+                self.config.activation,
+                quantize=quantize_activations,
+            )
+
+        x = hidden_states.to(torch.float32)
+        x = reference.quantize_activations(x) if quantize_activations else x
+        out = reference.sum_of_experts(x, topk_ids, topk_weights, expert, apply_router_weight_on_input)
+        return out.to(hidden_states.dtype)
 
     @property
     def packed_bytes(self) -> int:

@@ -182,6 +182,34 @@ def _packed_size(
     return weight_bits, scale_bytes, group, experts, out_features, in_features, gated, bias is not None
 
 
+class PackedBuilder:
+    """Packs a matrix of experts a few experts at a time; ``blob`` is whole when all of them were added."""
+
+    def __init__(
+        self,
+        weight_bits: int,
+        scale_bytes: int,
+        group_size: int,
+        experts: int,
+        out_features: int,
+        in_features: int,
+        gated: bool,
+        has_bias: bool,
+    ) -> None:
+        """``group_size`` is 0 per channel; ``scale_bytes`` 2 (bf16) or 4 (fp32)."""
+        size = (weight_bits, scale_bytes, group_size, experts, out_features, in_features, gated, has_bias)
+        self.blob = torch.empty(_core.packed_bytes(*size), dtype=torch.uint8)
+        _core.advise_huge_pages(self.blob)
+        _core.write_packed_header(self.blob, *size)
+        self._added = 0
+
+    def add(self, values: Tensor, scales: Tensor, bias: Tensor | None, row_order: int, name: str) -> None:
+        """The next experts: values [n, out, in] (or nibbles), scales [n, out, groups], bias [n, out]."""
+        bias32 = None if bias is None else bias.to(torch.float32).contiguous()
+        _core.pack_into(self.blob, self._added, values.contiguous(), scales.contiguous(), bias32, row_order, name)
+        self._added += values.shape[0]
+
+
 def _pack(
     values: Tensor,
     scales: Tensor,
@@ -192,13 +220,9 @@ def _pack(
     row_order: int,
     name: str = "values",
 ) -> Tensor:
-    size = _packed_size(values, scales, bias, in_features, group_size, weight_bits, row_order, name)
-    blob = torch.empty(_core.packed_bytes(*size), dtype=torch.uint8)
-    _core.advise_huge_pages(blob)
-    _core.write_packed_header(blob, *size)
-    bias32 = None if bias is None else bias.to(torch.float32).contiguous()
-    _core.pack_into(blob, 0, values.contiguous(), scales.contiguous(), bias32, row_order, name)
-    return blob
+    builder = PackedBuilder(*_packed_size(values, scales, bias, in_features, group_size, weight_bits, row_order, name))
+    builder.add(values, scales, bias, row_order, name)
+    return builder.blob
 
 
 def _pack_fake(

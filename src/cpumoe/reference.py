@@ -85,6 +85,21 @@ def sum_of_experts(
     return out
 
 
+def expert(
+    inputs: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None,
+    down_bias: Tensor | None,
+    activation: Activation,
+    *,
+    quantize: bool,
+) -> Tensor:
+    """One expert: inputs [rows, H] (quantised already, if they are to be) -> [rows, H] fp32."""
+    h = apply_activation(F.linear(inputs, gate_up, gate_up_bias), activation)
+    return linear(h, down, down_bias, quantize=quantize)
+
+
 def experts(
     hidden_states: Tensor,
     topk_ids: Tensor,
@@ -103,13 +118,13 @@ def experts(
     ``quantize=False`` leaves the activations as they are: the error of the weights alone.
     """
 
-    def expert(index: int, inputs: Tensor) -> Tensor:
-        h = F.linear(inputs, gate_up[index], None if gate_up_bias is None else gate_up_bias[index])
-        h = apply_activation(h, activation)
-        return linear(h, down[index], None if down_bias is None else down_bias[index], quantize=quantize)
+    def one(index: int, inputs: Tensor) -> Tensor:
+        bias = None if gate_up_bias is None else gate_up_bias[index]
+        second_bias = None if down_bias is None else down_bias[index]
+        return expert(inputs, gate_up[index], down[index], bias, second_bias, activation, quantize=quantize)
 
     x = hidden_states.to(torch.float32)
     out = sum_of_experts(
-        quantize_activations(x) if quantize else x, topk_ids, topk_weights, expert, apply_router_weight_on_input
+        quantize_activations(x) if quantize else x, topk_ids, topk_weights, one, apply_router_weight_on_input
     )
     return out.to(hidden_states.dtype)

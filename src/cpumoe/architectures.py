@@ -1,0 +1,182 @@
+"""Architectures: where the experts of a model are, in memory and on disk, and what its config.json says of them.
+
+One row per family. Everything that differs from one architecture to the next is a value here; the reader, the
+quantiser and the plug-ins ask this table and no one asks for a model's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cpumoe.activation import Activation
+from cpumoe.errors import CheckpointError
+
+Config = Mapping[str, Any]
+
+#: transformers' names of activation functions -> ours.
+ACTIVATION_NAMES = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "relu2": "relu2",
+}
+
+
+@dataclass(frozen=True)
+class FusedLayout:
+    """All experts in one tensor [experts, in, out], gate and up columns in turn (interleaved) or one after another."""
+
+    interleaved: bool
+
+
+@dataclass(frozen=True)
+class Projections:
+    """Names of an expert's three linears."""
+
+    gate: str
+    up: str
+    down: str
+
+    def __iter__(self) -> Any:
+        return iter((self.gate, self.up, self.down))
+
+
+_BY_FUNCTION = Projections("gate_proj", "up_proj", "down_proj")
+_BY_NUMBER = Projections("w1", "w3", "w2")
+
+
+def _every_layer(config: Config) -> list[int]:
+    return list(range(config["num_hidden_layers"]))
+
+
+def _qwen_layers(config: Config) -> list[int]:
+    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+    return [i for i in _every_layer(config) if i not in dense and (i + 1) % step == 0]
+
+
+def _after_dense_layers(config: Config) -> list[int]:
+    return _every_layer(config)[config.get("first_k_dense_replace") or 0 :]
+
+
+def _llama4_layers(config: Config) -> list[int]:
+    if (listed := config.get("moe_layers")) is not None:
+        return list(listed)
+    step = config.get("interleave_moe_layer_step", 1)
+    return list(range(step - 1, config["num_hidden_layers"], step))
+
+
+def _hidden_act(config: Config) -> Activation:
+    name = config.get("hidden_act", "silu")
+    if name not in ACTIVATION_NAMES:
+        raise CheckpointError(f"hidden_act {name!r} is not served; {', '.join(ACTIVATION_NAMES)} are")
+    return Activation(ACTIVATION_NAMES[name])
+
+
+def _swiglu_oai(config: Config) -> Activation:
+    return Activation("swiglu_oai", alpha=config.get("swiglu_alpha", 1.702), limit=config.get("swiglu_limit", 7.0))
+
+
+@dataclass(frozen=True)
+class ExpertsFacts:
+    """What a config.json says of the routed experts."""
+
+    layers: tuple[int, ...]
+    experts: int
+    hidden_size: int
+    intermediate_size: int
+    topk: int
+    activation: Activation
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One family of models.
+
+    ``experts`` is the path of the experts inside a layer, first as transformers has it in memory, then as files may
+    have it. ``routers`` are linears that no tool quantises.
+    """
+
+    experts: tuple[str, ...] = ("mlp.experts",)
+    projections: tuple[Projections, ...] = (_BY_FUNCTION,)
+    fused: FusedLayout | None = None
+    has_bias: bool = False
+    intermediate: str = "moe_intermediate_size"
+    layers: Callable[[Config], list[int]] = _every_layer
+    activation: Callable[[Config], Activation] = _hidden_act
+    routers: tuple[str, ...] = ("mlp.gate",)
+
+    def facts(self, config: Config) -> ExpertsFacts:
+        """Reads the sizes from a config.json (the part of it that describes the language model)."""
+
+        def size(*names: str) -> int:
+            for name in names:
+                value = config.get(name)
+                if value is not None:
+                    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                        raise CheckpointError(f"config.json has {name}={value!r}; a positive number is accepted")
+                    return value
+            raise CheckpointError(f"config.json has no {' or '.join(names)}")
+
+        size("num_hidden_layers")
+        return ExpertsFacts(
+            tuple(self.layers(config)),
+            size("num_experts", "num_local_experts", "n_routed_experts"),
+            size("hidden_size"),
+            size(self.intermediate),
+            size("num_experts_per_tok"),
+            self.activation(config),
+        )
+
+
+_QWEN = Architecture(layers=_qwen_layers, routers=("mlp.gate", "mlp.shared_expert_gate"))
+_DEEPSEEK = Architecture(layers=_after_dense_layers)
+_LLAMA4 = Architecture(
+    experts=("feed_forward.experts",),
+    fused=FusedLayout(interleaved=False),
+    intermediate="intermediate_size",
+    layers=_llama4_layers,
+    routers=("feed_forward.router",),
+)
+
+#: ``model_type`` of a config.json -> its family.
+ARCHITECTURES: dict[str, Architecture] = {
+    "qwen2_moe": _QWEN,
+    "qwen3_moe": _QWEN,
+    "olmoe": Architecture(intermediate="intermediate_size"),
+    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v3": _DEEPSEEK,
+    "glm4_moe": _DEEPSEEK,
+    "mixtral": Architecture(
+        experts=("mlp.experts", "block_sparse_moe.experts"),
+        projections=(_BY_FUNCTION, _BY_NUMBER),
+        intermediate="intermediate_size",
+        routers=("mlp.gate", "block_sparse_moe.gate"),
+    ),
+    "gpt_oss": Architecture(
+        fused=FusedLayout(interleaved=True),
+        has_bias=True,
+        intermediate="intermediate_size",
+        activation=_swiglu_oai,
+        routers=("mlp.router",),
+    ),
+    "llama4": _LLAMA4,
+    "llama4_text": _LLAMA4,
+}
+
+
+def architecture_of(config: Config) -> Architecture:
+    """The family of a config.json; raises CheckpointError with the list of those that are known."""
+    model_type = config.get("model_type")
+    if model_type not in ARCHITECTURES:
+        raise CheckpointError(f"model_type {model_type!r} is not known; known are {', '.join(ARCHITECTURES)}")
+    return ARCHITECTURES[model_type]
+
+
+def text_config(config: Config) -> Config:
+    """The part of a config.json that describes the language model (multimodal models nest it)."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, Mapping) else config

@@ -1,0 +1,176 @@
+"""Checkpoints on disk: a folder with config.json and safetensors files, opened as one set of named tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from cpumoe.architectures import Architecture, architecture_of, text_config
+from cpumoe.errors import CheckpointError
+from cpumoe.formats.compressed_tensors import QuantizationConfig, StoredTensor
+from cpumoe.formats.tensor_file import TensorFile, TensorInfo
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_MAX_NAMES = 12  # of one kind in a message
+
+
+class Checkpoint:
+    """The tensors of a checkpoint by name, whatever file they are in, and its configuration."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], files: Iterable[Path]) -> None:
+        self.folder = folder
+        self.config = config
+        self.files: list[TensorFile] = []
+        self._file_of: dict[str, TensorFile] = {}
+        try:
+            for path in files:
+                file = TensorFile(path)
+                self.files.append(file)
+                for name in file.tensors:
+                    if name in self._file_of:
+                        raise CheckpointError(f"{name} is in {self._file_of[name].path.name} and in {path.name}")
+                    self._file_of[name] = file
+        except CheckpointError:
+            self.close()
+            raise
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Checkpoint:
+        """Opens a folder. Nothing but JSON and safetensors is ever read."""
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is not a folder; a checkpoint is one with config.json and safetensors")
+        config = read_json(folder / "config.json")
+        index = folder / INDEX_FILE
+        if not index.exists():
+            if not (folder / SINGLE_FILE).exists():
+                pickled = sorted(p.name for p in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.pt"))
+                hint = f" ({pickled[0]} is a pickle, and pickles are never loaded)" if pickled else ""
+                raise CheckpointError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
+            return cls(folder, config, [folder / SINGLE_FILE])
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, Mapping) or not all(isinstance(v, str) for v in weight_map.values()):
+            raise CheckpointError(f"{index} has no weight_map from tensor names to file names")
+        shards = sorted(set(weight_map.values()))
+        for shard in shards:
+            if Path(shard).name != shard or shard in ("", ".", ".."):
+                raise CheckpointError(f"{index} names the file {shard!r}; files of the folder itself are accepted")
+        if missing := [shard for shard in shards if not (folder / shard).is_file()]:
+            raise CheckpointError(f"{folder} lacks {_listed(missing)}, which {INDEX_FILE} names")
+        checkpoint = cls(folder, config, [folder / shard for shard in shards])
+        absent = [name for name, shard in weight_map.items() if checkpoint._shard_of(name) != shard]
+        if absent:
+            checkpoint.close()
+            raise CheckpointError(f"{index}: these tensors are not in the files it names: {_listed(absent)}")
+        return checkpoint
+
+    def _shard_of(self, name: str) -> str | None:
+        return self._file_of[name].path.name if name in self._file_of else None
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        return architecture_of(self.text_config)
+
+    @property
+    def text_config(self) -> Mapping[str, Any]:
+        return text_config(self.config)
+
+    @property
+    def quantization_section(self) -> Any:
+        """The ``quantization_config`` as it stands in config.json, or None."""
+        return self.config.get("quantization_config") or self.text_config.get("quantization_config")
+
+    @cached_property
+    def quantization(self) -> QuantizationConfig | None:
+        """Which modules are quantised and how; None for a float checkpoint."""
+        section = self.quantization_section
+        return None if section is None else QuantizationConfig.parse(section)
+
+    @property
+    def names(self) -> Iterable[str]:
+        return self._file_of.keys()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of
+
+    def info(self, name: str) -> TensorInfo:
+        return self._file_of[name].tensors[name]
+
+    def read(self, name: str) -> Tensor:
+        """The tensor ``name`` in fresh memory."""
+        return self._file_of[name].read(name)
+
+    def read_into(self, name: str, out: Tensor, first_byte: int = 0) -> None:
+        """Fills the contiguous tensor ``out`` with bytes of ``name``."""
+        self._file_of[name].read_into(name, out, first_byte)
+
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class TensorCheck:
+    """Gathers what is wrong with the tensors of a checkpoint, so that one message names all of it."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self.expected: set[str] = set()
+        self.missing: list[str] = []
+        self.wrong: list[str] = []
+        self.extra: list[str] = []
+
+    def expect(self, name: str, stored: StoredTensor) -> None:
+        self.expected.add(name)
+        if name not in self._checkpoint:
+            self.missing.append(name)
+            return
+        info = self._checkpoint.info(name)
+        if info.dtype not in stored.dtypes or info.shape != stored.shape:
+            accepted = f"{' or '.join(stored.dtypes)} {list(stored.shape)}"
+            self.wrong.append(f"{name} is {info}, {accepted} is accepted")
+
+    def nothing_else_under(self, *prefixes: str) -> None:
+        """Every tensor whose name starts with one of the prefixes must have been expected."""
+        for name in self._checkpoint.names:
+            if name.startswith(prefixes) and name not in self.expected:
+                self.extra.append(name)
+
+    def raise_problems(self) -> None:
+        parts = [
+            f"{len(names)} {kind}: {_listed(names)}"
+            for kind, names in (("missing", self.missing), ("of another kind", self.wrong), ("unexpected", self.extra))
+            if names
+        ]
+        if parts:
+            raise CheckpointError(f"{self._checkpoint.folder}: tensors " + "; ".join(parts))
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:_MAX_NAMES])
+    return shown if len(names) <= _MAX_NAMES else f"{shown} and {len(names) - _MAX_NAMES} more"
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} does not exist") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as problem:
+        raise CheckpointError(f"{path} cannot be read as JSON: {problem}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds a {type(value).__name__}; a JSON object is accepted")
+    return value

@@ -1,0 +1,1 @@
+"""Where users already are: transformers."""

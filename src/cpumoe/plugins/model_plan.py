@@ -1,0 +1,186 @@
+"""Which modules of a transformers model become packed, and where their weights are in the checkpoint."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from cpumoe.architectures import ARCHITECTURES, Architecture, text_config
+from cpumoe.checkpoint import Checkpoint, TensorCheck
+from cpumoe.errors import CheckpointError, UnsupportedScheme
+from cpumoe.experts import Experts
+from cpumoe.formats.compressed_tensors import StoredTensor
+from cpumoe.linear import QuantizedLinear
+from cpumoe.loading import FLOAT_DTYPES, LAYER, ExpertSource, LinearSource, find_experts, layers_prefix, load_experts
+from cpumoe.quantize import quantize_weight
+from cpumoe.scheme import Scheme
+
+_log = logging.getLogger("cpumoe")
+
+_ELEMENTS_AT_ONCE = 16 << 20  # quantised at once: each goes through fp32 with several temporaries
+
+
+@dataclass(frozen=True)
+class PackedModule:
+    """One module to be replaced: how to load it, and how to make it again from its packed tensors."""
+
+    load: Callable[[], nn.Module]
+    restore: Callable[[dict[str, Tensor]], nn.Module]
+
+
+class Pending(nn.Module):
+    """Stands for a module whose weights are still on disk; transformers has nothing to load or initialise in it."""
+
+    def forward(self, *_: object, **__: object) -> None:
+        raise RuntimeError("the weights of this module were not loaded")
+
+
+@dataclass
+class ModelPlan:
+    """What to do with a model: module name -> its packed replacement, and the names of files' tensors used for that."""
+
+    modules: dict[str, PackedModule] = field(default_factory=dict)
+
+    def holds(self, tensor: str) -> bool:
+        """Whether a name in the model belongs to one of the packed modules."""
+        parts = tensor.split(".")
+        return any(".".join(parts[:end]) in self.modules for end in range(1, len(parts)))
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def expert_modules(model: nn.Module, architecture: Architecture) -> Iterator[str]:
+    """Names of the modules that hold the routed experts of a layer."""
+    for name, _ in model.named_modules():
+        if name.endswith("." + architecture.experts[0]):
+            yield name
+
+
+def float_linears(model: nn.Module, architecture: Architecture | None) -> Iterator[tuple[str, nn.Linear]]:
+    """The linears that may be quantised: routers are not among them, nor anything outside the language model."""
+    routers = () if architecture is None else architecture.routers
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and not name.endswith(routers) and "vision" not in name:
+            yield name, module
+
+
+def plan_model(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | None, linears: Scheme | None) -> ModelPlan:
+    """Finds the weights of all modules that will be packed, and checks them before any is read.
+
+    Args:
+        model: on the meta device.
+        scheme: what to quantise float experts to; None leaves them.
+        linears: what to quantise float linears to; None leaves them.
+    """
+    config = text_config(model.config.to_dict())  # type: ignore[union-attr, operator]  # a transformers model has one
+    architecture = ARCHITECTURES.get(config.get("model_type", ""))
+    to_disk = _disk_names(model, checkpoint)
+    check = TensorCheck(checkpoint)
+    plan = ModelPlan()
+    prefixes: list[str] = []
+    if architecture is not None:
+        facts = architecture.facts(config)
+        for name in expert_modules(model, architecture):
+            source = find_experts(
+                checkpoint,
+                architecture,
+                to_disk(name),
+                experts=facts.experts,
+                hidden_size=facts.hidden_size,
+                intermediate_size=facts.intermediate_size,
+                activation=facts.activation,
+                scheme=scheme,
+            )
+            if source is not None:
+                source.check(check)
+                prefixes.append(f"{source.prefix}.")
+                plan.modules[name] = _experts(source)
+    elif any(name.endswith(".experts") for name, _ in model.named_modules()):
+        known = ", ".join(ARCHITECTURES)
+        raise CheckpointError(f"model_type {config.get('model_type')!r} is not known; known are {known}")
+    tied = getattr(model, "all_tied_weights_keys", {})
+    for name, module in float_linears(model, architecture):
+        disk = to_disk(name)
+        source_of_weight = to_disk(tied.get(f"{name}.weight", f"{name}.weight"))
+        packed = _linear(checkpoint, disk, module, linears, source_of_weight, check)
+        if packed is not None:
+            prefixes.append(f"{disk}.")
+            plan.modules[name] = packed
+    check.nothing_else_under(*prefixes)
+    check.raise_problems()
+    return plan
+
+
+def _disk_names(model: nn.Module, checkpoint: Checkpoint) -> Callable[[str], str]:
+    """From names in the model to names in the files: they differ where the language model is part of a larger one."""
+    in_model = next((m[1] for name, _ in model.named_modules() if (m := LAYER.match(name))), "")
+    on_disk = layers_prefix(checkpoint)
+    wrapper = on_disk.removesuffix(in_model) if on_disk.endswith(in_model) else ""
+
+    def to_disk(name: str) -> str:
+        if name.startswith(in_model):
+            return on_disk + name.removeprefix(in_model)
+        return wrapper + name
+
+    return to_disk
+
+
+def _experts(source: ExpertSource) -> PackedModule:
+    activation = source.config.activation
+
+    def restore(tensors: dict[str, Tensor]) -> nn.Module:
+        return Experts.from_packed(**tensors, activation=activation)
+
+    return PackedModule(lambda: load_experts(source), restore)
+
+
+def _linear(
+    checkpoint: Checkpoint,
+    disk: str,
+    module: nn.Linear,
+    linears: Scheme | None,
+    source_of_weight: str,
+    check: TensorCheck,
+) -> PackedModule | None:
+    rows, columns, has_bias = module.out_features, module.in_features, module.bias is not None
+
+    def restore(tensors: dict[str, Tensor]) -> nn.Module:
+        return QuantizedLinear(**tensors)
+
+    form = None if checkpoint.quantization is None else checkpoint.quantization.format_of(disk)
+    tied = source_of_weight != f"{disk}.weight"
+    if form is not None and not (tied and f"{disk}.{form.weight_name}" not in checkpoint):
+        source = LinearSource(checkpoint, disk, rows, columns, form, has_bias)
+        source.check(check)
+        return PackedModule(source.load, restore)
+    if linears is None:
+        return None
+    try:
+        linears.check_inputs(columns, disk)
+    except UnsupportedScheme as problem:
+        _log.warning("left in float: %s", problem)
+        return None
+    check.expect(source_of_weight, StoredTensor(FLOAT_DTYPES, (rows, columns)))
+    if has_bias:
+        check.expect(f"{disk}.bias", StoredTensor(FLOAT_DTYPES, (rows,)))
+
+    def load() -> nn.Module:
+        bias = checkpoint.read(f"{disk}.bias") if has_bias else None
+        return quantize_linear(checkpoint.read(source_of_weight), linears, bias)
+
+    return PackedModule(load, restore)
+
+
+def quantize_linear(weight: Tensor, scheme: Scheme, bias: Tensor | None) -> QuantizedLinear:
+    """Quantises a float weight [out, in] some rows at a time: a vocabulary's head needs little memory beside itself."""
+    rows_at_once = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
+    parts = [quantize_weight(part, scheme) for part in weight.split(rows_at_once)]
+    values, scales = (torch.cat(kind) for kind in zip(*parts, strict=True))
+    return QuantizedLinear.from_quantized(values, scales, scheme, bias)

@@ -1,0 +1,462 @@
+"""transformers: quantised checkpoints through ``from_pretrained``, float models accelerated in place.
+
+Three ways in:
+
+- :func:`load_model`, or ``AutoModelForCausalLM.from_pretrained`` after ``import cpumoe``: the modules that the
+  checkpoint has quantised are taken out of the model before transformers loads the rest, and are put back packed,
+  read expert by expert. Nothing goes through bf16.
+- :func:`accelerate`: quantises the experts (and linears) of a float model in place.
+- ``experts_implementation="cpumoe"``: transformers' own switch; packed copies are made at the first call.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from cpumoe import cpu
+from cpumoe.architectures import ARCHITECTURES, Architecture, text_config
+from cpumoe.backends import QuantizedExperts
+from cpumoe.checkpoint import Checkpoint
+from cpumoe.config import MoEConfig
+from cpumoe.errors import CheckpointError, UnsupportedScheme
+from cpumoe.experts import Experts
+from cpumoe.formats.compressed_tensors import Form, LinearFormat, QuantizationConfig, write_config
+from cpumoe.linear import QuantizedLinear
+from cpumoe.packed_cache import PackedCache
+from cpumoe.plugins.model_plan import (
+    ModelPlan,
+    Pending,
+    expert_modules,
+    float_linears,
+    plan_model,
+    quantize_linear,
+    replace_module,
+)
+from cpumoe.quantize import quantize_weight
+from cpumoe.scheme import Scheme
+from cpumoe.unpack import unpack
+
+_log = logging.getLogger("cpumoe")
+
+#: What ``load_model(scheme=...)`` takes to leave a float checkpoint in float.
+FLOAT = "float"
+
+_DEFAULT_SCHEME = "w4a8-g128"
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What ``load_model`` asks of the quantizer, which transformers makes itself."""
+
+    scheme: Scheme | None = None
+    linears: Scheme | None = None
+    cache: Path | None = None
+    strict: bool = False  # refuse what is not served instead of handing it on to transformers
+
+
+_options: ContextVar[_Options] = ContextVar("cpumoe_options", default=_Options())  # noqa: B039  # frozen
+
+
+def load_model(
+    path: str | Path,
+    *,
+    scheme: Scheme | str | None = None,
+    linears: Scheme | str | None = None,
+    cache: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> PreTrainedModel:
+    """Loads a checkpoint folder as a transformers model with packed experts and linears.
+
+    Args:
+        path: folder with config.json and safetensors files.
+        scheme: for a float checkpoint, what to quantise its experts to while they are read (``"w4a8-g128"``), or
+            ``"float"`` to leave them. A quantised checkpoint has its scheme.
+        linears: what to quantise those linears to that the checkpoint has in float (``"w8a8"``, ``"w4a8-g128"``);
+            None leaves them.
+        cache: folder for packed weights: they are written at the first start and mapped at the next.
+        dtype: of the float parts; by default bf16 where this CPU computes with it, else fp32.
+        options: further arguments of ``from_pretrained``.
+
+    Raises CheckpointError if tensors are missing, unexpected or of another shape, UnsupportedScheme for a scheme that
+    is not served.
+    """
+    path = Path(path)
+    with Checkpoint.open(path) as checkpoint:
+        quantized = checkpoint.quantization is not None
+    name = scheme if scheme is not None else (None if quantized else os.environ.get("CPUMOE_SCHEME"))
+    if quantized and name is not None:
+        raise UnsupportedScheme(f"scheme={str(name)!r} for a checkpoint that is quantised already; leave it out")
+    if not quantized and name is None:
+        raise UnsupportedScheme(
+            f"{path} is a float checkpoint: say what to quantise its experts to with scheme={_DEFAULT_SCHEME!r} "
+            f"(or another), or scheme={FLOAT!r} to leave them"
+        )
+    wanted = None if name is None or name == FLOAT else Scheme.parse(name)
+    packed_linears = None if linears is None else Scheme.parse(linears)
+    if dtype is None:
+        dtype, reason = cpu.float_dtype()
+        _log.info("float parts run in %s: %s", dtype, reason)
+    if not quantized and (wanted is not None or packed_linears is not None):
+        options["quantization_config"] = PackedConfig()
+    token = _options.set(_Options(wanted, packed_linears, None if cache is None else Path(cache), strict=True))
+    try:
+        with _transformers_errors(path):
+            return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, **options)
+    finally:
+        _options.reset(token)
+
+
+@contextmanager
+def _transformers_errors(path: Path) -> Iterator[None]:
+    """What transformers says of a configuration that it cannot make a model from, as one of our sentences."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError) as problem:
+        raise CheckpointError(f"{path}: transformers cannot make a model of this config.json: {problem!r}") from problem
+
+
+# ---- what transformers calls ---------------------------------------------------------------------------------------
+
+
+class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]  # untyped base
+    """The ``quantization_config`` of a model with packed weights, as it stands in config.json."""
+
+    def __init__(self, section: dict[str, Any] | None = None) -> None:
+        self.quant_method = "compressed-tensors"
+        self.section = section
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.section or {"quant_method": self.quant_method})
+
+
+def make_config(section: dict[str, Any], stock: Any, **options: Any) -> Any:
+    """The configuration object for a checkpoint's ``quantization_config``: ours if we serve it."""
+    try:
+        QuantizationConfig.parse(section)
+    except UnsupportedScheme as problem:
+        if _options.get().strict:
+            raise
+        _log.warning("cpumoe does not read this checkpoint (%s); transformers' own reader is used", problem)
+        return stock.from_dict(section, **options)
+    return PackedConfig(section)
+
+
+def make_quantizer(config: Any, stock: Any, **options: Any) -> HfQuantizer:
+    return PackedQuantizer(config, **options) if isinstance(config, PackedConfig) else stock(config, **options)
+
+
+class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
+    """Takes the modules that become packed out of a model, and puts them back with their weights."""
+
+    quantization_config: PackedConfig
+
+    def __init__(self, quantization_config: PackedConfig, **options: Any) -> None:
+        super().__init__(quantization_config, **options)
+        self._options = _options.get()
+        self._plan = ModelPlan()
+        self._checkpoint: Checkpoint | None = None
+
+    def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
+        devices = device_map.values() if isinstance(device_map, dict) else [device_map or "cpu"]
+        if other := [d for d in devices if str(d) not in ("cpu", "auto")]:
+            raise ValueError(f"device_map names {other[0]!r}; packed weights run on 'cpu'")
+
+    def update_device_map(self, device_map: Any) -> Any:
+        return {"": "cpu"} if device_map is not None else None
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: Any
+    ) -> None:
+        if not checkpoint_files or not all(str(f).endswith(".safetensors") for f in checkpoint_files):
+            raise CheckpointError("weights come from safetensors files alone; pickles are never loaded")
+        files = [Path(f) for f in checkpoint_files]
+        config = model.config.to_dict() | {"quantization_config": self.quantization_config.section}
+        self._checkpoint = Checkpoint(files[0].parent, config, files)
+        self._plan = plan_model(model, self._checkpoint, self._options.scheme, self._options.linears)
+        for name in self._plan.modules:
+            replace_module(model, name, Pending())
+            model.all_tied_weights_keys.pop(f"{name}.weight", None)
+        adapt_llama4(model)
+        self._refuse_incomplete(model)
+
+    def _refuse_incomplete(self, model: PreTrainedModel) -> None:
+        """transformers would initialise missing tensors at random and skip unexpected ones, with a warning."""
+        stock = model._adjust_missing_and_unexpected_keys
+
+        def checked(info: Any) -> None:
+            info.unexpected_keys = {key for key in info.unexpected_keys if not self._plan.holds(key)}
+            stock(info)
+            parts = [
+                f"{len(names)} {kind}: {', '.join(sorted(names)[:12])}"
+                for kind, names in (("missing", info.missing_keys), ("unexpected", info.unexpected_keys))
+                if names
+            ]
+            if parts:
+                raise CheckpointError("the checkpoint does not fit the model; tensors " + "; ".join(parts))
+
+        model._adjust_missing_and_unexpected_keys = checked
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
+        assert self._checkpoint is not None  # made before the weights were loaded
+        del model._adjust_missing_and_unexpected_keys
+        try:
+            self._load_packed(model, self._checkpoint)
+        finally:
+            self._checkpoint.close()
+        if self.quantization_config.section is None or self._options.linears is not None:
+            self.quantization_config.section = quantization_section(model)
+        self._plan = ModelPlan()  # it holds the sources, and they the files
+
+    def _load_packed(self, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+        cache = None
+        if self._options.cache is not None:
+            names = {"scheme": self._options.scheme, "linears": self._options.linears}
+            options = {key: None if value is None else str(value) for key, value in names.items()}
+            cache = PackedCache(self._options.cache, checkpoint, options)
+        cached = None if cache is None else cache.load()
+        made: dict[str, Tensor] = {}
+        for name, packed in tqdm(self._plan.modules.items(), desc="Packing", unit="module", disable=None):
+            if cached is None:
+                module = packed.load()
+                made |= {f"{name}.{key}": buffer for key, buffer in module.named_buffers()}
+            else:
+                start = f"{name}."
+                module = packed.restore({k.removeprefix(start): t for k, t in cached.items() if k.startswith(start)})
+            replace_module(model, name, module)
+        if cache is not None and cached is None:
+            cache.store(made)
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
+        self.quantization_config.section = quantization_section(model, self.quantization_config.section)
+        return state_dict_for_saving(model, QuantizationConfig.parse(self.quantization_config.section)), {}
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+# ---- Llama 4, whose experts are called with all tokens for every expert --------------------------------------------
+
+
+class Llama4Moe(nn.Module):
+    """Llama 4's mixture of experts for routed tokens only; the weight multiplies the token before the first product."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        parts: Any = block
+        self.top_k: int = parts.top_k
+        self.experts, self.router, self.shared_expert = parts.experts, parts.router, parts.shared_expert
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])  # [tokens, H]
+        logits = nn.functional.linear(x, self.router.weight)
+        values, ids = torch.topk(logits, self.top_k, dim=-1)
+        routed = self.experts(x, ids, torch.sigmoid(values.float()), apply_router_weight_on_input=True)
+        return self.shared_expert(x) + routed, logits
+
+
+def adapt_llama4(model: nn.Module) -> None:
+    """Puts Llama4Moe where a block's experts are packed (or about to be)."""
+    for name, module in list(model.named_modules()):
+        if type(module).__name__ == "Llama4TextMoe" and isinstance(module.experts, Pending | Experts):
+            replace_module(model, name, Llama4Moe(module))
+
+
+# ---- saving --------------------------------------------------------------------------------------------------------
+
+
+def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The ``quantization_config`` that describes a model with packed modules.
+
+    Modules keep the form (``int-quantized`` or ``pack-quantized``) of the checkpoint they came from.
+    """
+    form: Form = "int-quantized" if loaded and loaded.get("format") == "int-quantized" else "pack-quantized"
+    schemes: dict[Scheme, list[str]] = {}
+    ignore: list[str] = []
+    architecture = _architecture(model)
+    for name, module in model.named_modules():
+        if isinstance(module, Experts):
+            schemes.setdefault(module.config.scheme, []).append(f"re:^{name.replace('.', '[.]')}[.]")
+        elif isinstance(module, QuantizedLinear):
+            schemes.setdefault(module.scheme, []).append(name)
+        elif isinstance(module, nn.Linear):
+            ignore.append(name)
+    if architecture is not None:
+        ignore += [f"re:.*{path.replace('.', '[.]')}$" for path in architecture.routers]
+    # The scheme with the most modules is that of all linears; the others are named.
+    commonest, *others = sorted(schemes, key=lambda s: -len(schemes[s]))
+    formats = {"Linear": LinearFormat(commonest, form)}
+    formats |= {target: LinearFormat(scheme, form) for scheme in others for target in schemes[scheme]}
+    return write_config(formats, ignore)
+
+
+def state_dict_for_saving(model: PreTrainedModel, config: QuantizationConfig) -> dict[str, Tensor]:
+    """All tensors of a model as a compressed-tensors checkpoint has them."""
+    packed = {n: m for n, m in model.named_modules() if isinstance(m, Experts | QuantizedLinear)}
+    out = {k: t for k, t in model.state_dict().items() if k.rpartition(".")[0] not in packed}
+
+    def add(name: str, values: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+        form = config.format_of(name)
+        assert form is not None  # the configuration was made from these modules
+        out.update({f"{name}.{key}": tensor.contiguous() for key, tensor in form.encode(values, scales).items()})
+        if bias is not None:
+            out[f"{name}.bias"] = bias.contiguous()
+
+    dtype = model.dtype
+    for name, module in packed.items():
+        if isinstance(module, QuantizedLinear):
+            values, scales, bias = unpack(module.weight_packed)
+            add(name, values[0], scales[0], None if bias is None else bias[0].to(dtype))
+            continue
+        inner = module.config.intermediate_size
+        for expert in range(module.config.experts):
+            part = module.quantized(expert, 1)
+            first_bias: tuple[Tensor | None, Tensor | None] = (None, None)
+            if part.gate_up_bias is not None:
+                first_bias = (part.gate_up_bias[0, :inner].to(dtype), part.gate_up_bias[0, inner:].to(dtype))
+            second_bias = None if part.down_bias is None else part.down_bias[0].to(dtype)
+            prefix = f"{name}.{expert}"
+            values, scales = part.gate_up[0], part.gate_up_scale[0]
+            add(f"{prefix}.gate_proj", values[:inner], scales[:inner], first_bias[0])
+            add(f"{prefix}.up_proj", values[inner:], scales[inner:], first_bias[1])
+            add(f"{prefix}.down_proj", part.down[0], part.down_scale[0], second_bias)
+    return out
+
+
+# ---- float models --------------------------------------------------------------------------------------------------
+
+
+def accelerate(
+    model: PreTrainedModel, scheme: Scheme | str = _DEFAULT_SCHEME, *, linears: Scheme | str | None = None
+) -> PreTrainedModel:
+    """Quantises the experts of a float model in place, layer by layer, freeing the float weights as it goes.
+
+    Args:
+        model: a transformers model of a known architecture.
+        scheme: what to quantise the experts to.
+        linears: what to quantise the other linears to; None leaves them.
+
+    Returns:
+        The same model. ``save_pretrained`` writes it as a compressed-tensors checkpoint.
+    """
+    scheme, packed_linears = Scheme.parse(scheme), None if linears is None else Scheme.parse(linears)
+    architecture = _architecture(model)
+    if architecture is None:
+        kind = model.config.get_text_config().model_type
+        raise UnsupportedScheme(f"model_type {kind!r} is not known; known are {', '.join(ARCHITECTURES)}")
+    names = [n for n in expert_modules(model, architecture) if not isinstance(model.get_submodule(n), Experts)]
+    if not names and packed_linears is None:
+        raise ValueError("this model has no float experts to accelerate")
+    for name in tqdm(names, desc="Quantising", unit="layer", disable=None):
+        module = model.get_submodule(name)
+        experts = quantize_module(module, architecture, scheme, text_config(model.config.to_dict()))
+        replace_module(model, name, experts)
+    adapt_llama4(model)
+    if packed_linears is not None:
+        for name, linear in list(float_linears(model, architecture)):
+            if packed_linears.group_size is not None and linear.in_features % packed_linears.group_size:
+                _log.warning("left in float: %s has %d inputs", name, linear.in_features)
+                continue
+            bias = None if linear.bias is None else linear.bias.detach()
+            replace_module(model, name, quantize_linear(linear.weight.detach(), packed_linears, bias))
+            model.all_tied_weights_keys.pop(f"{name}.weight", None)
+    config = PackedConfig(quantization_section(model))
+    model.hf_quantizer = PackedQuantizer(config, pre_quantized=True)
+    model.config.quantization_config = config
+    model.is_quantized = True
+    model.quantization_method = config.quant_method
+    return model
+
+
+def quantize_module(module: nn.Module, architecture: Architecture, scheme: Scheme, config: Any) -> Experts:
+    """Packs the float experts of one layer, a few at a time: ``gate_up_proj`` and ``down_proj`` of a module."""
+    facts = architecture.facts(config)
+    fused = architecture.fused
+    gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()  # type: ignore[operator]
+    wide = torch.bfloat16 if gate_up.dtype == torch.bfloat16 else torch.float32
+    layer = MoEConfig(
+        scheme,
+        facts.experts,
+        facts.hidden_size,
+        facts.intermediate_size,
+        facts.activation,
+        has_bias=architecture.has_bias,
+        scale_dtype=wide,
+    )
+
+    def chunks() -> Iterator[QuantizedExperts]:
+        step = max(1, (64 << 20) // (gate_up[0].numel() * 16))
+        for first in range(0, facts.experts, step):
+            some = slice(first, first + step)
+            rows, columns = gate_up[some], down[some]
+            if fused is not None:
+                rows, columns = rows.transpose(1, 2), columns.transpose(1, 2)
+            biases = (None, None)
+            if architecture.has_bias:
+                biases = module.gate_up_proj_bias.detach()[some], module.down_proj_bias.detach()[some]  # type: ignore
+            yield QuantizedExperts(
+                *quantize_weight(rows, scheme, "gate_up"),
+                *quantize_weight(columns, scheme, "down"),
+                *biases,
+                interleaved=fused is not None and fused.interleaved,
+            )
+
+    return Experts.from_chunks(chunks(), layer)
+
+
+def experts_forward(
+    module: nn.Module, scheme: str | None, hidden_states: Tensor, ids: Tensor, weights: Tensor
+) -> Tensor:
+    """transformers' experts interface: [tokens, H], [tokens, K], [tokens, K] -> [tokens, H].
+
+    The packed copy is made at the first call, and again when the float weights have changed since.
+    """
+    state = tuple((p.data_ptr(), p._version) for p in module.parameters())
+    held = module.__dict__.get("_cpumoe_packed")
+    if held is None or held[0] != state:
+        config = text_config(module.config.to_dict())  # type: ignore[union-attr, operator]
+        architecture = ARCHITECTURES.get(config.get("model_type", ""))
+        if architecture is None:
+            raise UnsupportedScheme(f"model_type {config.get('model_type')!r}; known are {', '.join(ARCHITECTURES)}")
+        name = scheme or os.environ.get("CPUMOE_SCHEME", _DEFAULT_SCHEME)
+        held = (state, quantize_module(module, architecture, Scheme.parse(name), config))
+        module.__dict__["_cpumoe_packed"] = held  # not a submodule: state_dict stays that of the float model
+    packed: Experts = held[1]
+    out: Tensor = packed(hidden_states, ids, weights)
+    return out
+
+
+def warn_where_no_effect(model: PreTrainedModel, requested: str) -> None:
+    if not model._can_set_experts_implementation():
+        _log.warning(
+            "experts_implementation=%r has no effect on %s: transformers does not ask for it there; "
+            "cpumoe.accelerate(model) does the job",
+            requested,
+            type(model).__name__,
+        )
+
+
+def _architecture(model: PreTrainedModel) -> Architecture | None:
+    return ARCHITECTURES.get(text_config(model.config.to_dict()).get("model_type", ""))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cpumoe import cpu  # first: it guards oneDNN and looks whether PyTorch was imported before
 from cpumoe.activation import Activation
 from cpumoe.backends import explain, select_backend
+from cpumoe.checkpoint_quantizer import quantize_checkpoint
 from cpumoe.config import MoEConfig, ParallelLayout
 from cpumoe.cpu import get_num_threads, guard_onednn, instruction_sets, isa, set_num_threads
 from cpumoe.errors import CheckpointError, CpumoeError, NoBackend, UnsupportedScheme
@@ -64,6 +65,7 @@ __all__ = [
     "instruction_sets",
     "isa",
     "load_model",
+    "quantize_checkpoint",
     "routing_method",
     "select_backend",
     "select_experts",

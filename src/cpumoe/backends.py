@@ -49,8 +49,9 @@ class QuantizedExperts:
 
     def _each(self, function: Callable[[Tensor], Tensor]) -> QuantizedExperts:
         """The same with a function applied to every tensor."""
-        held: dict[str, Any] = {f.name: getattr(self, f.name) for f in fields(self)}
-        return QuantizedExperts(**{n: function(v) if isinstance(v, Tensor) else v for n, v in held.items()})
+        held = {f.name: getattr(self, f.name) for f in fields(self)}
+        changed: dict[str, Any] = {n: function(v) for n, v in held.items() if isinstance(v, Tensor)}
+        return replace(self, **changed)
 
     def plain(self) -> QuantizedExperts:
         """One value per byte, gate rows before up rows."""
@@ -365,7 +366,8 @@ class ReferenceBackend(Backend):
         self, tensors: Mapping[str, Tensor], config: MoEConfig, first: int, count: int | None
     ) -> QuantizedExperts:
         end = config.experts if count is None else first + count
-        return QuantizedExperts(**dict(tensors))._each(lambda t: t[first:end])  # type: ignore[arg-type]
+        held: dict[str, Any] = dict(tensors)
+        return QuantizedExperts(**held)._each(lambda t: t[first:end])
 
     def forward(
         self,

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from cpumoe.activation import Activation
-from cpumoe.architectures import Architecture, Projections
+from cpumoe.architectures import ARCHITECTURES, Architecture, ExpertsFacts, Projections
 from cpumoe.backends import QuantizedExperts
 from cpumoe.checkpoint import Checkpoint, TensorCheck
 from cpumoe.config import MoEConfig
@@ -99,6 +99,20 @@ def load_experts(source: ExpertSource, backend: str | None = None) -> Experts:
 # ---- one linear per projection and expert --------------------------------------------------------------------------
 
 
+class FloatExpertSource(ExpertSource, Protocol):
+    """Experts in float, which may also be read as they are."""
+
+    def linear_names(self, expert: int) -> tuple[str, str, str]:
+        """Names of the gate, up and down linears of one expert, as a checkpoint with one linear each has them."""
+        ...
+
+    def read_float(
+        self, first: int, count: int, buffers: Buffers
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """gate_up [count, 2 I, H] (gate rows first), down [count, H, I] and their biases, in the stored dtype."""
+        ...
+
+
 class _PerExpert:
     """Experts whose linears are stored one by one: ``PREFIX.N.gate_proj.weight`` and so on."""
 
@@ -111,10 +125,14 @@ class _PerExpert:
         self._projections = projections
         self._has_bias = has_bias
 
+    def linear_names(self, expert: int) -> tuple[str, str, str]:
+        gate, up, down = (f"{self.prefix}.{expert}.{name}" for name in self._projections)
+        return gate, up, down
+
     def _linears(self, expert: int) -> Iterator[tuple[str, int, int]]:
         """Name, rows and columns of the linears of one expert."""
         hidden, inner = self.config.hidden_size, self.config.intermediate_size
-        gate, up, down = (f"{self.prefix}.{expert}.{name}" for name in self._projections)
+        gate, up, down = self.linear_names(expert)
         yield gate, inner, hidden
         yield up, inner, hidden
         yield down, hidden, inner
@@ -139,7 +157,7 @@ class _PerExpert:
         gate_up = buffers.get(f"gate_up.{suffix}", (count, 2 * inner, *width(hidden)), dtype)
         down = buffers.get(f"down.{suffix}", (count, hidden, *width(inner)), dtype)
         for index in range(count):
-            gate_name, up_name, down_name = (name for name, _, _ in self._linears(first + index))
+            gate_name, up_name, down_name = self.linear_names(first + index)
             self._checkpoint.read_into(f"{gate_name}.{suffix}", gate_up[index, :inner])
             self._checkpoint.read_into(f"{up_name}.{suffix}", gate_up[index, inner:])
             self._checkpoint.read_into(f"{down_name}.{suffix}", down[index])
@@ -237,7 +255,6 @@ class FloatPerExpert(_PerExpert):
     def read_float(
         self, first: int, count: int, buffers: Buffers
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """gate_up [count, 2 I, H] (gate rows first), down [count, H, I] and biases, as stored."""
         gate_up, down = self._read_suffix("weight", first, count, lambda columns: (columns,), buffers)
         return gate_up, down, *self._read_biases(first, count, buffers)
 
@@ -261,6 +278,10 @@ class FusedFloat:
     def expert_bytes(self) -> int:
         return _float_expert_bytes(self.config)
 
+    def linear_names(self, expert: int) -> tuple[str, str, str]:
+        prefix = f"{self.prefix}.{expert}"
+        return f"{prefix}.gate_proj", f"{prefix}.up_proj", f"{prefix}.down_proj"
+
     def check(self, check: TensorCheck) -> None:
         experts, hidden, inner = self.config.experts, self.config.hidden_size, self.config.intermediate_size
         check.expect(f"{self.prefix}.gate_up_proj", StoredTensor(self._dtypes, (experts, hidden, 2 * inner)))
@@ -275,8 +296,6 @@ class FusedFloat:
     def read_float(
         self, first: int, count: int, buffers: Buffers
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """gate_up [count, 2 I, H] (gate rows first), down [count, H, I] and biases."""
-
         def part(name: str) -> Tensor:
             info = self._checkpoint.info(f"{self.prefix}.{name}")
             out = buffers.get(name, (count, *info.shape[1:]), DTYPES[info.dtype])
@@ -381,22 +400,13 @@ def experts_of(checkpoint: Checkpoint, scheme: Scheme | None = None) -> dict[str
     All tensors that belong to them are checked; raises CheckpointError with the names of those that are missing, of
     another shape, or too many. Float weights are quantised to ``scheme``, or left out without one.
     """
-    architecture = checkpoint.architecture
-    facts = architecture.facts(checkpoint.text_config)
+    facts = checkpoint.architecture.facts(checkpoint.text_config)
+    prefix = layers_prefix(checkpoint)
     check = TensorCheck(checkpoint)
     sources: dict[str, ExpertSource] = {}
     for layer in facts.layers:
-        module = f"{layers_prefix(checkpoint)}{layer}.{architecture.experts[0]}"
-        source = find_experts(
-            checkpoint,
-            architecture,
-            module,
-            experts=facts.experts,
-            hidden_size=facts.hidden_size,
-            intermediate_size=facts.intermediate_size,
-            activation=facts.activation,
-            scheme=scheme,
-        )
+        module = f"{prefix}{layer}.{checkpoint.architecture.experts[0]}"
+        source = experts_of_layer(checkpoint, facts, module, scheme)
         if source is not None:
             source.check(check)
             sources[module] = source
@@ -405,8 +415,27 @@ def experts_of(checkpoint: Checkpoint, scheme: Scheme | None = None) -> dict[str
     return sources
 
 
+def experts_of_layer(
+    checkpoint: Checkpoint, facts: ExpertsFacts, module: str, scheme: Scheme | None = None
+) -> ExpertSource | None:
+    """The experts named ``module``, with the sizes that config.json gives; None for float without a scheme."""
+    return find_experts(
+        checkpoint,
+        checkpoint.architecture,
+        module,
+        experts=facts.experts,
+        hidden_size=facts.hidden_size,
+        intermediate_size=facts.intermediate_size,
+        activation=facts.activation,
+        scheme=scheme,
+    )
+
+
 #: The part of a name that leads to the decoder layers.
 LAYER = re.compile(r"(.*?\blayers\.)\d+\.")
+
+#: Names of routed experts and of what is inside them; shared ones have another name.
+EXPERT = re.compile(r"(^|\.)experts(\.|$)")
 
 
 def layers_prefix(checkpoint: Checkpoint) -> str:
@@ -438,23 +467,82 @@ class LinearSource:
     def __init__(self, checkpoint: Checkpoint, name: str, rows: int, columns: int, form: LinearFormat, bias: bool):
         self.name = name
         self._checkpoint = checkpoint
-        self._rows, self._columns = rows, columns
-        self._format = form
-        self._bias = bias
+        self.rows, self.columns = rows, columns
+        self.format = form
+        self.has_bias = bias
 
     def check(self, check: TensorCheck) -> None:
-        for suffix, tensor in self._format.tensors(self._rows, self._columns).items():
+        for suffix, tensor in self.format.tensors(self.rows, self.columns).items():
             check.expect(f"{self.name}.{suffix}", tensor)
-        if self._bias:
-            check.expect(f"{self.name}.bias", StoredTensor(FLOAT_DTYPES, (self._rows,)))
+        if self.has_bias:
+            check.expect(f"{self.name}.bias", StoredTensor(FLOAT_DTYPES, (self.rows,)))
 
     def load(self) -> QuantizedLinear:
-        if self._format.form == "pack-quantized":
-            _check_weight_shape(self._checkpoint, self.name, self._rows, self._columns)
-        stored = self._checkpoint.read(f"{self.name}.{self._format.weight_name}")
+        if self.format.form == "pack-quantized":
+            _check_weight_shape(self._checkpoint, self.name, self.rows, self.columns)
+        stored = self._checkpoint.read(f"{self.name}.{self.format.weight_name}")
         return QuantizedLinear.from_quantized(
-            self._format.held(stored, self._columns),
+            self.format.held(stored, self.columns),
             _packable_scale(self._checkpoint.read(f"{self.name}.weight_scale")),
-            self._format.scheme,
-            self._checkpoint.read(f"{self.name}.bias") if self._bias else None,
+            self.format.scheme,
+            self._checkpoint.read(f"{self.name}.bias") if self.has_bias else None,
         )
+
+
+#: What quantised linears have besides, or in the place of, a float weight.
+QUANTIZED_SUFFIXES = ("weight_packed", "weight_scale", "weight_shape")
+
+
+def find_linears(checkpoint: Checkpoint, check: TensorCheck) -> dict[str, LinearSource]:
+    """The quantised linears that are not experts, by name: found by their tensors, with the sizes of these.
+
+    What they lack, and what they have too much, is added to ``check``. The plug-ins know a model's linears from the
+    model itself; this is for those who have the files alone.
+    """
+    if checkpoint.quantization is None:
+        return {}
+    routers = checkpoint.architecture.routers if checkpoint.text_config.get("model_type") in ARCHITECTURES else ()
+    linears: dict[str, LinearSource] = {}
+    for tensor in checkpoint.names:
+        name, _, suffix = tensor.rpartition(".")
+        integers = suffix == "weight" and checkpoint.info(tensor).dtype == "I8"
+        if name in linears or not (integers or suffix in QUANTIZED_SUFFIXES):
+            continue
+        form = checkpoint.quantization.format_of(name)
+        if form is None or EXPERT.search(name) or name.endswith(routers) or "vision" in name:
+            continue
+        rows, columns = _stored_size(checkpoint, name, form)
+        linears[name] = LinearSource(checkpoint, name, rows, columns, form, f"{name}.bias" in checkpoint)
+        linears[name].check(check)
+    check.nothing_else_under(*(f"{name}." for name in linears))
+    return linears
+
+
+def _stored_size(checkpoint: Checkpoint, name: str, form: LinearFormat) -> tuple[int, int]:
+    """Rows and columns of a quantised linear as its tensors have them; a missing one leaves the others to tell."""
+
+    def shape(suffix: str) -> tuple[int, ...]:
+        found = checkpoint.info(f"{name}.{suffix}").shape if f"{name}.{suffix}" in checkpoint else ()
+        return found if len(found) == 2 else ()
+
+    scale = shape("weight_scale")
+    by_scale = (scale[0], scale[1] * (form.scheme.group_size or 1)) if scale else (0, 0)
+    stored = shape(form.weight_name)
+    if not stored:
+        return by_scale
+    if form.form == "int-quantized":
+        return stored[0], stored[1]
+    # The last word of a row may be filled up; weight_shape has the true number, if it fits the words.
+    told = stored_weight_shape(checkpoint, name)
+    if told is not None and form.tensors(*told)["weight_packed"].shape == stored:
+        return told
+    return stored[0], stored[1] * (32 // form.scheme.weights.bits)
+
+
+def stored_weight_shape(checkpoint: Checkpoint, name: str) -> tuple[int, int] | None:
+    """What the tensor ``weight_shape`` of a linear says; None without one of the right kind."""
+    tensor = f"{name}.weight_shape"
+    if tensor not in checkpoint or str(checkpoint.info(tensor)) not in ("I64 [2]", "I32 [2]"):
+        return None
+    rows, columns = checkpoint.read(tensor).tolist()
+    return rows, columns

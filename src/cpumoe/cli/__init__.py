@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 
 from cpumoe import __version__
-from cpumoe.cli import bench, demo, doctor, explain
+from cpumoe.cli import bench, demo, doctor, eval, explain, quantize
 
-_COMMANDS = (demo, bench, doctor, explain)
+_COMMANDS = (demo, quantize, eval, explain, bench, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,0 +1,83 @@
+"""``cpumoe quantize``: a float checkpoint to a quantised one, disk to disk."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cpumoe.checkpoint_quantizer import FLOAT, Report, quantize_checkpoint
+from cpumoe.formats.compressed_tensors import FORMS
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_MAX_LAYERS = 8  # of uncovered experts on screen
+
+
+def add_command(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "quantize",
+        help="quantise a float checkpoint, an expert at a time",
+        description="Reads the float checkpoint SRC and writes the quantised one DST in the compressed-tensors format. "
+        "Memory stays below two layers of the model, whatever its size. The work is done in DST.partial; a run that "
+        "was stopped goes on from there when it is started again with the same arguments.",
+    )
+    parser.add_argument("src", type=Path, metavar="SRC", help="folder of a float checkpoint")
+    parser.add_argument("dst", type=Path, metavar="DST", help="folder to make")
+    parser.add_argument("--scheme", default="w4a8-g128", help="of the experts (w4a8-g128)")
+    parser.add_argument("--linears", metavar="S", help=f"of the other linears: a scheme or {FLOAT} (as the experts)")
+    parser.add_argument("--format", choices=FORMS, default=FORMS[-1], help=f"on disk ({FORMS[-1]})")
+    parser.add_argument(
+        "--calibration", type=Path, metavar="FILE", help="text (.txt) or JSON lines with a text each (.jsonl): use GPTQ"
+    )
+    parser.add_argument("--calibration-samples", type=int, default=128, metavar="N", help="sequences at most (128)")
+    parser.add_argument("--calibration-length", type=int, default=512, metavar="N", help="tokens of each (512)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    start = time.perf_counter()
+    report = quantize_checkpoint(
+        arguments.src,
+        arguments.dst,
+        arguments.scheme,
+        linears=arguments.linears,
+        form=arguments.format,
+        calibration=arguments.calibration,
+        calibration_samples=arguments.calibration_samples,
+        calibration_length=arguments.calibration_length,
+    )
+    seconds = time.perf_counter() - start
+    if arguments.json:
+        print(json.dumps(report.to_json() | {"seconds": round(seconds, 1)}, indent=1))
+        return 0
+    before, after = _bytes(arguments.src), _bytes(arguments.dst)
+    print(
+        f"{arguments.dst}: {report.matrices} matrices in {seconds:.0f} s, {before * 1e-6:.1f} MB of weights became "
+        f"{after * 1e-6:.1f} MB"
+    )
+    if arguments.calibration is not None:
+        _print_coverage(report)
+    return 0
+
+
+def _bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+
+
+def _print_coverage(report: Report) -> None:
+    print(f"{report.calibrated} of {report.matrices} matrices calibrated with {report.tokens} tokens")
+    uncovered = report.uncovered
+    if not uncovered:
+        print("every expert saw enough tokens")
+        return
+    print("experts that saw too few tokens and were rounded to nearest:", file=sys.stderr)
+    for layer, experts in list(uncovered.items())[:_MAX_LAYERS]:
+        print(f"  {layer}: {', '.join(map(str, experts))}", file=sys.stderr)
+    if len(uncovered) > _MAX_LAYERS:
+        print(f"  and in {len(uncovered) - _MAX_LAYERS} more layers; see quantization_report.json", file=sys.stderr)

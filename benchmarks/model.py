@@ -1,0 +1,243 @@
+"""A whole model of Qwen3-30B-A3B's shape with fewer layers: loading, memory, prefill and decode, and where time goes.
+
+    python benchmarks/model.py                                     # 4 layers, w4a8-g128
+    python benchmarks/model.py --layers 16 --linears w8a8 --cache  # head in 8 bits; also a second start from the cache
+
+The checkpoint has random weights and is written to a temporary folder (or to ``--folder``, and kept). Loading runs in
+processes of its own, so that the peak of memory is the load's alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cpumoe
+from cpumoe.formats.compressed_tensors import LinearFormat, write_config
+from cpumoe.formats.tensor_file import TensorFileWriter
+from cpumoe.scheme import Scheme
+
+HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 2048, 768, 128, 8
+HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 32, 4, 128, 151936
+_DIFFERENT = 4  # matrices of each shape; the others repeat them: speed does not depend on values
+
+
+def write_checkpoint(folder: Path, layers: int, form: LinearFormat) -> None:
+    """Random integers and small scales, as a quantiser would have written them."""
+    generator = torch.Generator().manual_seed(0)
+    made: dict[tuple[int, int], list[dict[str, Tensor]]] = defaultdict(list)
+
+    def linear(rows: int, columns: int, number: int) -> dict[str, Tensor]:
+        pool = made[rows, columns]
+        while len(pool) <= number % _DIFFERENT:
+            largest = form.scheme.weights.largest
+            values = torch.randint(-largest, largest + 1, (rows, columns), generator=generator, dtype=torch.int8)
+            shape = form.scheme.weights.group.scale_shape(rows, columns)
+            pool.append(form.encode(values, (torch.rand(shape, generator=generator) * 0.004 + 0.001).bfloat16()))
+        return pool[number % _DIFFERENT]
+
+    def normal(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=generator) * 0.02).bfloat16()
+
+    def ones(size: int) -> Tensor:
+        return torch.ones(size, dtype=torch.bfloat16)
+
+    def layer_tensors(layer: int) -> dict[str, Tensor]:
+        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
+        linears = {
+            f"{attention}.q_proj": (HEADS * HEAD_DIM, HIDDEN),
+            f"{attention}.k_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
+            f"{attention}.v_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
+            f"{attention}.o_proj": (HIDDEN, HEADS * HEAD_DIM),
+        }
+        for expert in range(EXPERTS):
+            linears[f"{mlp}.experts.{expert}.gate_proj"] = (INTERMEDIATE, HIDDEN)
+            linears[f"{mlp}.experts.{expert}.up_proj"] = (INTERMEDIATE, HIDDEN)
+            linears[f"{mlp}.experts.{expert}.down_proj"] = (HIDDEN, INTERMEDIATE)
+        out = {
+            f"model.layers.{layer}.input_layernorm.weight": ones(HIDDEN),
+            f"model.layers.{layer}.post_attention_layernorm.weight": ones(HIDDEN),
+            f"{attention}.q_norm.weight": ones(HEAD_DIM),
+            f"{attention}.k_norm.weight": ones(HEAD_DIM),
+            f"{mlp}.gate.weight": normal(EXPERTS, HIDDEN),
+        }
+        for number, (name, (rows, columns)) in enumerate(linears.items()):
+            out |= {f"{name}.{suffix}": tensor for suffix, tensor in linear(rows, columns, number).items()}
+        return out
+
+    outside = {
+        "model.embed_tokens.weight": normal(VOCABULARY, HIDDEN),
+        "lm_head.weight": normal(VOCABULARY, HIDDEN),
+        "model.norm.weight": ones(HIDDEN),
+    }
+    weight_map: dict[str, str] = {}
+    for index in range(layers + 1):
+        tensors = outside if index == 0 else layer_tensors(index - 1)
+        shard = f"model-{index + 1:05}-of-{layers + 1:05}.safetensors"
+        weight_map |= dict.fromkeys(tensors, shard)
+        specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
+        with TensorFileWriter(folder / shard, specs, {"format": "pt"}) as writer:
+            for name, tensor in tensors.items():
+                writer.write(name, tensor)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    config = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "hidden_size": HIDDEN,
+        "moe_intermediate_size": INTERMEDIATE,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOPK,
+        "num_hidden_layers": layers,
+        "num_attention_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "head_dim": HEAD_DIM,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": 40960,
+        "norm_topk_prob": True,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "quantization_config": write_config({"Linear": form}, ["lm_head", "re:.*mlp[.]gate$"]),
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def memory_bytes(key: str) -> int:
+    """VmHWM (peak) or VmRSS of this process."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def load(folder: Path, linears: str | None, cache: Path | None) -> tuple[Any, dict[str, float]]:
+    """Loads the model and says how long it took and how much memory it needed."""
+    from cpumoe.plugins.transformers import load_model
+
+    before = memory_bytes("VmRSS")
+    start = time.perf_counter()
+    model = load_model(folder, linears=linears, cache=cache)
+    seconds = time.perf_counter() - start
+    packed = sum(b.numel() for b in model.buffers() if b.dtype == torch.uint8)
+    held = packed + sum(p.numel() * p.element_size() for p in model.parameters())
+    per_layer = packed // model.config.num_hidden_layers
+    peak = memory_bytes("VmHWM") - before
+    return model, {
+        "seconds": seconds,
+        "packed_gb": packed * 1e-9,
+        "packed_gb_per_second": packed * 1e-9 / seconds,
+        "model_gb": held * 1e-9,
+        "peak_gb": peak * 1e-9,
+        "peak_over_model_and_layer": peak / (held + per_layer),
+    }
+
+
+def loading(folder: Path, linears: str | None, cache: Path | None) -> dict[str, float]:
+    """The figures of one load in a process of its own."""
+    command = [sys.executable, __file__, "--folder", str(folder), "--load-only"]
+    command += [] if linears is None else ["--linears", linears]
+    command += [] if cache is None else ["--cache-folder", str(cache)]
+    out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    figures: dict[str, float] = json.loads(out.splitlines()[-1])
+    return figures
+
+
+def generation(model: Any, prompt: int, tokens: int) -> dict[str, Any]:
+    """Prefill and decode rates, and where the time of a decoded token goes."""
+    from torch.profiler import ProfilerActivity, profile
+    from transformers import DynamicCache
+
+    ids = torch.randint(0, VOCABULARY, (1, prompt), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        model(ids[:, :32])
+        times = []
+        for _ in range(3):
+            cache = DynamicCache(config=model.config)
+            start = time.perf_counter()
+            out = model(ids, past_key_values=cache, logits_to_keep=1)
+            times.append(time.perf_counter() - start)
+        prefill = min(times)
+
+        def step(token: Tensor) -> Tensor:
+            return model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+
+        token = out.logits[:, -1:].argmax(-1)
+        for _ in range(4):
+            token = step(token)
+        times = []
+        for _ in range(tokens):
+            start = time.perf_counter()
+            token = step(token)
+            times.append(time.perf_counter() - start)
+        decode = statistics.median(times)
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            for _ in range(8):
+                token = step(token)
+    kinds: dict[str, float] = defaultdict(float)
+    for event in profiler.key_averages():
+        kinds[kind_of(event.key)] += event.self_cpu_time_total / 8e6
+    return {
+        "prompt": prompt,
+        "prefill_tokens_per_second": prompt / prefill,
+        "decode_ms": decode * 1e3,
+        "decode_tokens_per_second": 1 / decode,
+        "decode_ms_by_kind": {k: v * 1e3 for k, v in sorted(kinds.items(), key=lambda item: -item[1])},
+    }
+
+
+def kind_of(operator: str) -> str:
+    """What a profiled operator counts as."""
+    if operator.startswith("cpumoe::"):
+        return operator
+    if "attention" in operator:
+        return "attention"
+    if any(word in operator for word in ("mm", "linear", "mkldnn", "matmul")):
+        return "float products"
+    return "everything else in PyTorch"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--scheme", default="w4a8-g128")
+    parser.add_argument("--form", default="pack-quantized", choices=["pack-quantized", "int-quantized"])
+    parser.add_argument("--linears", help="scheme for what the checkpoint has in float (the head)")
+    parser.add_argument("--prompt", type=int, default=512)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--folder", type=Path, help="checkpoint folder: written if it is not there, and kept")
+    parser.add_argument("--cache", action="store_true", help="also measure starts with the packed cache")
+    parser.add_argument("--cache-folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--load-only", action="store_true", help="load, print the figures as JSON, and stop")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    if arguments.load_only:
+        print(json.dumps(load(arguments.folder, arguments.linears, arguments.cache_folder)[1]))
+        return
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = arguments.folder or Path(scratch) / "model"
+        if not (folder / "config.json").exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_checkpoint(folder, arguments.layers, LinearFormat(Scheme.parse(arguments.scheme), arguments.form))
+        figures: dict[str, Any] = {"isa": cpumoe.isa(), "threads": cpumoe.get_num_threads()}
+        figures["load"] = loading(folder, arguments.linears, None)
+        if arguments.cache:
+            cache = Path(scratch) / "cache"
+            figures["load_writing_cache"] = loading(folder, arguments.linears, cache)
+            figures["load_from_cache"] = loading(folder, arguments.linears, cache)
+        model, _ = load(folder, arguments.linears, None)
+        figures["generation"] = generation(model, arguments.prompt, arguments.tokens)
+    print(json.dumps(figures, indent=1))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

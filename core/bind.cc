@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "array.h"
+#include "attention.h"
 #include "check.h"
 #include "dispatch.h"
 #include "linear.h"
@@ -217,6 +218,93 @@ void select_experts(nb::handle logits_, nb::handle weights_, nb::handle ids_, in
   route(active_kernels(), call);
 }
 
+void logits_of_router(nb::handle x_, nb::handle weight_, nb::handle bias_, nb::handle logits_) {
+  const Array x(x_, "x"), weight(weight_, "weight"), logits(logits_, "logits");
+  LogitsCall call{};
+  call.type = x.contiguous(2).float_type();
+  require(weight.contiguous(2).same_type(x), "weight must have the dtype of x");
+  call.tokens = x.dim(0);
+  call.depth = x.dim(1);
+  call.experts = weight.dim(0);
+  require(weight.dim(1) == call.depth, "x has ", call.depth, " features, but the weight takes ", weight.dim(1));
+  call.logits_type = logits.writable().contiguous(2).float_type();
+  require(logits.dim(0) == call.tokens && logits.dim(1) == call.experts, "logits must be [", call.tokens, ", ",
+          call.experts, "]");
+  std::optional<Array> bias;
+  if (!bias_.is_none()) {
+    bias.emplace(bias_, "bias");
+    bias->contiguous(1).expect<float>("float32");
+    require(bias->dim(0) == call.experts, "bias has ", bias->dim(0), " values for ", call.experts, " experts");
+    call.bias = bias->data<float>();
+  }
+  call.x = x.data();
+  call.weight = weight.data();
+  call.logits = logits.data();
+  const nb::gil_scoped_release release;
+  router_logits(active_kernels(), call);
+}
+
+void decode_attention(nb::handle query_, nb::handle keys_, nb::handle values_, nb::handle mask_, float scale,
+                      nb::handle out_) {
+  const Array query(query_, "query"), keys(keys_, "keys"), values(values_, "values"), out(out_, "out");
+  AttentionCall call{};
+  call.type = query.contiguous(3).float_type();
+  call.batch = query.dim(0);
+  call.heads = query.dim(1);
+  call.depth = query.dim(2);
+  require(keys.contiguous(4).same_type(query), "keys must have the dtype of query");
+  require(values.contiguous(4).same_type(query), "values must have the dtype of query");
+  require(out.writable().contiguous(3).same_type(query), "out must have the dtype of query");
+  call.kv_heads = keys.dim(1);
+  call.tokens = keys.dim(2);
+  require(keys.dim(0) == call.batch && keys.dim(3) == call.depth, "keys are ", keys.shape_text(), "; [", call.batch,
+          ", heads, tokens, ", call.depth, "] is accepted");
+  call.value_depth = values.dim(3);
+  for (int i = 0; i < 3; ++i) {
+    require(values.dim(i) == keys.dim(i), "values are ", values.shape_text(), " for keys ", keys.shape_text());
+  }
+  require(out.dim(0) == call.batch && out.dim(1) == call.heads && out.dim(2) == call.value_depth, "out must be [",
+          call.batch, ", ", call.heads, ", ", call.value_depth, "]");
+  std::optional<Array> mask;
+  if (!mask_.is_none()) {
+    mask.emplace(mask_, "mask");
+    mask->contiguous(2).expect<float>("float32");
+    require(mask->dim(0) == call.batch && mask->dim(1) == call.tokens, "mask is ", mask->shape_text(), "; [",
+            call.batch, ", ", call.tokens, "] is accepted");
+    call.mask = mask->data<float>();
+  }
+  call.scale = scale;
+  call.query = query.data();
+  call.keys = keys.data();
+  call.values = values.data();
+  call.out = out.data();
+  const nb::gil_scoped_release release;
+  attend(active_kernels(), call);
+}
+
+// Rows are few in decode: the calling thread does them, unless there is work for several.
+void rms_norm(nb::handle x_, nb::handle weight_, float epsilon, bool round_first, nb::handle out_) {
+  const Array x(x_, "x"), weight(weight_, "weight"), out(out_, "out");
+  const DType type = x.contiguous(2).float_type();
+  require(weight.contiguous(1).same_type(x), "weight must have the dtype of x");
+  require(out.writable().contiguous(2).same_type(x), "out must have the dtype of x");
+  require(weight.dim(0) == x.dim(1), "weight has ", weight.dim(0), " values for rows of ", x.dim(1));
+  require(out.dim(0) == x.dim(0) && out.dim(1) == x.dim(1), "out must have the shape of x");
+  const std::int64_t rows = x.dim(0), count = x.dim(1), row_bytes = count * (type == DType::kF32 ? 4 : 2);
+  constexpr std::int64_t kValuesForThreads = 1 << 15;
+  const Kernels& kernels = active_kernels();
+  const auto normalize = [&](std::int64_t first, std::int64_t last) {
+    for (std::int64_t r = first; r < last; ++r) {
+      kernels.normalize_row(
+          {x.data() + r * row_bytes, weight.data(), type, count, epsilon, round_first, out.data() + r * row_bytes});
+    }
+  };
+  const nb::gil_scoped_release release;
+  if (rows * count < kValuesForThreads) return normalize(0, rows);
+  run_on_threads(thread_count(),
+                 [&](Worker& w) { normalize(rows * w.index / w.count, rows * (w.index + 1) / w.count); });
+}
+
 double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 // Bytes per second of one pass of all threads over `data`.
@@ -282,6 +370,9 @@ NB_MODULE(_core, m) {
   m.def("describe", &describe, "blob"_a);
   m.def("select_experts", &select_experts, "logits"_a, "weights"_a, "ids"_a, "scoring"_a, "score_chosen"_a,
         "bias"_a.none(), "groups"_a, "topk_groups"_a, "renormalize"_a, "scale"_a);
+  m.def("router_logits", &logits_of_router, "x"_a, "weight"_a, "bias"_a.none(), "logits"_a);
+  m.def("decode_attention", &decode_attention, "query"_a, "keys"_a, "values"_a, "mask"_a.none(), "scale"_a, "out"_a);
+  m.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "epsilon"_a, "round_first"_a, "out"_a);
   m.def("read_rate", &read_rate, "data"_a);
   m.def("dot_rate", &dot_rate, "iterations"_a);
   m.def("instruction_sets", &list_instruction_sets);

@@ -105,6 +105,44 @@ struct BlockRows {
   const std::int32_t* row_zero;
 };
 
+// out[query * out_stride + row] = sum over depth of queries[query * query_stride + i] * rows[row * depth + i], for rows
+// [first, last). Sums run in 16 interleaved lanes, which are then added in halves.
+struct DotRows {
+  const float* queries;
+  int query_count;
+  std::ptrdiff_t query_stride;
+  const void* rows;  // [.., depth], contiguous
+  DType type;
+  std::int64_t depth, first, last;
+  float* out;
+  std::ptrdiff_t out_stride;
+};
+
+// out[query * out_stride + column] = sum over rows of weights[query * weight_stride + row] * rows[row * depth +
+// column], for columns [first, last), rows in ascending order.
+struct SumRows {
+  const float* weights;
+  int query_count;
+  std::ptrdiff_t weight_stride;
+  const void* rows;  // [count, depth], contiguous
+  DType type;
+  std::int64_t depth, count;
+  int first, last;
+  float* out;
+  std::ptrdiff_t out_stride;
+};
+
+// dst[i] = src[i] / sqrt(mean of squares + epsilon) * weight[i]; with `round_first` rounded to the type before the
+// product with the weight too, as models do whose norm is computed in fp32 and scaled in their own type.
+struct NormalizeRow {
+  const void *src, *weight;
+  DType type;
+  std::int64_t count;
+  float epsilon;
+  bool round_first;
+  void* dst;
+};
+
 struct Kernels {
   const char* name;
 
@@ -132,6 +170,10 @@ struct Kernels {
   void (*store_row)(const float* src, std::int64_t count, DType type, void* dst);
   // scores[i] = scoring of logits[i] (converted to fp32).
   void (*score)(const void* logits, DType type, int count, Scoring scoring, float* scores);
+
+  void (*dot_rows)(const DotRows&);
+  void (*sum_rows)(const SumRows&);
+  void (*normalize_row)(const NormalizeRow&);
 
   // For measuring the machine: integer operations done by `iterations` rounds of register-only int8
   // dot products; and a read of `bytes` (a multiple of 4096) that keeps nothing but a checksum.

@@ -1,11 +1,13 @@
 #include "route.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
 #include <vector>
 
 #include "check.h"
+#include "memory.h"
 #include "threads.h"
 
 namespace cpumoe {
@@ -112,6 +114,31 @@ class TokenRouter {
 };
 
 }  // namespace
+
+void router_logits(const Kernels& k, const LogitsCall& c) {
+  constexpr std::int64_t kExpertsAtOnce = 16;  // of one work item
+  static thread_local Buffer query_buffer, logits_buffer;
+  auto* query = query_buffer.get<float>(c.tokens * c.depth + 32);
+  auto* logits = logits_buffer.get<float>(c.tokens * c.experts);
+  const std::int64_t element = c.type == DType::kF32 ? 4 : 2;
+  for (std::int64_t t = 0; t < c.tokens; ++t) {  // ascending: a row's last vector may reach into the next
+    k.score(static_cast<const std::uint8_t*>(c.x) + t * c.depth * element, c.type, static_cast<int>(c.depth),
+            Scoring::kNone, query + t * c.depth);
+  }
+  const std::int64_t items = (c.experts + kExpertsAtOnce - 1) / kExpertsAtOnce;
+  std::atomic<std::int64_t> next{0};
+  run_on_threads(static_cast<int>(std::min<std::int64_t>(thread_count(), items)), [&](Worker&) {
+    for (std::int64_t i = next.fetch_add(1); i < items; i = next.fetch_add(1)) {
+      const std::int64_t first = i * kExpertsAtOnce;
+      k.dot_rows({query, static_cast<int>(c.tokens), c.depth, c.weight, c.type, c.depth, first,
+                  std::min(first + kExpertsAtOnce, c.experts), logits, c.experts});
+    }
+  });
+  if (c.bias != nullptr) {
+    for (std::int64_t i = 0; i < c.tokens * c.experts; ++i) logits[i] += c.bias[i % c.experts];
+  }
+  k.store_row(logits, c.tokens * c.experts, c.logits_type, c.logits);
+}
 
 void route(const Kernels& kernels, const RouteCall& call) {
   require(call.experts >= 1 && call.experts <= 65536, "router_logits have ", call.experts,

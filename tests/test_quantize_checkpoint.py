@@ -123,7 +123,7 @@ def test_compressed_tensors_reads_it(float_model, tmp_path, scheme, form):
     assert torch.equal(decompressed.float(), reference.dequantize(values, stored["weight_scale"]))
 
 
-# ---- calibration ------------------------------------------------------------------------------------------------------
+# ---- calibration ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -206,7 +206,7 @@ def test_jsonl_and_text_of_the_same_words_give_the_same_sequences(float_model, t
     assert ids.shape == (4, 16)
 
 
-# ---- unfinished work ----------------------------------------------------------------------------------------------------
+# ---- unfinished work -----------------------------------------------------------------------------------------------
 
 _RUN = "import sys, cpumoe; cpumoe.quantize_checkpoint(*sys.argv[1:4], **eval(sys.argv[4]))"
 
@@ -312,7 +312,7 @@ def test_memory_stays_below_two_layers(tmp_path):
     assert int(out) * 1024 < 2 * layer
 
 
-# ---- bad input ----------------------------------------------------------------------------------------------------------
+# ---- bad input -----------------------------------------------------------------------------------------------------
 
 
 def test_bad_arguments_are_named(float_model, tmp_path):

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "../kernel.h"
+#include "vector_scalar.h"
 
 namespace cpumoe {
 namespace {
@@ -398,6 +399,158 @@ void score_row(const void* logits, DType type, int count, Scoring scoring, float
   score_logits<V>(scores, count, scoring);
 }
 
+template <class V, DType type>
+void normalize_typed(const NormalizeRow& a) {
+  using Element = typename V::template Element<type>;
+  constexpr int kLanes = LaneSum<V>::kLanes;
+  const auto* x = static_cast<const Element*>(a.src);
+  const auto* w = static_cast<const Element*>(a.weight);
+  auto* out = static_cast<Element*>(a.dst);
+  const std::int64_t whole = a.count / kLanes * kLanes;
+  Element x_rest[kLanes] = {}, w_rest[kLanes] = {}, out_rest[kLanes];
+  for (std::int64_t i = whole; i < a.count; ++i) {
+    x_rest[i - whole] = x[i];
+    w_rest[i - whole] = w[i];
+  }
+  LaneSum<V> squares;
+  const auto add = [&](const Element* at) {
+    for (int i = 0; i < kLanes; i += V::kWidth) {
+      const V v = V::template load_as<type>(at + i);
+      V& part = squares.part[i / V::kWidth];
+      part = V::fma(v, v, part);
+    }
+  };
+  for (std::int64_t i = 0; i < whole; i += kLanes) add(x + i);
+  add(x_rest);
+  const float mean = squares.total() / static_cast<float>(a.count);
+  const V factor = V::divide(V::set(1.0f), V::square_root(V::set(mean + a.epsilon)));
+  const auto scale = [&](const Element* from, const Element* weight, Element* to) {
+    for (int i = 0; i < kLanes; i += V::kWidth) {
+      V v = V::template load_as<type>(from + i) * factor;
+      if (a.round_first) {
+        Element rounded[V::kWidth];
+        V::template store_as<type>(rounded, v);
+        v = V::template load_as<type>(rounded);
+      }
+      V::template store_as<type>(to + i, v * V::template load_as<type>(weight + i));
+    }
+  };
+  for (std::int64_t i = 0; i < whole; i += kLanes) scale(x + i, w + i, out + i);
+  if (whole < a.count) {
+    scale(x_rest, w_rest, out_rest);
+    for (std::int64_t i = whole; i < a.count; ++i) out[i] = out_rest[i - whole];
+  }
+}
+
+template <class V>
+void normalize_row(const NormalizeRow& a) {
+  switch (a.type) {
+    case DType::kF32: return normalize_typed<V, DType::kF32>(a);
+    case DType::kBF16: return normalize_typed<V, DType::kBF16>(a);
+    case DType::kF16: return normalize_typed<V, DType::kF16>(a);
+  }
+}
+
+// Several queries share each row that is loaded.
+constexpr int kQueriesAtOnce = 4;
+
+template <class V, DType type>
+void dot_rows_typed(const DotRows& a) {
+  using Element = typename V::template Element<type>;
+  constexpr int kLanes = LaneSum<V>::kLanes, kParts = kLanes / V::kWidth;
+  const std::int64_t whole = a.depth / kLanes * kLanes;
+  for (std::int64_t r = a.first; r < a.last; ++r) {
+    const Element* row = static_cast<const Element*>(a.rows) + r * a.depth;
+    Element row_rest[kLanes] = {};
+    for (std::int64_t i = whole; i < a.depth; ++i) row_rest[i - whole] = row[i];
+    for (int first = 0; first < a.query_count; first += kQueriesAtOnce) {
+      const float* query[kQueriesAtOnce];
+      for (int q = 0; q < kQueriesAtOnce; ++q) {  // the last query again where there are fewer
+        const int index = first + q < a.query_count ? first + q : a.query_count - 1;
+        query[q] = a.queries + index * a.query_stride;
+      }
+      LaneSum<V> sum[kQueriesAtOnce];
+      for (std::int64_t i = 0; i < whole; i += kLanes) {
+        for (int p = 0; p < kParts; ++p) {
+          const V value = V::template load_as<type>(row + i + p * V::kWidth);
+          for (int q = 0; q < kQueriesAtOnce; ++q) {
+            sum[q].part[p] = V::fma(V::load(query[q] + i + p * V::kWidth), value, sum[q].part[p]);
+          }
+        }
+      }
+      for (int q = 0; q < kQueriesAtOnce && first + q < a.query_count; ++q) {
+        if (whole < a.depth) {
+          float query_rest[kLanes] = {};
+          for (std::int64_t i = whole; i < a.depth; ++i) query_rest[i - whole] = query[q][i];
+          for (int p = 0; p < kParts; ++p) {
+            const V value = V::template load_as<type>(row_rest + p * V::kWidth);
+            sum[q].part[p] = V::fma(V::load(query_rest + p * V::kWidth), value, sum[q].part[p]);
+          }
+        }
+        a.out[(first + q) * a.out_stride + r] = sum[q].total();
+      }
+    }
+  }
+}
+
+// Columns [first, last), a multiple of `columns` apart; each sum has its own order, so any width gives the same bits.
+template <class V, DType type, int columns>
+int sum_columns(const SumRows& a, int first) {
+  using Element = typename V::template Element<type>;
+  constexpr int kParts = columns / V::kWidth;
+  for (; first + columns <= a.last; first += columns) {
+    for (int base = 0; base < a.query_count; base += kQueriesAtOnce) {
+      const float* weight[kQueriesAtOnce];
+      for (int q = 0; q < kQueriesAtOnce; ++q) {
+        const int index = base + q < a.query_count ? base + q : a.query_count - 1;
+        weight[q] = a.weights + index * a.weight_stride;
+      }
+      V sum[kQueriesAtOnce][kParts];
+      for (auto& parts : sum) {
+        for (V& part : parts) part = V::set(0.0f);
+      }
+      const Element* row = static_cast<const Element*>(a.rows) + first;
+      for (std::int64_t r = 0; r < a.count; ++r, row += a.depth) {
+        for (int p = 0; p < kParts; ++p) {
+          const V value = V::template load_as<type>(row + p * V::kWidth);
+          for (int q = 0; q < kQueriesAtOnce; ++q) sum[q][p] = V::fma(V::set(weight[q][r]), value, sum[q][p]);
+        }
+      }
+      for (int q = 0; q < kQueriesAtOnce && base + q < a.query_count; ++q) {
+        for (int p = 0; p < kParts; ++p) {
+          V::store(a.out + (base + q) * a.out_stride + first + p * V::kWidth, sum[q][p]);
+        }
+      }
+    }
+  }
+  return first;
+}
+
+template <class V, DType type>
+void sum_rows_typed(const SumRows& a) {
+  int first = a.first;
+  if constexpr (V::kWidth > 1) first = sum_columns<V, type, 16>(a, first);
+  sum_columns<F32x1, type, 1>(a, first);
+}
+
+template <class V>
+void dot_rows(const DotRows& a) {
+  switch (a.type) {
+    case DType::kF32: return dot_rows_typed<V, DType::kF32>(a);
+    case DType::kBF16: return dot_rows_typed<V, DType::kBF16>(a);
+    case DType::kF16: return dot_rows_typed<V, DType::kF16>(a);
+  }
+}
+
+template <class V>
+void sum_rows(const SumRows& a) {
+  switch (a.type) {
+    case DType::kF32: return sum_rows_typed<V, DType::kF32>(a);
+    case DType::kBF16: return sum_rows_typed<V, DType::kBF16>(a);
+    case DType::kF16: return sum_rows_typed<V, DType::kF16>(a);
+  }
+}
+
 // The table entries that are the same for every instruction set but for V.
 template <class V>
 constexpr Kernels rowwise_kernels(const char* name) {
@@ -413,6 +566,9 @@ constexpr Kernels rowwise_kernels(const char* name) {
   k.combine = combine_rows<V>;
   k.store_row = store_row<V>;
   k.score = score_row<V>;
+  k.dot_rows = dot_rows<V>;
+  k.sum_rows = sum_rows<V>;
+  k.normalize_row = normalize_row<V>;
   return k;
 }
 

@@ -73,7 +73,7 @@ def _hidden_act(config: Config) -> Activation:
     name = config.get("hidden_act", "silu")
     if name not in ACTIVATION_NAMES:
         raise CheckpointError(f"hidden_act {name!r} is not served; {', '.join(ACTIVATION_NAMES)} are")
-    return Activation(ACTIVATION_NAMES[name])
+    return Activation(ACTIVATION_NAMES[name], gated=True)  # all of these architectures have a gate
 
 
 def _swiglu_oai(config: Config) -> Activation:
@@ -108,6 +108,7 @@ class Architecture:
     layers: Callable[[Config], list[int]] = _every_layer
     activation: Callable[[Config], Activation] = _hidden_act
     routers: tuple[str, ...] = ("mlp.gate",)
+    plain_attention: bool = True  # softmax over the keys and nothing else; gpt-oss adds a sink
 
     def facts(self, config: Config) -> ExpertsFacts:
         """Reads the sizes from a config.json (the part of it that describes the language model)."""
@@ -122,13 +123,19 @@ class Architecture:
             raise CheckpointError(f"config.json has no {' or '.join(names)}")
 
         size("num_hidden_layers")
+        try:
+            layers, activation = tuple(self.layers(config)), self.activation(config)
+        except CheckpointError:
+            raise
+        except (TypeError, ValueError, ZeroDivisionError) as problem:
+            raise CheckpointError(f"config.json does not say which layers have experts, and how: {problem}") from None
         return ExpertsFacts(
-            tuple(self.layers(config)),
+            layers,
             size("num_experts", "num_local_experts", "n_routed_experts"),
             size("hidden_size"),
             size(self.intermediate),
             size("num_experts_per_tok"),
-            self.activation(config),
+            activation,
         )
 
 
@@ -162,6 +169,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         intermediate="intermediate_size",
         activation=_swiglu_oai,
         routers=("mlp.router",),
+        plain_attention=False,
     ),
     "llama4": _LLAMA4,
     "llama4_text": _LLAMA4,
@@ -171,7 +179,7 @@ ARCHITECTURES: dict[str, Architecture] = {
 def architecture_of(config: Config) -> Architecture:
     """The family of a config.json; raises CheckpointError with the list of those that are known."""
     model_type = config.get("model_type")
-    if model_type not in ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         raise CheckpointError(f"model_type {model_type!r} is not known; known are {', '.join(ARCHITECTURES)}")
     return ARCHITECTURES[model_type]
 

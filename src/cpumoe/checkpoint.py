@@ -49,8 +49,9 @@ class Checkpoint:
             raise CheckpointError(f"{folder} is not a folder; a checkpoint is one with config.json and safetensors")
         config = read_json(folder / "config.json")
         index = folder / INDEX_FILE
-        if not index.exists():
-            if not (folder / SINGLE_FILE).exists():
+        single = (folder / SINGLE_FILE).exists()  # before an index, as transformers has it
+        if single or not index.exists():
+            if not single:
                 pickled = sorted(p.name for p in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.pt"))
                 hint = f" ({pickled[0]} is a pickle, and pickles are never loaded)" if pickled else ""
                 raise CheckpointError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
@@ -62,7 +63,7 @@ class Checkpoint:
         for shard in shards:
             if Path(shard).name != shard or shard in ("", ".", ".."):
                 raise CheckpointError(f"{index} names the file {shard!r}; files of the folder itself are accepted")
-        if missing := [shard for shard in shards if not (folder / shard).is_file()]:
+        if missing := [shard for shard in shards if not _is_file(folder / shard)]:
             raise CheckpointError(f"{folder} lacks {_listed(missing)}, which {INDEX_FILE} names")
         checkpoint = cls(folder, config, [folder / shard for shard in shards])
         absent = [name for name, shard in weight_map.items() if checkpoint._shard_of(name) != shard]
@@ -156,6 +157,13 @@ class TensorCheck:
         ]
         if parts:
             raise CheckpointError(f"{self._checkpoint.folder}: tensors " + "; ".join(parts))
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that no file can have
+        return False
 
 
 def _listed(names: list[str]) -> str:

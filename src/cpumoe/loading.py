@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
@@ -22,7 +23,7 @@ from cpumoe.architectures import ARCHITECTURES, Architecture, ExpertsFacts, Proj
 from cpumoe.backends import QuantizedExperts
 from cpumoe.checkpoint import Checkpoint, TensorCheck
 from cpumoe.config import MoEConfig
-from cpumoe.errors import CheckpointError
+from cpumoe.errors import CheckpointError, CpumoeError
 from cpumoe.experts import Experts
 from cpumoe.formats.compressed_tensors import LinearFormat, StoredTensor
 from cpumoe.formats.tensor_file import DTYPES
@@ -93,7 +94,19 @@ def read_chunks(source: ExpertSource) -> Iterator[QuantizedExperts]:
 
 def load_experts(source: ExpertSource, backend: str | None = None) -> Experts:
     """Packs the experts of one layer as they are read."""
-    return Experts.from_chunks(read_chunks(source), source.config, backend=backend)
+    with _naming(source.prefix):
+        return Experts.from_chunks(read_chunks(source), source.config, backend=backend)
+
+
+@contextmanager
+def _naming(module: str) -> Iterator[None]:
+    """The packer knows values that it refuses, and not whose they are."""
+    try:
+        yield
+    except CpumoeError:
+        raise
+    except ValueError as problem:
+        raise CheckpointError(f"{module}: {problem}") from problem
 
 
 # ---- one linear per projection and expert --------------------------------------------------------------------------
@@ -143,7 +156,7 @@ class _PerExpert:
                 for suffix, tensor in stored(rows, columns).items():
                     check.expect(f"{name}.{suffix}", tensor)
                 if self._has_bias:
-                    check.expect(f"{name}.bias", StoredTensor(FLOAT_DTYPES, (rows,)))
+                    check.expect(f"{name}.bias", StoredTensor(self._first_dtype("bias", FLOAT_DTYPES), (rows,)))
 
     def _read_suffix(
         self, suffix: str, first: int, count: int, width: Callable[[int], tuple[int, ...]], buffers: Buffers
@@ -189,25 +202,25 @@ class QuantizedPerExpert(_PerExpert):
         form: LinearFormat,
     ) -> None:
         super().__init__(checkpoint, prefix, projections, config, has_bias)
-        self._format = form
+        self.format = form
         self._scale_dtypes = self._first_dtype("weight_scale", FLOAT_DTYPES)
         scale = torch.bfloat16 if self._scale_dtypes == ("BF16",) else torch.float32
         self.config = replace(config, scale_dtype=scale)
 
     @property
     def expert_bytes(self) -> int:
-        per_byte = 8 // self.config.scheme.weights.bits if self._format.form == "pack-quantized" else 1
+        per_byte = 8 // self.config.scheme.weights.bits if self.format.form == "pack-quantized" else 1
         return 3 * self.config.hidden_size * self.config.intermediate_size // per_byte
 
     def _stored(self, rows: int, columns: int) -> dict[str, StoredTensor]:
-        tensors = self._format.tensors(rows, columns)
+        tensors = self.format.tensors(rows, columns)
         return tensors | {"weight_scale": replace(tensors["weight_scale"], dtypes=self._scale_dtypes)}
 
     def check(self, check: TensorCheck) -> None:
         self._check_linears(check, self._stored)
 
     def read(self, first: int, count: int, buffers: Buffers) -> QuantizedExperts:
-        form, hidden, inner = self._format, self.config.hidden_size, self.config.intermediate_size
+        form, hidden, inner = self.format, self.config.hidden_size, self.config.intermediate_size
         if form.form == "pack-quantized":
             for expert in range(first, first + count):
                 for name, rows, columns in self._linears(expert):
@@ -370,22 +383,26 @@ def find_experts(
     Returns:
         None for float weights that are to be left alone.
     """
-    layer = module.removesuffix(architecture.experts[0])
-    prefixes = [layer + path for path in architecture.experts]
+    prefixes = expert_prefixes(architecture, module)
     spellings = [(prefix, names) for prefix in prefixes for names in architecture.projections]
-    first_names = {(p, n): f"{p}.0.{n.gate}." for p, n in spellings}
-    present = {s: any(f"{first_names[s]}{t}" in checkpoint for t in ("weight", "weight_packed")) for s in spellings}
+
+    def present(prefix: str, names: Projections) -> bool:
+        """Whether any expert has this spelling: a tensor of the first may be the one that is missing."""
+        linears = (f"{prefix}.{expert}.{name}" for expert in range(experts) for name in names)
+        return any(f"{linear}.{t}" in checkpoint for linear in linears for t in ("weight", "weight_packed"))
+
     fused = [prefix for prefix in prefixes if f"{prefix}.gate_up_proj" in checkpoint] if architecture.fused else []
 
     def config(of: Scheme) -> MoEConfig:
         bias = architecture.has_bias
-        return MoEConfig(of, experts, hidden_size, intermediate_size, activation, has_bias=bias)
+        with _naming(module):
+            return MoEConfig(of, experts, hidden_size, intermediate_size, activation, has_bias=bias)
 
     if fused and architecture.fused:
         if scheme is None:
             return None
         return FusedFloat(checkpoint, fused[0], config(scheme), architecture.has_bias, architecture.fused.interleaved)
-    prefix, projections = next((s for s in spellings if present[s]), spellings[0])
+    prefix, projections = next((s for s in spellings if present(*s)), spellings[0])
     form = _common_format(checkpoint, prefix, projections, experts)
     if form is not None:
         return QuantizedPerExpert(checkpoint, prefix, projections, config(form.scheme), architecture.has_bias, form)
@@ -410,9 +427,16 @@ def experts_of(checkpoint: Checkpoint, scheme: Scheme | None = None) -> dict[str
         if source is not None:
             source.check(check)
             sources[module] = source
-    check.nothing_else_under(*(f"{source.prefix}." for source in sources.values()))
+    under = (p for module in sources for p in expert_prefixes(checkpoint.architecture, module))
+    check.nothing_else_under(*(f"{path}." for path in under))
     check.raise_problems()
     return sources
+
+
+def expert_prefixes(architecture: Architecture, module: str) -> list[str]:
+    """Where files may have the experts that transformers names ``module``."""
+    layer = module.removesuffix(architecture.experts[0])
+    return [layer + path for path in architecture.experts]
 
 
 def experts_of_layer(
@@ -481,16 +505,20 @@ class LinearSource:
         if self.format.form == "pack-quantized":
             _check_weight_shape(self._checkpoint, self.name, self.rows, self.columns)
         stored = self._checkpoint.read(f"{self.name}.{self.format.weight_name}")
-        return QuantizedLinear.from_quantized(
-            self.format.held(stored, self.columns),
-            _packable_scale(self._checkpoint.read(f"{self.name}.weight_scale")),
-            self.format.scheme,
-            self._checkpoint.read(f"{self.name}.bias") if self.has_bias else None,
-        )
+        with _naming(self.name):
+            return QuantizedLinear.from_quantized(
+                self.format.held(stored, self.columns),
+                _packable_scale(self._checkpoint.read(f"{self.name}.weight_scale")),
+                self.format.scheme,
+                self._checkpoint.read(f"{self.name}.bias") if self.has_bias else None,
+            )
 
 
 #: What quantised linears have besides, or in the place of, a float weight.
 QUANTIZED_SUFFIXES = ("weight_packed", "weight_scale", "weight_shape")
+
+# A target of "Linear" in quantization_config means a class, which names do not tell.
+_NOT_LINEAR = re.compile(r"vision|embed|norm$")
 
 
 def find_linears(checkpoint: Checkpoint, check: TensorCheck) -> dict[str, LinearSource]:
@@ -502,6 +530,7 @@ def find_linears(checkpoint: Checkpoint, check: TensorCheck) -> dict[str, Linear
     if checkpoint.quantization is None:
         return {}
     routers = checkpoint.architecture.routers if checkpoint.text_config.get("model_type") in ARCHITECTURES else ()
+    layers = checkpoint.text_config.get("num_hidden_layers")
     linears: dict[str, LinearSource] = {}
     for tensor in checkpoint.names:
         name, _, suffix = tensor.rpartition(".")
@@ -509,8 +538,11 @@ def find_linears(checkpoint: Checkpoint, check: TensorCheck) -> dict[str, Linear
         if name in linears or not (integers or suffix in QUANTIZED_SUFFIXES):
             continue
         form = checkpoint.quantization.format_of(name)
-        if form is None or EXPERT.search(name) or name.endswith(routers) or "vision" in name:
+        if form is None or EXPERT.search(name) or _NOT_LINEAR.search(name) or name.endswith(routers):
             continue
+        layer = LAYER.match(name)
+        if layer is not None and isinstance(layers, int) and int(layer[0].split(".")[-2]) >= layers:
+            continue  # a layer behind the last predicts further tokens, and is not loaded
         rows, columns = _stored_size(checkpoint, name, form)
         linears[name] = LinearSource(checkpoint, name, rows, columns, form, f"{name}.bias" in checkpoint)
         linears[name].check(check)
@@ -525,18 +557,16 @@ def _stored_size(checkpoint: Checkpoint, name: str, form: LinearFormat) -> tuple
         found = checkpoint.info(f"{name}.{suffix}").shape if f"{name}.{suffix}" in checkpoint else ()
         return found if len(found) == 2 else ()
 
-    scale = shape("weight_scale")
-    by_scale = (scale[0], scale[1] * (form.scheme.group_size or 1)) if scale else (0, 0)
-    stored = shape(form.weight_name)
-    if not stored:
-        return by_scale
-    if form.form == "int-quantized":
-        return stored[0], stored[1]
-    # The last word of a row may be filled up; weight_shape has the true number, if it fits the words.
+    weight, scale = shape(form.weight_name), shape("weight_scale")
     told = stored_weight_shape(checkpoint, name)
-    if told is not None and form.tensors(*told)["weight_packed"].shape == stored:
-        return told
-    return stored[0], stored[1] * (32 // form.scheme.weights.bits)
+    if told is not None:  # the last word of a row may be filled up, so this comes first if one of the others agrees
+        expected = form.tensors(*told)
+        if weight == expected[form.weight_name].shape or scale == expected["weight_scale"].shape:
+            return told
+    if weight:
+        per_element = 1 if form.form == "int-quantized" else 32 // form.scheme.weights.bits
+        return weight[0], weight[1] * per_element
+    return (scale[0], scale[1] * (form.scheme.group_size or 1)) if scale else (0, 0)
 
 
 def stored_weight_shape(checkpoint: Checkpoint, name: str) -> tuple[int, int] | None:

@@ -312,3 +312,54 @@ _register(
     _select_experts,
     _select_experts_fake,
 )
+
+
+# ---- a router and attention for few tokens -------------------------------------------------------------------------
+
+
+def _router_logits(x: Tensor, weight: Tensor, bias: Tensor | None, in_fp32: bool) -> Tensor:
+    logits = torch.empty((x.shape[0], weight.shape[0]), dtype=torch.float32 if in_fp32 else x.dtype)
+    _core.router_logits(x.contiguous(), weight.contiguous(), bias, logits)
+    return logits
+
+
+def _router_logits_fake(x: Tensor, weight: Tensor, bias: Tensor | None, in_fp32: bool) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]), dtype=torch.float32 if in_fp32 else x.dtype)
+
+
+# [tokens, H] x [experts, H] -> [tokens, experts], summed in fp32 and then rounded to the dtype of x unless in_fp32.
+_register(
+    "router_logits(Tensor x, Tensor weight, Tensor? bias, bool in_fp32) -> Tensor", _router_logits, _router_logits_fake
+)
+
+
+def _decode_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    query = query.contiguous()
+    out = query.new_empty((*query.shape[:2], values.shape[3]))
+    _core.decode_attention(query, keys.contiguous(), values.contiguous(), mask, scale, out)
+    return out
+
+
+def _decode_attention_fake(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    return query.new_empty((*query.shape[:2], values.shape[3]))
+
+
+# query [batch, heads, D] over keys and values [batch, kv_heads, tokens, D] with mask [batch, tokens] fp32 added to the
+# scores -> [batch, heads, D]. Values may have another D than keys; then the result has theirs.
+_register(
+    "decode_attention(Tensor query, Tensor keys, Tensor values, Tensor? mask, float scale) -> Tensor",
+    _decode_attention,
+    _decode_attention_fake,
+)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, epsilon: float, round_first: bool) -> Tensor:
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    width = x.shape[-1]
+    _core.rms_norm(x.view(-1, width), weight, epsilon, round_first, out.view(-1, width))
+    return out
+
+
+# [..., H] and weight [H] -> [..., H]; round_first: rounded to the dtype of x before the product with the weight too.
+_register("rms_norm(Tensor x, Tensor weight, float epsilon, bool round_first) -> Tensor", _rms_norm, _like_first)

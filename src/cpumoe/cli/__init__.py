@@ -9,9 +9,9 @@ import sys
 from collections.abc import Sequence
 
 from cpumoe import __version__
-from cpumoe.cli import bench, demo, doctor, eval, explain, quantize
+from cpumoe.cli import bench, chat, check, demo, doctor, eval, explain, generate, inspect, quantize, serve
 
-_COMMANDS = (demo, quantize, eval, explain, bench, doctor)
+_COMMANDS = (demo, generate, chat, serve, quantize, inspect, check, eval, explain, bench, doctor)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -92,7 +92,7 @@ def _matches(pattern: str, name: str) -> bool:
     if pattern.startswith("re:"):
         try:
             return re.match(pattern[3:], name) is not None
-        except re.error as problem:
+        except (re.error, OverflowError, RecursionError) as problem:
             raise CheckpointError(f"quantization_config has the pattern {pattern!r}: {problem}") from None
     return pattern == name
 
@@ -224,7 +224,8 @@ def _describe(weights: Mapping[str, Any], activations: object) -> str:
         size = f" of {part['group_size']}" if part.get("group_size") else ""
         kind = "" if part.get("symmetric", True) else "asymmetric "
         order = f" in activation order ({part['actorder']})" if part.get("actorder") else ""
-        dynamic = {True: "dynamic ", "local": "locally dynamic "}.get(part.get("dynamic", False), "")
+        kinds = (("dynamic ", True), ("locally dynamic ", "local"))
+        dynamic = next((text for text, value in kinds if part.get("dynamic") == value), "")
         return f"{dynamic}{kind}{part.get('num_bits')}-bit {part.get('type', 'int')} per {shape}{size}{order}"
 
     inputs = text(activations) if isinstance(activations, Mapping) and activations else "left in float"

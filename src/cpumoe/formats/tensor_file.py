@@ -11,6 +11,7 @@ import json
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -68,6 +69,7 @@ class TensorFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._fd = -1
         try:
             with safe_open(path, framework="pt"):  # checks the whole header
                 pass
@@ -76,7 +78,7 @@ class TensorFile:
             raise CheckpointError(f"{path} cannot be read as a safetensors file: {problem}") from None
         length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
         header = json.loads(os.pread(self._fd, length, 8))
-        self.metadata: dict[str, str] = header.pop("__metadata__", {})
+        self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
         self.tensors: dict[str, TensorInfo] = {}
         for name, entry in header.items():
             start, end = entry["data_offsets"]
@@ -110,6 +112,9 @@ class TensorFile:
             os.close(self._fd)
             self._fd = -1
 
+    def __del__(self) -> None:
+        self.close()  # a load that failed has no one else to close it
+
     def __enter__(self) -> TensorFile:
         return self
 
@@ -141,7 +146,11 @@ class TensorFileWriter:
         text = json.dumps(header).encode()
         text += b" " * (-(8 + len(text)) % ALIGNMENT)
         self._file = self._partial.open("wb")
-        self._file.write(struct.pack("<Q", len(text)) + text)
+        try:
+            self._file.write(struct.pack("<Q", len(text)) + text)
+        except OSError:
+            self._discard()
+            raise
 
     def write(self, name: str, tensor: Tensor) -> None:
         expected = next(self._pending, None)
@@ -160,14 +169,14 @@ class TensorFileWriter:
             if kind is None and missing is None:
                 self._file.flush()
                 os.fsync(self._file.fileno())
-        except OSError:
-            kind = OSError
-            raise
-        finally:
-            self._file.close()
-            if kind is None and missing is None:
                 self._partial.rename(self.path)
-            else:
-                self._partial.unlink(missing_ok=True)
+        finally:
+            self._discard()
         if kind is None and missing is not None:
             raise ValueError(f"{missing} was announced but not written")
+
+    def _discard(self) -> None:
+        """Closes the file and removes it, unless it has its final name by now."""
+        with suppress(OSError):  # on a full disk, what is still buffered cannot be written now either
+            self._file.close()
+        self._partial.unlink(missing_ok=True)

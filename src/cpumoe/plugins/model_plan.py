@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cpumoe.architectures import ARCHITECTURES, Architecture, text_config
+from cpumoe.architectures import ARCHITECTURES, Architecture, ExpertsFacts, text_config
 from cpumoe.checkpoint import Checkpoint, TensorCheck
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.experts import Experts
 from cpumoe.formats.compressed_tensors import StoredTensor
+from cpumoe.formats.tensor_file import DTYPES
 from cpumoe.linear import QuantizedLinear
-from cpumoe.loading import FLOAT_DTYPES, LAYER, ExpertSource, LinearSource, find_experts, layers_prefix, load_experts
+from cpumoe.loading import (
+    FLOAT_DTYPES,
+    LAYER,
+    ExpertSource,
+    LinearSource,
+    expert_prefixes,
+    find_experts,
+    layers_prefix,
+    load_experts,
+)
 from cpumoe.quantize import quantize_weight
 from cpumoe.scheme import Scheme
 
 _log = logging.getLogger("cpumoe")
 
-_ELEMENTS_AT_ONCE = 16 << 20  # quantised at once: each goes through fp32 with several temporaries
+_FITS_ALL_SIZES = Scheme.parse("w8a8")  # no groups
+_ELEMENTS_AT_ONCE = 4 << 20  # quantised at once: each goes through fp32 with several temporaries
 
 
 @dataclass(frozen=True)
@@ -41,14 +53,20 @@ class Pending(nn.Module):
 
 @dataclass
 class ModelPlan:
-    """What to do with a model: module name -> its packed replacement, and the names of files' tensors used for that."""
+    """What to do with a model: module name -> its packed replacement, and the names of files' tensors used for that.
+
+    ``left_out``: what the names of those tensors start with that are rightly in the files and not in the model.
+    """
 
     modules: dict[str, PackedModule] = field(default_factory=dict)
+    tensors: set[str] = field(default_factory=set)
+    left_out: tuple[str, ...] = ()
 
-    def holds(self, tensor: str) -> bool:
-        """Whether a name in the model belongs to one of the packed modules."""
+    def accounts_for(self, tensor: str) -> bool:
+        """Whether a tensor that transformers did not expect belongs to a packed module, or may be left out."""
         parts = tensor.split(".")
-        return any(".".join(parts[:end]) in self.modules for end in range(1, len(parts)))
+        inside = any(".".join(parts[:end]) in self.modules for end in range(1, len(parts)))
+        return inside or tensor in self.tensors or tensor.startswith(self.left_out)
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -98,11 +116,13 @@ def plan_model(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | None, 
                 activation=facts.activation,
                 scheme=scheme,
             )
-            if source is not None:
+            if source is None:
+                _check_float_experts(check, checkpoint, architecture, to_disk(name), facts)
+            else:
                 source.check(check)
-                prefixes.append(f"{source.prefix}.")
+                prefixes += (f"{path}." for path in expert_prefixes(architecture, to_disk(name)))
                 plan.modules[name] = _experts(source)
-    elif any(name.endswith(".experts") for name, _ in model.named_modules()):
+    elif (scheme or checkpoint.quantization) and any(n.endswith(".experts") for n, _ in model.named_modules()):
         known = ", ".join(ARCHITECTURES)
         raise CheckpointError(f"model_type {config.get('model_type')!r} is not known; known are {known}")
     tied = getattr(model, "all_tied_weights_keys", {})
@@ -114,8 +134,47 @@ def plan_model(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | None, 
             prefixes.append(f"{disk}.")
             plan.modules[name] = packed
     check.nothing_else_under(*prefixes)
+    plan.tensors = set(check.expected)
+    plan.left_out = _left_out(model, checkpoint, config)
+    # transformers does not look at the shapes and dtypes of what it loads into a quantised model.
+    for name, tensor in model.state_dict().items():
+        disk = to_disk(name)
+        if disk in checkpoint and disk not in plan.tensors and tensor.is_floating_point():
+            check.expect(disk, StoredTensor(FLOAT_DTYPES, tuple(tensor.shape)))
     check.raise_problems()
     return plan
+
+
+def _check_float_experts(
+    check: TensorCheck, checkpoint: Checkpoint, architecture: Architecture, module: str, facts: ExpertsFacts
+) -> None:
+    """Experts that stay in float are read by transformers, which does not name what it lacks."""
+    source = find_experts(
+        checkpoint,
+        architecture,
+        module,
+        experts=facts.experts,
+        hidden_size=facts.hidden_size,
+        intermediate_size=facts.intermediate_size,
+        activation=facts.activation,
+        scheme=_FITS_ALL_SIZES,
+    )
+    assert source is not None  # there is a scheme
+    source.check(check)
+
+
+def _left_out(model: nn.Module, checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[str, ...]:
+    """Parts of the files that the model does not have: images, and layers that guess further tokens."""
+    layers = layers_prefix(checkpoint)
+    first, count = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
+    parts = []
+    if isinstance(first, int) and isinstance(count, int):
+        parts += [f"{layers}{first + index}." for index in range(count)]
+    in_model = {name.partition(".")[0] for name, _ in model.named_modules()}
+    if layers.partition(".")[0] not in in_model:  # the language model alone, out of a larger one
+        on_disk = {name.partition(".")[0] for name in checkpoint.names}
+        parts += [f"{part}." for part in on_disk - in_model - {layers.partition(".")[0]}]
+    return tuple(parts)
 
 
 def _disk_names(model: nn.Module, checkpoint: Checkpoint) -> Callable[[str], str]:
@@ -172,15 +231,31 @@ def _linear(
         check.expect(f"{disk}.bias", StoredTensor(FLOAT_DTYPES, (rows,)))
 
     def load() -> nn.Module:
+        dtype = DTYPES[checkpoint.info(source_of_weight).dtype]
+
+        def read_rows(first: int, last: int) -> Tensor:
+            part = torch.empty((last - first, columns), dtype=dtype)
+            checkpoint.read_into(source_of_weight, part, first * columns * dtype.itemsize)
+            return part
+
         bias = checkpoint.read(f"{disk}.bias") if has_bias else None
-        return quantize_linear(checkpoint.read(source_of_weight), linears, bias)
+        return quantize_linear(read_rows, rows, columns, linears, bias)
 
     return PackedModule(load, restore)
 
 
-def quantize_linear(weight: Tensor, scheme: Scheme, bias: Tensor | None) -> QuantizedLinear:
-    """Quantises a float weight [out, in] some rows at a time: a vocabulary's head needs little memory beside itself."""
-    rows_at_once = max(1, _ELEMENTS_AT_ONCE // weight.shape[1])
-    parts = [quantize_weight(part, scheme) for part in weight.split(rows_at_once)]
-    values, scales = (torch.cat(kind) for kind in zip(*parts, strict=True))
-    return QuantizedLinear.from_quantized(values, scales, scheme, bias)
+def quantize_linear(
+    weight_rows: Callable[[int, int], Tensor], rows: int, columns: int, scheme: Scheme, bias: Tensor | None
+) -> QuantizedLinear:
+    """Quantises a float weight some rows at a time: a vocabulary's head needs little memory beside what it becomes.
+
+    ``weight_rows(first, last)`` gives [last - first, columns].
+    """
+    values = torch.empty((rows, columns), dtype=torch.int8)
+    scales: list[Tensor] = []
+    step = max(1, _ELEMENTS_AT_ONCE // columns)
+    for first in range(0, rows, step):
+        last = min(first + step, rows)
+        values[first:last], scale = quantize_weight(weight_rows(first, last), scheme)
+        scales.append(scale)
+    return QuantizedLinear.from_quantized(values, torch.cat(scales), scheme, bias)

@@ -17,26 +17,31 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
+from transformers import __version__ as transformers_version
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from cpumoe import cpu
 from cpumoe.architectures import ARCHITECTURES, Architecture, text_config
-from cpumoe.backends import QuantizedExperts
+from cpumoe.backends import NativeBackend, QuantizedExperts
 from cpumoe.checkpoint import Checkpoint
 from cpumoe.config import MoEConfig
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.experts import Experts
 from cpumoe.formats.compressed_tensors import Form, LinearFormat, QuantizationConfig, write_config
 from cpumoe.linear import QuantizedLinear
+from cpumoe.loading import expert_prefixes
 from cpumoe.packed_cache import PackedCache
+from cpumoe.plugins.decode import ATTENTION, register_attention, speed_up
 from cpumoe.plugins.model_plan import (
     ModelPlan,
     Pending,
@@ -98,6 +103,9 @@ def load_model(
     path = Path(path)
     with Checkpoint.open(path) as checkpoint:
         quantized = checkpoint.quantization is not None
+        kind = checkpoint.config.get("model_type")
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        raise CheckpointError(f"{path}: model_type {kind!r} is not known to transformers {transformers_version}")
     name = scheme if scheme is not None else (None if quantized else os.environ.get("CPUMOE_SCHEME"))
     if quantized and name is not None:
         raise UnsupportedScheme(f"scheme={str(name)!r} for a checkpoint that is quantised already; leave it out")
@@ -111,7 +119,7 @@ def load_model(
     if dtype is None:
         dtype, reason = cpu.float_dtype()
         _log.info("float parts run in %s: %s", dtype, reason)
-    if not quantized and (wanted is not None or packed_linears is not None):
+    if not quantized:
         options["quantization_config"] = PackedConfig()
     token = _options.set(_Options(wanted, packed_linears, None if cache is None else Path(cache), strict=True))
     try:
@@ -126,8 +134,8 @@ def _transformers_errors(path: Path) -> Iterator[None]:
     """What transformers says of a configuration that it cannot make a model from, as one of our sentences."""
     try:
         yield
-    except (KeyError, TypeError, AttributeError) as problem:
-        raise CheckpointError(f"{path}: transformers cannot make a model of this config.json: {problem!r}") from problem
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError, StrictDataclassError) as problem:
+        raise CheckpointError(f"{path}: transformers cannot make a model of it: {problem!r}") from problem
 
 
 # ---- what transformers calls ---------------------------------------------------------------------------------------
@@ -179,12 +187,24 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
     def update_device_map(self, device_map: Any) -> Any:
         return {"": "cpu"} if device_map is not None else None
 
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Our attention for one token, unless the caller has chosen, or the model has one of its own."""
+        architecture = ARCHITECTURES.get(text_config(config.to_dict()).get("model_type", ""))
+        if config._attn_implementation is None and architecture is not None and architecture.plain_attention:
+            config._attn_implementation = ATTENTION
+        return config
+
+    def _convert_model_for_quantization(self, model: PreTrainedModel) -> None:
+        """transformers would put a list of dense layers in the place of Llama 4's experts; we look for the experts."""
+
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: Any
     ) -> None:
         if not checkpoint_files or not all(str(f).endswith(".safetensors") for f in checkpoint_files):
             raise CheckpointError("weights come from safetensors files alone; pickles are never loaded")
         files = [Path(f) for f in checkpoint_files]
+        if outside := next((f for f in files if ".." in f.parts), None):
+            raise CheckpointError(f"{outside} is not a file of the checkpoint's own folder")
         config = model.config.to_dict() | {"quantization_config": self.quantization_config.section}
         self._checkpoint = Checkpoint(files[0].parent, config, files)
         self._plan = plan_model(model, self._checkpoint, self._options.scheme, self._options.linears)
@@ -197,16 +217,22 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
     def _refuse_incomplete(self, model: PreTrainedModel) -> None:
         """transformers would initialise missing tensors at random and skip unexpected ones, with a warning."""
         stock = model._adjust_missing_and_unexpected_keys
+        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
         def checked(info: Any) -> None:
-            info.unexpected_keys = {key for key in info.unexpected_keys if not self._plan.holds(key)}
+            info.unexpected_keys = {key for key in info.unexpected_keys if not self._plan.accounts_for(key)}
             stock(info)
-            parts = [
-                f"{len(names)} {kind}: {', '.join(sorted(names)[:12])}"
-                for kind, names in (("missing", info.missing_keys), ("unexpected", info.unexpected_keys))
-                if names
+            loaded = model.state_dict()
+            wrong = [
+                f"{name} {list(loaded[name].shape)} for {list(shape)}"
+                for name, shape in shapes.items()
+                if name in loaded and loaded[name].shape != shape
             ]
+            kinds = (("missing", info.missing_keys), ("of another shape", wrong), ("unexpected", info.unexpected_keys))
+            parts = [f"{len(names)} {kind}: {', '.join(sorted(names)[:12])}" for kind, names in kinds if names]
             if parts:
+                assert self._checkpoint is not None
+                self._checkpoint.close()
                 raise CheckpointError("the checkpoint does not fit the model; tensors " + "; ".join(parts))
 
         model._adjust_missing_and_unexpected_keys = checked
@@ -218,7 +244,10 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
             self._load_packed(model, self._checkpoint)
         finally:
             self._checkpoint.close()
-        if self.quantization_config.section is None or self._options.linears is not None:
+        speed_up(model)
+        if not self._plan.modules and self.quantization_config.section is None and self._options.linears is None:
+            self.remove_quantization_config(model)  # a float model, as asked
+        elif self.quantization_config.section is None or self._options.linears is not None:
             self.quantization_config.section = quantization_section(model)
         self._plan = ModelPlan()  # it holds the sources, and they the files
 
@@ -228,18 +257,38 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
             names = {"scheme": self._options.scheme, "linears": self._options.linears}
             options = {key: None if value is None else str(value) for key, value in names.items()}
             cache = PackedCache(self._options.cache, checkpoint, options)
-        cached = None if cache is None else cache.load()
+        modules = {} if cache is None else self._restored(cache)
         made: dict[str, Tensor] = {}
+        native = True
         for name, packed in tqdm(self._plan.modules.items(), desc="Packing", unit="module", disable=None):
-            if cached is None:
-                module = packed.load()
+            if name not in modules:
+                modules[name] = module = packed.load()
+                native &= not isinstance(module, Experts) or isinstance(module.backend, NativeBackend)
                 made |= {f"{name}.{key}": buffer for key, buffer in module.named_buffers()}
-            else:
-                start = f"{name}."
-                module = packed.restore({k.removeprefix(start): t for k, t in cached.items() if k.startswith(start)})
-            replace_module(model, name, module)
-        if cache is not None and cached is None:
-            cache.store(made)
+            replace_module(model, name, modules[name])
+        if cache is not None and made:
+            if not native:
+                _log.warning("nothing was written to the packed cache: it is for weights of the native backend")
+                return
+            try:
+                cache.store(made)
+            except OSError as problem:
+                _log.warning("the packed cache %s could not be written: %s", cache.path, problem)
+
+    def _restored(self, cache: PackedCache) -> dict[str, nn.Module]:
+        """All modules from the cache, or none."""
+        cached = cache.load()
+        if cached is None:
+            return {}
+        of_module: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in cached.items():
+            module, _, key = name.rpartition(".")
+            of_module.setdefault(module, {})[key] = tensor
+        try:
+            return {name: packed.restore(of_module[name]) for name, packed in self._plan.modules.items()}
+        except (ValueError, TypeError, KeyError) as problem:
+            _log.warning("%s is damaged (%s) and will be replaced", cache.path, problem)
+            return {}
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
         self.quantization_config.section = quantization_section(model, self.quantization_config.section)
@@ -296,13 +345,24 @@ def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None =
     schemes: dict[Scheme, list[str]] = {}
     ignore: list[str] = []
     architecture = _architecture(model)
+    experts = set() if architecture is None else set(expert_modules(model, architecture))
+
+    def inside(name: str) -> str:
+        """A pattern of all that is in the experts ``name``, under whatever name transformers writes them."""
+        names = [name] if architecture is None else expert_prefixes(architecture, name)
+        return f"re:^({'|'.join(n.replace('.', '[.]') for n in names)})[.]"
+
     for name, module in model.named_modules():
         if isinstance(module, Experts):
-            schemes.setdefault(module.config.scheme, []).append(f"re:^{name.replace('.', '[.]')}[.]")
+            schemes.setdefault(module.config.scheme, []).append(inside(name))
         elif isinstance(module, QuantizedLinear):
             schemes.setdefault(module.scheme, []).append(name)
         elif isinstance(module, nn.Linear):
             ignore.append(name)
+        elif name in experts:
+            ignore.append(inside(name))
+    if not schemes:
+        raise UnsupportedScheme("no module of this model can be packed; a smaller group size may fit its linears")
     if architecture is not None:
         ignore += [f"re:.*{path.replace('.', '[.]')}$" for path in architecture.routers]
     # The scheme with the most modules is that of all linears; the others are named.
@@ -324,19 +384,18 @@ def state_dict_for_saving(model: PreTrainedModel, config: QuantizationConfig) ->
         if bias is not None:
             out[f"{name}.bias"] = bias.contiguous()
 
-    dtype = model.dtype
     for name, module in packed.items():
         if isinstance(module, QuantizedLinear):
             values, scales, bias = unpack(module.weight_packed)
-            add(name, values[0], scales[0], None if bias is None else bias[0].to(dtype))
+            add(name, values[0], scales[0], None if bias is None else bias[0])
             continue
         inner = module.config.intermediate_size
         for expert in range(module.config.experts):
             part = module.quantized(expert, 1)
             first_bias: tuple[Tensor | None, Tensor | None] = (None, None)
             if part.gate_up_bias is not None:
-                first_bias = (part.gate_up_bias[0, :inner].to(dtype), part.gate_up_bias[0, inner:].to(dtype))
-            second_bias = None if part.down_bias is None else part.down_bias[0].to(dtype)
+                first_bias = (part.gate_up_bias[0, :inner], part.gate_up_bias[0, inner:])
+            second_bias = None if part.down_bias is None else part.down_bias[0]
             prefix = f"{name}.{expert}"
             values, scales = part.gate_up[0], part.gate_up_scale[0]
             add(f"{prefix}.gate_proj", values[:inner], scales[:inner], first_bias[0])
@@ -380,14 +439,22 @@ def accelerate(
                 _log.warning("left in float: %s has %d inputs", name, linear.in_features)
                 continue
             bias = None if linear.bias is None else linear.bias.detach()
-            replace_module(model, name, quantize_linear(linear.weight.detach(), packed_linears, bias))
+            weight = linear.weight.detach()
+            sizes = linear.out_features, linear.in_features
+            packed = quantize_linear(partial(_rows, weight), *sizes, packed_linears, bias)
+            replace_module(model, name, packed)
             model.all_tied_weights_keys.pop(f"{name}.weight", None)
+    speed_up(model)
     config = PackedConfig(quantization_section(model))
     model.hf_quantizer = PackedQuantizer(config, pre_quantized=True)
     model.config.quantization_config = config
     model.is_quantized = True
     model.quantization_method = config.quant_method
     return model
+
+
+def _rows(weight: Tensor, first: int, last: int) -> Tensor:
+    return weight[first:last]
 
 
 def quantize_module(module: nn.Module, architecture: Architecture, scheme: Scheme, config: Any) -> Experts:
@@ -433,15 +500,17 @@ def experts_forward(
 
     The packed copy is made at the first call, and again when the float weights have changed since.
     """
-    state = tuple((p.data_ptr(), p._version) for p in module.parameters())
+    wanted = scheme or os.environ.get("CPUMOE_SCHEME", _DEFAULT_SCHEME)
+    # Tensors that were made in inference mode count no changes.
+    weights_seen = ((p.data_ptr(), 0 if p.is_inference() else p._version) for p in module.parameters())
+    state = (wanted, *weights_seen)
     held = module.__dict__.get("_cpumoe_packed")
     if held is None or held[0] != state:
         config = text_config(module.config.to_dict())  # type: ignore[union-attr, operator]
         architecture = ARCHITECTURES.get(config.get("model_type", ""))
         if architecture is None:
             raise UnsupportedScheme(f"model_type {config.get('model_type')!r}; known are {', '.join(ARCHITECTURES)}")
-        name = scheme or os.environ.get("CPUMOE_SCHEME", _DEFAULT_SCHEME)
-        held = (state, quantize_module(module, architecture, Scheme.parse(name), config))
+        held = (state, quantize_module(module, architecture, Scheme.parse(wanted), config))
         module.__dict__["_cpumoe_packed"] = held  # not a submodule: state_dict stays that of the float model
     packed: Experts = held[1]
     out: Tensor = packed(hidden_states, ids, weights)
@@ -460,3 +529,6 @@ def warn_where_no_effect(model: PreTrainedModel, requested: str) -> None:
 
 def _architecture(model: PreTrainedModel) -> Architecture | None:
     return ARCHITECTURES.get(text_config(model.config.to_dict()).get("model_type", ""))
+
+
+register_attention()

@@ -1,0 +1,192 @@
+"""``cpumoe chat``: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from typing import TYPE_CHECKING
+
+from cpumoe.cli.generation import (
+    Session,
+    add_model_arguments,
+    add_sampling_arguments,
+    check_folder,
+    context_length,
+    is_decoded,
+    load_model,
+    load_tokenizer,
+    prepare_transformers,
+    render_chat,
+    sampling_options,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+_log = logging.getLogger(__name__)
+
+_HELP = """\
+/system TEXT  tell the model who it is; without TEXT, nothing any more
+/reset        forget the conversation, but not /system
+/exit         leave; so does Ctrl-D
+Ctrl-C ends an answer that is being written."""
+
+
+def add_command(commands: Commands) -> None:
+    parser = commands.add_parser("chat", help="talk with a model", description=f"A conversation.\n\n{_HELP}")
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    add_model_arguments(parser)
+    add_sampling_arguments(parser, max_new_tokens=1024)
+    parser.add_argument("--system", metavar="TEXT", default="", help="tell the model who it is")
+    parser.set_defaults(run=run)
+
+
+class Conversation:
+    """The messages so far, as the tokens of the next prompt.
+
+    Where they would pass the context, the oldest turns are dropped. A quarter of the context at most is held free for
+    the answer.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, context: int | None, max_new_tokens: int) -> None:
+        self._tokenizer = tokenizer
+        self._context = context
+        self._max_new_tokens = max_new_tokens
+        self._turns: list[tuple[str, str]] = []  # question and answer
+        self._system = ""
+
+    def set_system(self, text: str) -> None:
+        """Raises and changes nothing if the chat template does not take it."""
+        before, self._system = self._system, text
+        try:
+            self._render([], "?")
+        except ValueError:
+            self._system = before
+            raise
+
+    def reset(self) -> None:
+        self._turns = []
+
+    def ask(self, question: str) -> tuple[list[int], int, int]:
+        """The prompt, how long its answer may be, and how many turns were dropped for it."""
+        turns = self._turns
+        prompt = self._render(turns, question)
+        if self._context is None:
+            return prompt, self._max_new_tokens, 0
+        reserve = min(self._max_new_tokens, self._context // 4)
+        while turns and len(prompt) + reserve > self._context:
+            turns = turns[1:]
+            prompt = self._render(turns, question)
+        room = self._context - len(prompt)
+        if room < 1:
+            raise ValueError(f"this message has {len(prompt)} tokens; the model's context is {self._context}")
+        dropped = len(self._turns) - len(turns)
+        self._turns = turns
+        return prompt, min(self._max_new_tokens, room), dropped
+
+    def add(self, question: str, answer: str) -> None:
+        self._turns = [*self._turns, (question, answer)]
+
+    def _render(self, turns: list[tuple[str, str]], question: str) -> list[int]:
+        messages = [{"role": "system", "content": self._system}] if self._system else []
+        for asked, answered in turns:
+            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
+        return render_chat(self._tokenizer, [*messages, {"role": "user", "content": question}])
+
+
+def _note(line: str) -> None:
+    print(f"[{line}]", flush=True)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    try:
+        session, conversation = _start(arguments)
+    except KeyboardInterrupt:
+        return 130
+    _talk(session, conversation)
+    return 0
+
+
+def _start(arguments: argparse.Namespace) -> tuple[Session, Conversation]:
+    options = sampling_options(arguments)
+    check_folder(arguments.model)
+    prepare_transformers()
+    tokenizer = load_tokenizer(arguments.model)
+    conversation = Conversation(tokenizer, context_length(arguments.model), arguments.max_new_tokens)
+    conversation.set_system(arguments.system)  # also finds out whether there is a chat template, before the model loads
+    sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that is not UTF-8 gets "?"
+    return Session(load_model(arguments), tokenizer, options), conversation
+
+
+def _talk(session: Session, conversation: Conversation) -> None:
+    if sys.stdin.isatty():
+        import readline  # noqa: F401  # gives input() history and editing
+
+        _note("/help tells what else can be typed")
+    while (line := _read()) is not None:
+        command, _, rest = line.partition(" ")
+        if not line:
+            continue
+        elif not line.startswith("/"):
+            _turn(conversation, session, line)
+        elif command == "/exit":
+            break
+        elif command == "/help":
+            print(_HELP)
+        elif command == "/reset":
+            conversation.reset()
+            _note("the conversation starts anew")
+        elif command == "/system":
+            _set_system(conversation, rest.strip())
+        else:
+            _note(f"{command} is not known; /help lists what is")
+
+
+def _read() -> str | None:
+    """The next line without the space around it; None at the end of the input."""
+    interactive = sys.stdin.isatty()
+    while True:
+        try:
+            line = input("> " if interactive else "").strip()
+            if is_decoded(line):
+                return line
+            _note("that was not UTF-8; please type it again")
+        except EOFError:
+            if interactive:
+                print()
+            return None
+        except KeyboardInterrupt:
+            print()
+            _note("Ctrl-D or /exit leaves")
+        except UnicodeDecodeError:
+            _note("that was not UTF-8; please type it again")
+
+
+def _turn(conversation: Conversation, session: Session, question: str) -> None:
+    try:
+        prompt, max_new_tokens, dropped = conversation.ask(question)
+    except ValueError as problem:  # the conversation goes on without this message
+        _note(str(problem))
+        return
+    if dropped:
+        _note(f"the conversation would pass the model's context: the oldest {dropped} turn(s) were dropped")
+    answer = session.answer(prompt, max_new_tokens, lambda piece: print(piece, end="", flush=True))
+    print(flush=True)
+    if answer.finish == "interrupt":
+        _note("interrupted")
+    elif answer.finish == "length":
+        _note(f"cut off after {max_new_tokens} tokens")
+    _log.info("%d prompt tokens were in the cache; %s", answer.prompt_tokens - answer.prefilled, answer.summary())
+    if answer.text:  # an interrupt may come before the first word, and then nothing was said
+        conversation.add(question, answer.text)
+
+
+def _set_system(conversation: Conversation, text: str) -> None:
+    try:
+        conversation.set_system(text)
+        _note("the system message is set" if text else "there is no system message any more")
+    except ValueError as problem:
+        _note(str(problem))

@@ -1,0 +1,184 @@
+"""What surrounds the experts when a model decodes: attention of one token, routers and norms in one step each.
+
+transformers writes each of them as several PyTorch operators. At one token their cost is that of calling operators,
+and PyTorch's attention in bf16 is more than ten times slower than reading the keys and values. The results are those
+of the code that is replaced, with sums in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cpumoe.experts import Experts
+from cpumoe.ops import SCORING
+
+#: Name of the attention in transformers' registry.
+ATTENTION = "cpumoe"
+
+_FEW_TOKENS = 8  # up to here each token may read the router's whole weight; above, PyTorch's product shares it
+
+
+def register_attention() -> None:
+    """Makes ``attn_implementation="cpumoe"`` known to transformers (once)."""
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, attention_forward)
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query [B, heads, T, D], key and value [B, kv_heads, S, D] -> [B, T, heads, D].
+
+    One new token of each sequence goes to our kernel, everything else to PyTorch's attention.
+    """
+    shared_mask = attention_mask is None or attention_mask.shape[1:3] == (1, 1)
+    if query.shape[2] != 1 or not shared_mask or module.training or query.device.type != "cpu":
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        out: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **options
+        )
+        return out
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    mask = None if attention_mask is None else _additive(attention_mask, query.shape[0], key.shape[2])
+    result: Tensor = torch.ops.cpumoe.decode_attention(query[:, :, 0], key, value, mask, scale)
+    return result.unsqueeze(1), None
+
+
+def _additive(mask: Tensor, batch: int, tokens: int) -> Tensor:
+    """A mask [B or 1, 1, 1, S] of booleans (True: look) or numbers to add -> fp32 [B, S]."""
+    mask = mask[:, 0, 0, :tokens].expand(batch, tokens)
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
+    return mask.to(torch.float32).contiguous()
+
+
+def speed_up(model: nn.Module) -> None:
+    """Gives the routers in front of packed experts, and the norms, of a model their one-step forms."""
+    for module in model.modules():
+        experts = getattr(module, "experts", None)
+        if isinstance(experts, Experts):
+            for child in module.children():
+                if (make := _ROUTERS.get(type(child).__name__)) is not None:
+                    child.forward = make(child)
+        if (round_first := _NORMS.get(type(module).__name__)) is not None:
+            module.forward = partial(_norm, module, round_first)
+
+
+def _norm(module: Any, round_first: bool, hidden_states: Tensor) -> Tensor:
+    if hidden_states.dtype != module.weight.dtype:  # the product with the weight would widen the result
+        normed: Tensor = type(module).forward(module, hidden_states)
+        return normed
+    out: Tensor = torch.ops.cpumoe.rms_norm(hidden_states, module.weight, module.variance_epsilon, round_first)
+    return out
+
+
+#: Norms that are known: whether the normalised row is rounded to its dtype before the product with the weight.
+_NORMS = {
+    **dict.fromkeys(
+        (
+            "Qwen2MoeRMSNorm",
+            "Qwen3MoeRMSNorm",
+            "MixtralRMSNorm",
+            "OlmoeRMSNorm",
+            "DeepseekV2RMSNorm",
+            "DeepseekV3RMSNorm",
+            "Glm4MoeRMSNorm",
+        ),
+        True,
+    ),
+    "GptOssRMSNorm": False,
+}
+
+Route = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+def _router(
+    module: Any,
+    scoring: str,
+    *,
+    score_chosen: bool = False,
+    renormalize: bool = False,
+    in_fp32: bool = False,
+    groups: tuple[int, int] = (0, 0),
+    scale: float = 1.0,
+) -> Route:
+    """[..., H] -> logits [tokens, experts], weights and ids [tokens, K], from a router's own tensors."""
+
+    def forward(hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = hidden_states.reshape(-1, hidden_states.shape[-1])
+        weight, bias = module.weight, getattr(module, "bias", None)
+        if x.shape[0] <= _FEW_TOKENS and x.dtype == weight.dtype:
+            bias32 = None if bias is None else bias.to(torch.float32)
+            logits = torch.ops.cpumoe.router_logits(x, weight, bias32, in_fp32)
+        elif in_fp32:
+            logits = nn.functional.linear(x.to(torch.float32), weight.to(torch.float32))
+        else:
+            logits = nn.functional.linear(x, weight, bias)
+        correction = getattr(module, "e_score_correction_bias", None)
+        weights, ids = torch.ops.cpumoe.select_experts(
+            logits,
+            module.top_k,
+            SCORING[scoring],
+            score_chosen,
+            None if correction is None else correction.to(torch.float32),
+            *groups,
+            renormalize,
+            scale,
+        )
+        return logits, weights, ids
+
+    return forward
+
+
+def _softmax_router(module: Any) -> Route:
+    return _router(module, "softmax", renormalize=getattr(module, "norm_topk_prob", True))
+
+
+def _sigmoid_router(module: Any) -> Route:
+    return _router(
+        module,
+        "sigmoid",
+        renormalize=module.norm_topk_prob,
+        in_fp32=True,
+        groups=(module.num_group, module.topk_group),
+        scale=module.routed_scaling_factor,
+    )
+
+
+def _deepseek_v2_router(module: Any) -> Route:
+    limited = module.topk_method == "group_limited_greedy"
+    groups = (module.num_group, module.topk_group) if limited else (0, 0)
+    return _router(module, "softmax", in_fp32=True, groups=groups, scale=module.routed_scaling_factor)
+
+
+def _gpt_oss_router(module: Any) -> Route:
+    return _router(module, "softmax", score_chosen=True)
+
+
+#: Routers that are known, by the name of their class.
+_ROUTERS: dict[str, Callable[[Any], Route]] = {
+    "Qwen2MoeTopKRouter": _softmax_router,
+    "Qwen3MoeTopKRouter": _softmax_router,
+    "OlmoeTopKRouter": _softmax_router,
+    "MixtralTopKRouter": _softmax_router,
+    "DeepseekV2TopkRouter": _deepseek_v2_router,
+    "DeepseekV3TopkRouter": _sigmoid_router,
+    "Glm4MoeTopkRouter": _sigmoid_router,
+    "GptOssTopKRouter": _gpt_oss_router,
+}

@@ -42,7 +42,7 @@ $(VENV)/created:
 
 # The package as users get it: built in isolation, installed from a wheel.
 $(VENV)/installed: $(VENV)/created constraints.txt $(SOURCES)
-	$(PIP) '.[test,bench]'
+	$(PIP) '.[test]'
 	touch $@
 
 $(VENV)/tools: $(VENV)/installed

@@ -121,7 +121,9 @@ def load_model(
         _log.info("float parts run in %s: %s", dtype, reason)
     if not quantized:
         options["quantization_config"] = PackedConfig()
-    token = _options.set(_Options(wanted, packed_linears, None if cache is None else Path(cache), strict=True))
+    token = _options.set(
+        _Options(wanted, packed_linears, None if cache is None else Path(cache).expanduser(), strict=True)
+    )
     try:
         with _transformers_errors(path):
             return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, **options)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 import cpumoe
+from cpumoe.bench.generation import decode_times
 from cpumoe.formats.compressed_tensors import LinearFormat, write_config
 from cpumoe.formats.tensor_file import TensorFileWriter
 from cpumoe.scheme import Scheme
@@ -152,56 +152,23 @@ def loading(folder: Path, linears: str | None, cache: Path | None) -> dict[str, 
 
 def generation(model: Any, prompt: int, tokens: int) -> dict[str, Any]:
     """Prefill and decode rates, and where the time of a decoded token goes."""
-    from torch.profiler import ProfilerActivity, profile
-    from transformers import DynamicCache
-
     ids = torch.randint(0, VOCABULARY, (1, prompt), generator=torch.Generator().manual_seed(1))
+    times = []
     with torch.inference_mode():
         model(ids[:, :32])
-        times = []
         for _ in range(3):
-            cache = DynamicCache(config=model.config)
             start = time.perf_counter()
-            out = model(ids, past_key_values=cache, logits_to_keep=1)
+            model(ids, logits_to_keep=1)
             times.append(time.perf_counter() - start)
-        prefill = min(times)
-
-        def step(token: Tensor) -> Tensor:
-            return model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
-
-        token = out.logits[:, -1:].argmax(-1)
-        for _ in range(4):
-            token = step(token)
-        times = []
-        for _ in range(tokens):
-            start = time.perf_counter()
-            token = step(token)
-            times.append(time.perf_counter() - start)
-        decode = statistics.median(times)
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
-            for _ in range(8):
-                token = step(token)
-    kinds: dict[str, float] = defaultdict(float)
-    for event in profiler.key_averages():
-        kinds[kind_of(event.key)] += event.self_cpu_time_total / 8e6
+    decode = decode_times(model, ids, tokens)
     return {
         "prompt": prompt,
-        "prefill_tokens_per_second": prompt / prefill,
-        "decode_ms": decode * 1e3,
-        "decode_tokens_per_second": 1 / decode,
-        "decode_ms_by_kind": {k: v * 1e3 for k, v in sorted(kinds.items(), key=lambda item: -item[1])},
+        "prefill_tokens_per_second": prompt / min(times),
+        "decode_ms": decode.seconds * 1e3,
+        "decode_tokens_per_second": 1 / decode.seconds,
+        "decode_shares": decode.shares,
+        "decode_share_outside_arithmetic": decode.outside,
     }
-
-
-def kind_of(operator: str) -> str:
-    """What a profiled operator counts as."""
-    if operator.startswith("cpumoe::"):
-        return operator
-    if "attention" in operator:
-        return "attention"
-    if any(word in operator for word in ("mm", "linear", "mkldnn", "matmul")):
-        return "float products"
-    return "everything else in PyTorch"
 
 
 def main() -> None:

@@ -462,6 +462,16 @@ LAYER = re.compile(r"(.*?\blayers\.)\d+\.")
 EXPERT = re.compile(r"(^|\.)experts(\.|$)")
 
 
+def architecture_if_needed(checkpoint: Checkpoint) -> Architecture | None:
+    """The architecture; None for one that is not in the table and has no experts, and so needs no entry there."""
+    try:
+        return checkpoint.architecture
+    except CheckpointError:
+        if any(map(EXPERT.search, checkpoint.names)):
+            raise
+        return None
+
+
 def layers_prefix(checkpoint: Checkpoint) -> str:
     """What the names of the decoder layers start with: ``model.layers.``, or that inside a multimodal model."""
     counts = Counter(match[1] for name in checkpoint.names if (match := LAYER.match(name)) and "vision" not in name)
@@ -529,7 +539,8 @@ def find_linears(checkpoint: Checkpoint, check: TensorCheck) -> dict[str, Linear
     """
     if checkpoint.quantization is None:
         return {}
-    routers = checkpoint.architecture.routers if checkpoint.text_config.get("model_type") in ARCHITECTURES else ()
+    architecture = ARCHITECTURES.get(str(checkpoint.text_config.get("model_type")))
+    routers = () if architecture is None else architecture.routers
     layers = checkpoint.text_config.get("num_hidden_layers")
     linears: dict[str, LinearSource] = {}
     for tensor in checkpoint.names:

@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from cpumoe import _core, cpu
-from cpumoe.architectures import ARCHITECTURES, ExpertsFacts
+from cpumoe.architectures import ExpertsFacts
 from cpumoe.checkpoint import Checkpoint, TensorCheck
 from cpumoe.config import MoEConfig
 from cpumoe.errors import UnsupportedScheme
@@ -28,6 +28,7 @@ from cpumoe.loading import (
     ExpertSource,
     LinearSource,
     QuantizedPerExpert,
+    architecture_if_needed,
     expert_prefixes,
     experts_of_layer,
     find_linears,
@@ -151,10 +152,7 @@ class Survey:
             raise UnsupportedScheme(f"scheme {scheme} for a checkpoint that is quantised already; leave it out")
         self.quantization = self._try(lambda: checkpoint.quantization)
         is_served = not self.is_quantized or self.quantization is not None
-        # A model without experts needs no entry in the table: its linears are found as they are.
-        is_known = self.config.get("model_type") in ARCHITECTURES
-        has_experts = any(map(EXPERT.search, checkpoint.names))
-        self.architecture = self._try(lambda: checkpoint.architecture) if is_known or has_experts else None
+        self.architecture = self._try(architecture_if_needed, checkpoint)
         self.facts = None if self.architecture is None else self._try(self.architecture.facts, self.config)
         self._prefix = self._try(layers_prefix, checkpoint)
         self._kinds = {name: self._kind(name) for name in checkpoint.names}
@@ -203,9 +201,10 @@ class Survey:
         count, further = self.config.get("num_hidden_layers"), self.config.get("num_nextn_predict_layers")
         if not isinstance(count, int) or not isinstance(further, int):
             return
-        layers = [f"{self._prefix}{layer}." for layer in range(count, count + further)]
         # Only they join the hidden state with the embedding of the next token.
-        found = tuple(layer for layer in layers if any(n.startswith(f"{layer}eh_proj.") for n in self._kinds))
+        joining = (LAYER.match(name) for name in self._kinds if ".eh_proj." in name)
+        layers = {match[0]: int(match[0].split(".")[-2]) for match in joining if match and match[1] == self._prefix}
+        found = tuple(layer for layer, number in layers.items() if count <= number < count + further)
         self._kinds |= {name: NOT_LOADED for name in self._kinds if name.startswith(found)}
 
     def _parts(self) -> list[Part]:
@@ -383,7 +382,7 @@ class Survey:
             match = LAYER.match(name)
             if match is None or match[1] != prefix or kind in ("experts", NOT_LOADED):
                 continue
-            layer, inside = int(match[0].removeprefix(prefix)[:-1]), name[match.end() :]
+            layer, inside = int(match[0].split(".")[-2]), name[match.end() :]
             module, _, suffix = name.rpartition(".")
             if layer >= count or kind == _OTHER or suffix not in _SUFFIXES:
                 self._check.extra.append(name)

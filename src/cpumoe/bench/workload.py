@@ -28,6 +28,7 @@ class Shape:
     experts: int
     topk: int
     activation: str = "silu"
+    load: tuple[float, ...] | None = None  # relative load of each expert; None: all alike
 
     def operations(self, tokens: int) -> float:
         """Integer multiplications and additions of one call."""
@@ -104,8 +105,9 @@ def rotating_experts(shape: Shape, scheme: Scheme) -> list[Experts]:
 
 
 def random_routing(shape: Shape, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
-    """ids and weights [tokens, topk], every expert equally likely."""
+    """ids and weights [tokens, topk], experts as likely as the shape's load says."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.empty((tokens, shape.experts))
-    weights, ids = select_experts(logits, shape.topk, RoutingMethod.SIMULATED, generator=generator)
+    load = None if shape.load is None else torch.tensor(shape.load)
+    weights, ids = select_experts(logits, shape.topk, RoutingMethod.SIMULATED, load=load, generator=generator)
     return ids, weights

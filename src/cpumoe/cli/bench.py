@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,7 @@ from cpumoe.bench.measure import Row, bench_shape
 from cpumoe.bench.report import plot, table, write_json
 from cpumoe.bench.workload import SHAPES, Shape
 from cpumoe.cpu import set_num_threads
+from cpumoe.demo_model import measured_load
 from cpumoe.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -34,6 +36,12 @@ def add_command(commands: Commands) -> None:
         parser.add_argument(f"--{name}", type=int, help="a shape of your own (give all four)")
     parser.add_argument("--scheme", action="append", help="scheme; may be repeated (w4a8-g128)")
     parser.add_argument("--tokens", type=_token_list, default=[1, 8, 64, 512, 2048], help="such as 1,8,64,512,2048")
+    parser.add_argument(
+        "--routing",
+        choices=["uniform", "demo"],
+        default="uniform",
+        help="how tokens choose experts: all alike, or as in the model that comes with the package",
+    )
     parser.add_argument("--isa", action="append", help="instruction set; may be repeated (the one in use)")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--dtype", choices=sorted(_DTYPES), default="bf16", help="of the hidden states")
@@ -64,7 +72,10 @@ def _shapes(arguments: argparse.Namespace) -> list[Shape]:
         if not 1 <= topk <= experts:
             raise ValueError(f"--topk {topk}; 1 to {experts} are accepted")
         shapes.append(Shape(f"{hidden}x{intermediate}x{experts}x{topk}", *sizes))
-    return shapes or [SHAPES["qwen3-30b-a3b"]]
+    shapes = shapes or [SHAPES["qwen3-30b-a3b"]]
+    if arguments.routing == "demo":
+        shapes = [replace(shape, load=tuple(measured_load(shape.experts).tolist())) for shape in shapes]
+    return shapes
 
 
 def _note(line: str) -> None:

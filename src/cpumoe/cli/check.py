@@ -17,20 +17,19 @@ import torch
 from torch import Tensor
 
 from cpumoe import cpu, reference
-from cpumoe.architectures import ARCHITECTURES
 from cpumoe.checkpoint import Checkpoint, TensorCheck
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.experts import Experts
 from cpumoe.formats.compressed_tensors import LinearFormat
 from cpumoe.formats.tensor_file import DTYPES
 from cpumoe.loading import (
-    EXPERT,
     LAYER,
     ExpertSource,
     FloatPerExpert,
     FusedFloat,
     LinearSource,
     QuantizedPerExpert,
+    architecture_if_needed,
     experts_of,
     find_linears,
     load_experts,
@@ -186,8 +185,7 @@ def _compare(result: Result, name: str, stored: Weight, held: Weight) -> None:
                 result.problems.append(f"{name}: biases are {'packed' if theirs is None else 'in the file'} only")
         elif mine.shape != theirs.shape:
             result.problems.append(f"{name}: {what} are {list(mine.shape)} packed, {list(theirs.shape)} in the file")
-        # bf16, fp16 and fp32 scales become fp32 without a loss
-        elif different := int(torch.count_nonzero(mine.to(theirs.dtype) != theirs)):
+        elif different := int(torch.count_nonzero(mine != theirs)):  # 16-bit floats are widened, which is exact
             result.problems.append(f"{name}: {different} of {mine.numel()} packed {what} are not those of the file")
 
 
@@ -377,8 +375,7 @@ def _plan(
     linears = find_linears(checkpoint, check)
     check.raise_problems()
     steps: dict[str, Step] = {}
-    # A model without experts needs no entry in the table of architectures.
-    if checkpoint.text_config.get("model_type") in ARCHITECTURES or any(map(EXPERT.search, checkpoint.names)):
+    if architecture_if_needed(checkpoint) is not None:
         for name, experts in experts_of(checkpoint, scheme).items():
             result = Result(name, "experts", str(experts.config.scheme))
             steps[name] = (
@@ -394,7 +391,7 @@ def _plan(
     layers: dict[tuple[int, str], list[Step]] = {}
     for name, step in steps.items():
         match = LAYER.match(name)
-        layer = (-1, name) if match is None else (int(match[0].removeprefix(match[1])[:-1]), match[0][:-1])
+        layer = (-1, name) if match is None else (int(match[0].split(".")[-2]), match[0][:-1])
         layers.setdefault(layer, []).append(step)
     numbers = sorted(number for number, _ in layers if number >= 0)
     if wanted is not None and (unknown := [number for number in wanted if number not in numbers]):

@@ -1,117 +1,131 @@
-"""``cpumoe demo``: one layer of a known model, quantised, run, and compared with what it stands for."""
+"""``cpumoe demo``: the model that comes with the package completes some Python; or one large layer, measured."""
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-import cpumoe
-from cpumoe import reference
-from cpumoe.bench.workload import SHAPES, Shape
-from cpumoe.selftest import using_isa
+from cpumoe import cpu, demo_model, reference
+from cpumoe.cli import demo_layer
+from cpumoe.experts import Experts
+from cpumoe.linear import QuantizedLinear
+from cpumoe.unpack import unpack
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+PROMPTS = (
+    'def read_lines(path):\n    """Return the lines of a file without their ends."""\n',
+    "class TestStack(unittest.TestCase):\n    def setUp(self):\n        self.stack = []\n\n    def test_push(self):\n",
+    "import os\nimport sys\n\n\ndef main(argv=None):\n",
+)
 
 
 def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "demo",
-        help="quantise and run one layer of Qwen3-30B-A3B's shape, and check it",
-        description="Makes one mixture-of-experts layer of Qwen3-30B-A3B's shape with random weights, quantises it to "
-        "4 bits, routes tokens, and compares speed, memory and results with PyTorch.",
+        help="let the model that comes with the package write Python; or --layer",
+        description="Loads the small 4-bit mixture-of-experts model that comes with the package, completes three "
+        "prompts, and says how fast that was, where the time went, which experts were used, and how it compares with "
+        "the same model in float. With --layer: one layer of Qwen3-30B-A3B's shape instead, measured and checked.",
     )
-    parser.add_argument("--scheme", default="w4a8-g128")
-    parser.add_argument("--experts", type=int, default=64, help="experts of the layer (64; the model has 128)")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens of each completion (64)")
+    parser.add_argument("--layer", action="store_true", help="one large layer with random weights instead")
+    demo_layer.add_options(parser)
     parser.set_defaults(run=run)
 
 
-Inputs = tuple[Tensor, Tensor, Tensor]  # hidden states, ids, weights
-
-
-def _median_ms(call: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: list[Inputs], seconds: float = 1.0) -> float:
-    """The inputs are taken in turn: their experts differ, so that weights come from memory and not from a cache."""
-    call(*inputs[0])
-    times: list[float] = []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times) < 3:
-        arguments = inputs[len(times) % len(inputs)]
-        start = time.perf_counter()
-        call(*arguments)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e3
-
-
-def _relative_error(value: Tensor, truth: Tensor) -> float:
-    return float((value.double() - truth.double()).norm() / truth.double().norm())
-
-
 def run(arguments: argparse.Namespace) -> int:
-    model = SHAPES["qwen3-30b-a3b"]
-    shape = Shape(model.name, model.hidden, model.intermediate, arguments.experts, model.topk)
-    if shape.experts < shape.topk:
-        raise ValueError(f"--experts {shape.experts}; {shape.topk} or more are accepted")
-    print(
-        f"One layer of {model.name}: hidden {shape.hidden}, intermediate {shape.intermediate}, {shape.experts} "
-        f"experts, {shape.topk} per token; {cpumoe.isa()} kernels, {cpumoe.get_num_threads()} threads.\n"
-    )
-    generator = torch.Generator().manual_seed(0)
-    gate_up = torch.randn((shape.experts, 2 * shape.intermediate, shape.hidden), generator=generator) * 0.02
-    down = torch.randn((shape.experts, shape.hidden, shape.intermediate), generator=generator) * 0.02
-    gate_up, down = gate_up.bfloat16(), down.bfloat16()
+    if arguments.layer:
+        return demo_layer.run(arguments)
+    if arguments.tokens < 2:
+        raise ValueError(f"--tokens {arguments.tokens}; 2 or more are accepted")
+    try:
+        import transformers  # noqa: F401
+    except ImportError:
+        raise RuntimeError("the demo needs transformers: pip install 'cpumoe[transformers]'") from None
+    return _complete(arguments.tokens)
+
+
+def _complete(tokens: int) -> int:
+    from cpumoe.bench.generation import decode_times
+    from cpumoe.cli.generation import Session, load_tokenizer, prepare_transformers
+    from cpumoe.expert_load import count_expert_load
+    from cpumoe.plugins.transformers import load_model
+
+    prepare_transformers()
     start = time.perf_counter()
-    layer = cpumoe.Experts.quantize(gate_up, down, arguments.scheme)
+    model = load_model(demo_model.FOLDER)
     seconds = time.perf_counter() - start
-    float_bytes = 2 * (gate_up.numel() + down.numel())
-    bits = 8 * layer.packed_bytes / (gate_up.numel() + down.numel())
+    tokenizer = load_tokenizer(demo_model.FOLDER)
+    config = model.config
     print(
-        f"Quantised to {layer.config.scheme} in {seconds:.1f} s: {float_bytes * 1e-6:.0f} MB in bf16 -> "
-        f"{layer.packed_bytes * 1e-6:.0f} MB packed ({bits:.2f} bits per weight).\n"
+        f"A mixture-of-experts model of {config.num_hidden_layers} layers with {config.num_experts} experts each, "
+        f"{config.num_experts_per_tok} per token, trained on the Python standard library.\n"
+        f"Loaded in {seconds:.1f} s; {cpu.isa()} kernels, {cpu.get_num_threads()} threads."
     )
-    activation = layer.config.activation
-    float_weights = gate_up.float(), down.float()
+    options = {"do_sample": True, "temperature": 0.5, "top_p": 0.9}
+    torch.manual_seed(3)
+    rates: list[float] = []
+    with count_expert_load(model) as load:
+        for prompt in PROMPTS:
+            print(f"\n{'-' * 100}\n{prompt}", end="")
+            session = Session(model, tokenizer, options)  # each prompt is a text of its own
+            answer = session.answer(tokenizer.encode(prompt), tokens, lambda piece: print(piece, end="", flush=True))
+            rates.append(answer.decode_rate or 0.0)
+            print()
+    print("-" * 100)
+    used = sum(int((counts > 0).sum()) for counts in load.counts.values())
+    every = sum(len(counts) for counts in load.counts.values())
+    print(f"\n{max(rates):.0f} tokens per second; {used} of {every} experts were used.")
 
-    def routed(tokens: int) -> Inputs:
-        x = torch.randn((tokens, shape.hidden), generator=generator)
-        logits = torch.randn((tokens, shape.experts), generator=generator)
-        weights, ids = cpumoe.select_experts(logits, shape.topk, "renormalize")
-        return x, ids, weights
+    ids = torch.tensor([tokenizer.encode(PROMPTS[0])])
+    packed_times = decode_times(model, ids, 32)
+    parts = ", ".join(f"{kind} {share:.0%}" for kind, share in packed_times.shares.items() if share >= 0.01)
+    print(f"Where a token's {packed_times.seconds * 1e3:.1f} ms go: {parts}.")
 
-    def torch_layer(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """The layer in bf16 PyTorch, expert by expert."""
-
-        def expert(index: int, inputs: Tensor) -> Tensor:
-            h = reference.apply_activation(torch.nn.functional.linear(inputs, gate_up[index]), activation)
-            return torch.nn.functional.linear(h, down[index])
-
-        return reference.sum_of_experts(x, ids, weights, expert).to(x.dtype)
-
-    print("tokens   cpumoe ms   PyTorch bf16 ms   faster by")
-    for tokens in (1, 16, 256):
-        inputs = [(x.bfloat16(), ids, weights) for x, ids, weights in (routed(tokens) for _ in range(8))]
-        own, torch_ms = _median_ms(layer, inputs), _median_ms(torch_layer, inputs)
-        print(f"{tokens:6}   {own:9.3f}   {torch_ms:15.3f}   {torch_ms / own:8.1f}x")
-
-    x, ids, weights = routed(64)
-    result = layer(x, ids, weights)
-    truth = reference.experts(x, ids, weights, *float_weights, None, None, activation, quantize=False)
-    same = cpumoe.Experts.quantize(gate_up, down, arguments.scheme, backend="reference")(x, ids, weights)
+    plain = float_model(model)
+    plain_times = decode_times(plain, ids, 8)
     print(
-        f"\nAgainst the float layer: relative error {_relative_error(result, truth):.3f} (random weights; this is what "
-        f"{layer.config.scheme.weights.bits} bits cost)."
+        f"The same model in {str(plain.dtype).removeprefix('torch.')} with transformers alone: "
+        f"{plain_times.seconds * 1e3:.1f} ms a token, {_bytes(plain) * 1e-6:.0f} MB of weights instead of "
+        f"{_bytes(model) * 1e-6:.0f} MB."
     )
-    print(f"Against the reference arithmetic of {layer.config.scheme}: {_relative_error(result, same):.1e}.")
-    names = []
-    for entry in cpumoe.instruction_sets():
-        if entry.supported and entry.name != "scalar":
-            with using_isa(entry.name):
-                equal = torch.equal(layer(x, ids, weights), result)
-            names.append(f"{entry.name} {'same bits' if equal else 'DIFFERENT BITS'}")
-    print(f"On every instruction set of this CPU: {', '.join(names)}.")
-    return 0 if all("DIFFERENT" not in name for name in names) else 1
+    bits = demo_model.quality()["bits_per_byte"]
+    print(
+        f"Held-out text: {bits['w4a8-g128 calibrated']:.3f} bits per byte as shipped, {bits['float']:.3f} in float "
+        "(models/python-stdlib/README.md says how this was measured)."
+    )
+    return 0
+
+
+def _bytes(model: PreTrainedModel) -> int:
+    tensors = [*model.parameters(), *model.buffers()]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def float_model(model: PreTrainedModel) -> PreTrainedModel:
+    """What a packed Qwen3-MoE stands for, as transformers would run it: weights multiplied out."""
+    from transformers import AutoModelForCausalLM
+
+    state: dict[str, Any] = dict(model.state_dict())
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            values, scales, _ = unpack(state.pop(f"{name}.weight_packed"))
+            state[f"{name}.weight"] = reference.dequantize(values[0], scales[0])
+        elif isinstance(module, Experts):
+            del state[f"{name}.gate_up_packed"], state[f"{name}.down_packed"]
+            held = module.quantized()
+            state[f"{name}.gate_up_proj"] = reference.dequantize(held.gate_up, held.gate_up_scale)
+            state[f"{name}.down_proj"] = reference.dequantize(held.down, held.down_scale)
+    config = type(model.config).from_dict(model.config.to_dict())
+    config.quantization_config = None
+    plain = AutoModelForCausalLM.from_config(config, dtype=model.dtype, attn_implementation="sdpa")
+    plain.load_state_dict(state)
+    plain.eval()
+    return plain

@@ -1,0 +1,80 @@
+"""Where the time of a decoded token goes."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PROFILED = 8  # tokens under the profiler, which slows them; only shares are taken from it
+
+
+@dataclass(frozen=True)
+class DecodeTimes:
+    """Seconds of one decoded token, and its shares by kind of work; ``Python`` is what no operator accounts for."""
+
+    seconds: float
+    shares: dict[str, float]
+
+    @property
+    def outside(self) -> float:
+        """Share that is neither a product, nor attention: what surrounds the arithmetic."""
+        return sum(share for kind, share in self.shares.items() if kind not in _ARITHMETIC)
+
+
+_ARITHMETIC = ("experts", "packed linears", "attention", "float products")
+
+
+def decode_times(model: Any, prompt: Tensor, tokens: int) -> DecodeTimes:
+    """Decodes greedily behind ``prompt`` [1, T] and says how long a token takes and where that goes."""
+    from torch.profiler import ProfilerActivity, profile
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+
+    def step(ids: Tensor) -> Tensor:
+        best: Tensor = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
+        return best
+
+    with torch.inference_mode():
+        token = step(prompt)
+        for _ in range(3):
+            token = step(token)
+        times = []
+        for _ in range(tokens):
+            start = time.perf_counter()
+            token = step(token)
+            times.append(time.perf_counter() - start)
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            start = time.perf_counter()
+            for _ in range(_PROFILED):
+                token = step(token)
+            profiled = time.perf_counter() - start
+    kinds: dict[str, float] = defaultdict(float)
+    for event in profiler.key_averages():
+        kinds[_kind(event.key)] += event.self_cpu_time_total * 1e-6 / profiled
+    kinds["Python"] = max(0.0, 1 - sum(kinds.values()))
+    return DecodeTimes(statistics.median(times), dict(sorted(kinds.items(), key=lambda item: -item[1])))
+
+
+def _kind(operator: str) -> str:
+    own = {
+        "cpumoe::fused_experts": "experts",
+        "cpumoe::linear": "packed linears",
+        "cpumoe::decode_attention": "attention",
+        "cpumoe::router_logits": "routing",
+        "cpumoe::select_experts": "routing",
+        "cpumoe::rms_norm": "norms",
+    }
+    if operator in own:
+        return own[operator]
+    if "attention" in operator:
+        return "attention"
+    if any(word in operator for word in ("mm", "linear", "mkldnn", "matmul")):
+        return "float products"
+    return "other operators"

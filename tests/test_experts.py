@@ -190,3 +190,14 @@ def test_packed_size_keeps_the_promise_of_four_bits() -> None:
     experts = cpumoe.Experts.quantize(*weights, "w4a8-g128")
     assert 8 * experts.packed_bytes / sum(w.numel() for w in weights) <= 4.3
     assert "w4a8-g128" in repr(experts) and "backend=native" in repr(experts)
+
+
+@pytest.mark.parametrize("scheme", ["w4a8", "w4a8-g32", "w4a8-g128", "w8a8"])
+def test_a_token_of_zeros_gives_zero(isa, scheme):
+    layer = cpumoe.Experts.quantize(torch.randn(4, 512, 256), torch.randn(4, 256, 256), scheme)
+    linear = cpumoe.QuantizedLinear.quantize(torch.randn(96, 256), scheme)
+    x = torch.zeros(3, 256)
+    x[1] = 1e-40  # too small for a scale
+    ids, weights = torch.tensor([[0, 1], [1, 2], [2, 3]]), torch.rand(3, 2)
+    assert torch.equal(linear(x), torch.zeros(3, 96))
+    assert torch.equal(layer(x, ids, weights), torch.zeros(3, 256))

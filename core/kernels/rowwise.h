@@ -206,12 +206,17 @@ void combine_rows(const BlockRows& b, const float* weight, const std::int32_t* t
 // 128 so that the bytes are unsigned). Gives the factor to multiply with before rounding.
 inline float row_parameters(float low, float high, RowQuant* q) {
   float s = low == high ? 1.0f : 255.0f / (high - low);
-  if (!(s <= 3.40282347e+38f)) s = 1.0f;  // range below 1e-36: nothing but zeros after rounding
+  bool zeros = low == high;
+  if (!(s <= 3.40282347e+38f)) {  // range below 1e-36: nothing but zeros after rounding
+    s = 1.0f;
+    zeros = true;
+  }
   const float scaled_low = low * s, scaled_high = high * s;
   float z = (-128.0f + scaled_low) + (127.0f + scaled_high) > 0.0f ? -128.0f - scaled_low : 127.0f - scaled_high;
   z = z < -128.0f ? -128.0f : z > 127.0f ? 127.0f : z;
   const float rounded = (z + 12582912.0f) - 12582912.0f;  // to nearest even
-  q->scale = s == 0.0f ? 0.0f : 1.0f / s;
+  // Zeros must give zero, not what rounding leaves of the zero point's share.
+  q->scale = s == 0.0f || zeros ? 0.0f : 1.0f / s;
   q->zero = static_cast<std::int32_t>(rounded) + 128;
   return s;
 }

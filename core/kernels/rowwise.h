@@ -327,12 +327,12 @@ struct LaneSum {
   }
   void add(int index, V v) { part[index % kLanes / V::kWidth] = part[index % kLanes / V::kWidth] + v; }
   float total() const {
-    float lanes[kLanes];
-    for (int i = 0; i < kLanes / V::kWidth; ++i) V::store(lanes + i * V::kWidth, part[i]);
-    for (int step = kLanes / 2; step > 0; step /= 2) {
-      for (int i = 0; i < step; ++i) lanes[i] += lanes[i + step];
+    V sum[kLanes / V::kWidth];
+    for (int i = 0; i < kLanes / V::kWidth; ++i) sum[i] = part[i];
+    for (int half = kLanes / V::kWidth / 2; half > 0; half /= 2) {
+      for (int i = 0; i < half; ++i) sum[i] = sum[i] + sum[i + half];
     }
-    return lanes[0];
+    return V::sum_of_halves(sum[0]);
   }
 };
 

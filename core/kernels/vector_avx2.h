@@ -30,6 +30,11 @@ struct F32x8 {
   static F32x8 fma(F32x8 a, F32x8 b, F32x8 c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
   static F32x8 divide(F32x8 a, F32x8 b) { return {_mm256_div_ps(a.v, b.v)}; }
   static F32x8 square_root(F32x8 a) { return {_mm256_sqrt_ps(a.v)}; }
+  static float sum_of_halves(F32x8 a) {
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(a.v), _mm256_extractf128_ps(a.v, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+  }
   static F32x8 abs(F32x8 a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
   static F32x8 copy_sign(F32x8 magnitude, F32x8 sign) {
     const __m256 mask = _mm256_set1_ps(-0.0f);

@@ -28,6 +28,12 @@ struct F32x16 {
   static F32x16 fma(F32x16 a, F32x16 b, F32x16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
   static F32x16 divide(F32x16 a, F32x16 b) { return {_mm512_div_ps(a.v, b.v)}; }
   static F32x16 square_root(F32x16 a) { return {_mm512_sqrt_ps(a.v)}; }
+  static float sum_of_halves(F32x16 a) {
+    const __m256 eight = _mm256_add_ps(_mm512_castps512_ps256(a.v), _mm512_extractf32x8_ps(a.v, 1));
+    const __m128 four = _mm_add_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+    const __m128 two = _mm_add_ps(four, _mm_movehl_ps(four, four));
+    return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+  }
   static F32x16 abs(F32x16 a) { return {_mm512_abs_ps(a.v)}; }
   static F32x16 copy_sign(F32x16 magnitude, F32x16 sign) {
     const __m512 mask = _mm512_set1_ps(-0.0f);

@@ -28,6 +28,10 @@ struct F32x4 {
   static F32x4 fma(F32x4 a, F32x4 b, F32x4 c) { return {vfmaq_f32(c.v, a.v, b.v)}; }
   static F32x4 divide(F32x4 a, F32x4 b) { return {vdivq_f32(a.v, b.v)}; }
   static F32x4 square_root(F32x4 a) { return {vsqrtq_f32(a.v)}; }
+  static float sum_of_halves(F32x4 a) {
+    const float32x2_t two = vadd_f32(vget_low_f32(a.v), vget_high_f32(a.v));
+    return vget_lane_f32(two, 0) + vget_lane_f32(two, 1);
+  }
   static F32x4 abs(F32x4 a) { return {vabsq_f32(a.v)}; }
   static F32x4 copy_sign(F32x4 magnitude, F32x4 sign) {
     return {vbslq_f32(vdupq_n_u32(0x80000000u), sign.v, magnitude.v)};

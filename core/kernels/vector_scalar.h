@@ -75,6 +75,8 @@ struct F32x1 {
   static F32x1 fma(F32x1 a, F32x1 b, F32x1 c) { return {__builtin_fmaf(a.v, b.v, c.v)}; }
   static F32x1 divide(F32x1 a, F32x1 b) { return {a.v / b.v}; }
   static F32x1 square_root(F32x1 a) { return {__builtin_sqrtf(a.v)}; }
+  // The lanes' sum: the upper half is added to the lower one until one lane is left.
+  static float sum_of_halves(F32x1 a) { return a.v; }
   static F32x1 abs(F32x1 a) { return {__builtin_fabsf(a.v)}; }
   static F32x1 copy_sign(F32x1 magnitude, F32x1 sign) { return {__builtin_copysignf(magnitude.v, sign.v)}; }
   static F32x1 select_less(F32x1 a, F32x1 b, F32x1 yes, F32x1 no) { return a.v < b.v ? yes : no; }

@@ -118,32 +118,42 @@ def _router(
     groups: tuple[int, int] = (0, 0),
     scale: float = 1.0,
 ) -> Route:
+    """The one-step form of a router. A partial and not a closure: models are pickled and copied with it."""
+    return partial(_route, module, scoring, score_chosen, renormalize, in_fp32, groups, scale)
+
+
+def _route(
+    module: Any,
+    scoring: str,
+    score_chosen: bool,
+    renormalize: bool,
+    in_fp32: bool,
+    groups: tuple[int, int],
+    scale: float,
+    hidden_states: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
     """[..., H] -> logits [tokens, experts], weights and ids [tokens, K], from a router's own tensors."""
-
-    def forward(hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        x = hidden_states.reshape(-1, hidden_states.shape[-1])
-        weight, bias = module.weight, getattr(module, "bias", None)
-        if x.shape[0] <= _FEW_TOKENS and x.dtype == weight.dtype:
-            bias32 = None if bias is None else bias.to(torch.float32)
-            logits = torch.ops.cpumoe.router_logits(x, weight, bias32, in_fp32)
-        elif in_fp32:
-            logits = nn.functional.linear(x.to(torch.float32), weight.to(torch.float32))
-        else:
-            logits = nn.functional.linear(x, weight, bias)
-        correction = getattr(module, "e_score_correction_bias", None)
-        weights, ids = torch.ops.cpumoe.select_experts(
-            logits,
-            module.top_k,
-            SCORING[scoring],
-            score_chosen,
-            None if correction is None else correction.to(torch.float32),
-            *groups,
-            renormalize,
-            scale,
-        )
-        return logits, weights, ids
-
-    return forward
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    weight, bias = module.weight, getattr(module, "bias", None)
+    if x.shape[0] <= _FEW_TOKENS and x.dtype == weight.dtype:
+        bias32 = None if bias is None else bias.to(torch.float32)
+        logits = torch.ops.cpumoe.router_logits(x, weight, bias32, in_fp32)
+    elif in_fp32:
+        logits = nn.functional.linear(x.to(torch.float32), weight.to(torch.float32))
+    else:
+        logits = nn.functional.linear(x, weight, bias)
+    correction = getattr(module, "e_score_correction_bias", None)
+    weights, ids = torch.ops.cpumoe.select_experts(
+        logits,
+        module.top_k,
+        SCORING[scoring],
+        score_chosen,
+        None if correction is None else correction.to(torch.float32),
+        *groups,
+        renormalize,
+        scale,
+    )
+    return logits, weights, ids
 
 
 def _softmax_router(module: Any) -> Route:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, KeysView, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -95,7 +95,7 @@ class Checkpoint:
         return None if section is None else QuantizationConfig.parse(section)
 
     @property
-    def names(self) -> Iterable[str]:
+    def names(self) -> KeysView[str]:
         return self._file_of.keys()
 
     def __contains__(self, name: object) -> bool:

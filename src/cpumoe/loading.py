@@ -76,7 +76,8 @@ class Buffers:
 def read_chunks(source: ExpertSource) -> Iterator[QuantizedExperts]:
     """All experts of a layer, some megabytes at a time; the next are read from disk while these are packed."""
     experts = source.config.experts
-    step = max(1, min(experts, _CHUNK_BYTES // source.expert_bytes))
+    # Two chunks are in memory: a quarter of a small layer at most.
+    step = max(1, min(experts // 8, _CHUNK_BYTES // source.expert_bytes))
     buffers = (Buffers(), Buffers())  # one is packed while the other is filled
 
     def read(index: int, first: int) -> QuantizedExperts:
@@ -419,6 +420,9 @@ def experts_of(checkpoint: Checkpoint, scheme: Scheme | None = None) -> dict[str
     """
     facts = checkpoint.architecture.facts(checkpoint.text_config)
     prefix = layers_prefix(checkpoint)
+    announced, held = len(facts.layers) * facts.experts, len(checkpoint.names)
+    if announced > 10_000 + 100 * held:  # listing them all would take hours and say nothing
+        raise CheckpointError(f"{checkpoint.folder}: config.json announces {announced} experts for {held} tensors")
     check = TensorCheck(checkpoint)
     sources: dict[str, ExpertSource] = {}
     for layer in facts.layers:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -133,7 +134,7 @@ class TensorFileWriter:
         self, path: Path, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
     ) -> None:
         self.path = path
-        self._partial = path.with_name(f"{path.name}.{os.getpid()}.partial")  # two processes may write the same file
+        self._partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")  # others may write the same file
         header: dict[str, object] = {"__metadata__": dict(metadata)}
         offset = 0
         self._sizes: dict[str, int] = {}

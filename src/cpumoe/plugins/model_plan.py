@@ -117,6 +117,8 @@ def plan_model(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | None, 
                 scheme=scheme,
             )
             if source is None:
+                if checkpoint.quantization is not None:
+                    _log.warning("%s is in float in this quantised checkpoint, and stays so", name)
                 _check_float_experts(check, checkpoint, architecture, to_disk(name), facts)
             else:
                 source.check(check)

@@ -136,7 +136,7 @@ def load(folder: Path, linears: str | None, cache: Path | None) -> tuple[Any, di
         "packed_gb_per_second": packed * 1e-9 / seconds,
         "model_gb": held * 1e-9,
         "peak_gb": peak * 1e-9,
-        "peak_over_model_and_layer": peak / (held + per_layer),
+        "peak_over_packed_and_layer": peak / (packed + per_layer),
     }
 
 

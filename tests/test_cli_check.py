@@ -15,7 +15,7 @@ from tiny_architectures import together
 from torch import Tensor
 
 import cpumoe
-from cpumoe import cli, loading
+from cpumoe import cli, expert_sources, loading
 from cpumoe.cli import check
 from cpumoe.formats.compressed_tensors import LinearFormat
 from cpumoe.quantize import quantize_weight
@@ -124,14 +124,15 @@ def test_a_quantised_head_and_a_model_without_experts(tmp_path: Path, checked: C
 
 
 def test_a_scale_that_changed_while_it_was_loaded(monkeypatch: pytest.MonkeyPatch, checked: Checked) -> None:
-    real = loading._packable_scale
+    real = expert_sources.packable_scale
 
     def changed(scale: Tensor) -> Tensor:
         scale = real(scale).clone()
         scale.view(-1)[5] *= 1.01
         return scale
 
-    monkeypatch.setattr(loading, "_packable_scale", changed)
+    for module in (expert_sources, loading):
+        monkeypatch.setattr(module, "packable_scale", changed)
     code, text, facts = checked(CHECKPOINTS / PACKED)
     assert code == 1 and facts["first_difference"] == "model.layers.0.mlp.experts"
     assert len(facts["differing"]) == 10 and "0 of 2 layers agree" in text
@@ -144,7 +145,7 @@ def test_a_scale_that_changed_while_it_was_loaded(monkeypatch: pytest.MonkeyPatc
 
 
 def test_weights_that_changed_in_memory_in_one_layer(monkeypatch: pytest.MonkeyPatch, checked: Checked) -> None:
-    def damaged(source: loading.ExpertSource, backend: str | None = None) -> cpumoe.Experts:
+    def damaged(source: expert_sources.ExpertSource, backend: str | None = None) -> cpumoe.Experts:
         experts = loading.load_experts(source, backend)
         if "layers.1." in source.prefix:
             experts.get_buffer("down_packed")[-1] ^= 1

@@ -21,8 +21,9 @@ import cpumoe
 from cpumoe import CheckpointError, UnsupportedScheme, calibration, reference
 from cpumoe.checkpoint import Checkpoint
 from cpumoe.cli import main
+from cpumoe.expert_sources import Buffers
 from cpumoe.formats.compressed_tensors import FORMS
-from cpumoe.loading import Buffers, experts_of
+from cpumoe.loading import experts_of
 from cpumoe.quantize import quantize_weight, unpack_nibbles
 
 

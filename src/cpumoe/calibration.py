@@ -25,8 +25,8 @@ from cpumoe.checkpoint_quantizer import LayerPlan, LayerWriter, QuantizationPlan
 from cpumoe.errors import CheckpointError
 from cpumoe.formats.tensor_file import TensorFile, TensorFileWriter
 from cpumoe.gptq import InputStatistics
+from cpumoe.plugins.llama4 import adapt_llama4
 from cpumoe.plugins.model_plan import Pending, replace_module
-from cpumoe.plugins.transformers import adapt_llama4
 
 _log = logging.getLogger("cpumoe")
 

@@ -28,10 +28,11 @@ from tqdm import tqdm
 from cpumoe import reference
 from cpumoe.checkpoint import INDEX_FILE, Checkpoint
 from cpumoe.errors import CheckpointError, UnsupportedScheme
+from cpumoe.expert_sources import FLOAT_DTYPES, Buffers, FloatExpertSource
 from cpumoe.formats.compressed_tensors import FORMS, Form, LinearFormat, write_config
 from cpumoe.formats.tensor_file import DTYPES, TensorFile, TensorFileWriter
 from cpumoe.gptq import InputStatistics, quantize_with_statistics
-from cpumoe.loading import FLOAT_DTYPES, Buffers, FloatExpertSource, experts_of, layers_prefix
+from cpumoe.loading import experts_of, layers_prefix
 from cpumoe.quantize import quantize_weight
 from cpumoe.scheme import Scheme
 

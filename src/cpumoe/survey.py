@@ -19,15 +19,13 @@ from cpumoe.architectures import ExpertsFacts
 from cpumoe.checkpoint import Checkpoint, TensorCheck
 from cpumoe.config import MoEConfig
 from cpumoe.errors import UnsupportedScheme
+from cpumoe.expert_sources import FLOAT_DTYPES, ExpertSource, QuantizedPerExpert
 from cpumoe.formats.compressed_tensors import LinearFormat, StoredTensor
 from cpumoe.loading import (
     EXPERT,
-    FLOAT_DTYPES,
     LAYER,
     QUANTIZED_SUFFIXES,
-    ExpertSource,
     LinearSource,
-    QuantizedPerExpert,
     architecture_if_needed,
     expert_prefixes,
     experts_of_layer,

@@ -19,21 +19,11 @@ from torch import Tensor
 from cpumoe import cpu, reference
 from cpumoe.checkpoint import Checkpoint, TensorCheck
 from cpumoe.errors import CheckpointError, UnsupportedScheme
+from cpumoe.expert_sources import ExpertSource, FloatPerExpert, FusedFloat, QuantizedPerExpert
 from cpumoe.experts import Experts
 from cpumoe.formats.compressed_tensors import LinearFormat
 from cpumoe.formats.tensor_file import DTYPES
-from cpumoe.loading import (
-    LAYER,
-    ExpertSource,
-    FloatPerExpert,
-    FusedFloat,
-    LinearSource,
-    QuantizedPerExpert,
-    architecture_if_needed,
-    experts_of,
-    find_linears,
-    load_experts,
-)
+from cpumoe.loading import LAYER, LinearSource, architecture_if_needed, experts_of, find_linears, load_experts
 from cpumoe.quantize import quantize_weight
 from cpumoe.scheme import Scheme
 from cpumoe.selftest import using_isa

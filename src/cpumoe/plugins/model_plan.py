@@ -13,20 +13,12 @@ from torch import Tensor, nn
 from cpumoe.architectures import ARCHITECTURES, Architecture, ExpertsFacts, text_config
 from cpumoe.checkpoint import Checkpoint, TensorCheck
 from cpumoe.errors import CheckpointError, UnsupportedScheme
+from cpumoe.expert_sources import FLOAT_DTYPES, ExpertSource
 from cpumoe.experts import Experts
 from cpumoe.formats.compressed_tensors import StoredTensor
 from cpumoe.formats.tensor_file import DTYPES
 from cpumoe.linear import QuantizedLinear
-from cpumoe.loading import (
-    FLOAT_DTYPES,
-    LAYER,
-    ExpertSource,
-    LinearSource,
-    expert_prefixes,
-    find_experts,
-    layers_prefix,
-    load_experts,
-)
+from cpumoe.loading import LAYER, LinearSource, expert_prefixes, find_experts, layers_prefix, load_experts
 from cpumoe.quantize import quantize_weight
 from cpumoe.scheme import Scheme
 
@@ -69,6 +61,12 @@ class ModelPlan:
         return inside or tensor in self.tensors or tensor.startswith(self.left_out)
 
 
+def model_architecture(model: nn.Module) -> Architecture | None:
+    """The row of the table for a transformers model."""
+    config = text_config(model.config.to_dict())  # type: ignore[union-attr, operator]  # a transformers model has one
+    return ARCHITECTURES.get(config.get("model_type", ""))
+
+
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)
@@ -106,16 +104,7 @@ def plan_model(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | None, 
     if architecture is not None:
         facts = architecture.facts(config)
         for name in expert_modules(model, architecture):
-            source = find_experts(
-                checkpoint,
-                architecture,
-                to_disk(name),
-                experts=facts.experts,
-                hidden_size=facts.hidden_size,
-                intermediate_size=facts.intermediate_size,
-                activation=facts.activation,
-                scheme=scheme,
-            )
+            source = find_experts(checkpoint, architecture, to_disk(name), facts, scheme)
             if source is None:
                 if checkpoint.quantization is not None:
                     _log.warning("%s is in float in this quantised checkpoint, and stays so", name)
@@ -151,16 +140,7 @@ def _check_float_experts(
     check: TensorCheck, checkpoint: Checkpoint, architecture: Architecture, module: str, facts: ExpertsFacts
 ) -> None:
     """Experts that stay in float are read by transformers, which does not name what it lacks."""
-    source = find_experts(
-        checkpoint,
-        architecture,
-        module,
-        experts=facts.experts,
-        hidden_size=facts.hidden_size,
-        intermediate_size=facts.intermediate_size,
-        activation=facts.activation,
-        scheme=_FITS_ALL_SIZES,
-    )
+    source = find_experts(checkpoint, architecture, module, facts, _FITS_ALL_SIZES)
     assert source is not None  # there is a scheme
     source.check(check)
 

@@ -37,23 +37,23 @@ from cpumoe.checkpoint import Checkpoint
 from cpumoe.config import MoEConfig
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.experts import Experts
-from cpumoe.formats.compressed_tensors import Form, LinearFormat, QuantizationConfig, write_config
-from cpumoe.linear import QuantizedLinear
-from cpumoe.loading import expert_prefixes
+from cpumoe.formats.compressed_tensors import QuantizationConfig
 from cpumoe.packed_cache import PackedCache
 from cpumoe.plugins.decode import ATTENTION, register_attention, speed_up
+from cpumoe.plugins.llama4 import adapt_llama4
 from cpumoe.plugins.model_plan import (
     ModelPlan,
     Pending,
     expert_modules,
     float_linears,
+    model_architecture,
     plan_model,
     quantize_linear,
     replace_module,
 )
+from cpumoe.plugins.saving import quantization_section, state_dict_for_saving
 from cpumoe.quantize import quantize_weight
 from cpumoe.scheme import Scheme
-from cpumoe.unpack import unpack
 
 _log = logging.getLogger("cpumoe")
 
@@ -308,104 +308,6 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         return True
 
 
-# ---- Llama 4, whose experts are called with all tokens for every expert --------------------------------------------
-
-
-class Llama4Moe(nn.Module):
-    """Llama 4's mixture of experts for routed tokens only; the weight multiplies the token before the first product."""
-
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        parts: Any = block
-        self.top_k: int = parts.top_k
-        self.experts, self.router, self.shared_expert = parts.experts, parts.router, parts.shared_expert
-
-    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
-        x = hidden_states.reshape(-1, hidden_states.shape[-1])  # [tokens, H]
-        logits = nn.functional.linear(x, self.router.weight)
-        values, ids = torch.topk(logits, self.top_k, dim=-1)
-        routed = self.experts(x, ids, torch.sigmoid(values.float()), apply_router_weight_on_input=True)
-        return self.shared_expert(x) + routed, logits
-
-
-def adapt_llama4(model: nn.Module) -> None:
-    """Puts Llama4Moe where a block's experts are packed (or about to be)."""
-    for name, module in list(model.named_modules()):
-        if type(module).__name__ == "Llama4TextMoe" and isinstance(module.experts, Pending | Experts):
-            replace_module(model, name, Llama4Moe(module))
-
-
-# ---- saving --------------------------------------------------------------------------------------------------------
-
-
-def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The ``quantization_config`` that describes a model with packed modules.
-
-    Modules keep the form (``int-quantized`` or ``pack-quantized``) of the checkpoint they came from.
-    """
-    form: Form = "int-quantized" if loaded and loaded.get("format") == "int-quantized" else "pack-quantized"
-    schemes: dict[Scheme, list[str]] = {}
-    ignore: list[str] = []
-    architecture = _architecture(model)
-    experts = set() if architecture is None else set(expert_modules(model, architecture))
-
-    def inside(name: str) -> str:
-        """A pattern of all that is in the experts ``name``, under whatever name transformers writes them."""
-        names = [name] if architecture is None else expert_prefixes(architecture, name)
-        return f"re:^({'|'.join(n.replace('.', '[.]') for n in names)})[.]"
-
-    for name, module in model.named_modules():
-        if isinstance(module, Experts):
-            schemes.setdefault(module.config.scheme, []).append(inside(name))
-        elif isinstance(module, QuantizedLinear):
-            schemes.setdefault(module.scheme, []).append(name)
-        elif isinstance(module, nn.Linear):
-            ignore.append(name)
-        elif name in experts:
-            ignore.append(inside(name))
-    if not schemes:
-        raise UnsupportedScheme("no module of this model can be packed; a smaller group size may fit its linears")
-    if architecture is not None:
-        ignore += [f"re:.*{path.replace('.', '[.]')}$" for path in architecture.routers]
-    # The scheme with the most modules is that of all linears; the others are named.
-    commonest, *others = sorted(schemes, key=lambda s: -len(schemes[s]))
-    formats = {"Linear": LinearFormat(commonest, form)}
-    formats |= {target: LinearFormat(scheme, form) for scheme in others for target in schemes[scheme]}
-    return write_config(formats, ignore)
-
-
-def state_dict_for_saving(model: PreTrainedModel, config: QuantizationConfig) -> dict[str, Tensor]:
-    """All tensors of a model as a compressed-tensors checkpoint has them."""
-    packed = {n: m for n, m in model.named_modules() if isinstance(m, Experts | QuantizedLinear)}
-    out = {k: t for k, t in model.state_dict().items() if k.rpartition(".")[0] not in packed}
-
-    def add(name: str, values: Tensor, scales: Tensor, bias: Tensor | None) -> None:
-        form = config.format_of(name)
-        assert form is not None  # the configuration was made from these modules
-        out.update({f"{name}.{key}": tensor.contiguous() for key, tensor in form.encode(values, scales).items()})
-        if bias is not None:
-            out[f"{name}.bias"] = bias.contiguous()
-
-    for name, module in packed.items():
-        if isinstance(module, QuantizedLinear):
-            values, scales, bias = unpack(module.weight_packed)
-            add(name, values[0], scales[0], None if bias is None else bias[0])
-            continue
-        inner = module.config.intermediate_size
-        for expert in range(module.config.experts):
-            part = module.quantized(expert, 1)
-            first_bias: tuple[Tensor | None, Tensor | None] = (None, None)
-            if part.gate_up_bias is not None:
-                first_bias = (part.gate_up_bias[0, :inner], part.gate_up_bias[0, inner:])
-            second_bias = None if part.down_bias is None else part.down_bias[0]
-            prefix = f"{name}.{expert}"
-            values, scales = part.gate_up[0], part.gate_up_scale[0]
-            add(f"{prefix}.gate_proj", values[:inner], scales[:inner], first_bias[0])
-            add(f"{prefix}.up_proj", values[inner:], scales[inner:], first_bias[1])
-            add(f"{prefix}.down_proj", part.down[0], part.down_scale[0], second_bias)
-    return out
-
-
 # ---- float models --------------------------------------------------------------------------------------------------
 
 
@@ -423,7 +325,7 @@ def accelerate(
         The same model. ``save_pretrained`` writes it as a compressed-tensors checkpoint.
     """
     scheme, packed_linears = Scheme.parse(scheme), None if linears is None else Scheme.parse(linears)
-    architecture = _architecture(model)
+    architecture = model_architecture(model)
     if architecture is None:
         kind = model.config.get_text_config().model_type
         raise UnsupportedScheme(f"model_type {kind!r} is not known; known are {', '.join(ARCHITECTURES)}")
@@ -527,10 +429,6 @@ def warn_where_no_effect(model: PreTrainedModel, requested: str) -> None:
             requested,
             type(model).__name__,
         )
-
-
-def _architecture(model: PreTrainedModel) -> Architecture | None:
-    return ARCHITECTURES.get(text_config(model.config.to_dict()).get("model_type", ""))
 
 
 register_attention()

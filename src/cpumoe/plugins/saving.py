@@ -1,0 +1,85 @@
+"""A model with packed modules as a compressed-tensors checkpoint: its ``quantization_config`` and its tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from cpumoe.errors import UnsupportedScheme
+from cpumoe.experts import Experts
+from cpumoe.formats.compressed_tensors import Form, LinearFormat, QuantizationConfig, write_config
+from cpumoe.linear import QuantizedLinear
+from cpumoe.loading import expert_prefixes
+from cpumoe.plugins.model_plan import expert_modules, model_architecture
+from cpumoe.scheme import Scheme
+from cpumoe.unpack import unpack
+
+
+def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The ``quantization_config`` that describes a model with packed modules.
+
+    Modules keep the form (``int-quantized`` or ``pack-quantized``) of the checkpoint they came from.
+    """
+    form: Form = "int-quantized" if loaded and loaded.get("format") == "int-quantized" else "pack-quantized"
+    schemes: dict[Scheme, list[str]] = {}
+    ignore: list[str] = []
+    architecture = model_architecture(model)
+    experts = set() if architecture is None else set(expert_modules(model, architecture))
+
+    def inside(name: str) -> str:
+        """A pattern of all that is in the experts ``name``, under whatever name transformers writes them."""
+        names = [name] if architecture is None else expert_prefixes(architecture, name)
+        return f"re:^({'|'.join(n.replace('.', '[.]') for n in names)})[.]"
+
+    for name, module in model.named_modules():
+        if isinstance(module, Experts):
+            schemes.setdefault(module.config.scheme, []).append(inside(name))
+        elif isinstance(module, QuantizedLinear):
+            schemes.setdefault(module.scheme, []).append(name)
+        elif isinstance(module, nn.Linear):
+            ignore.append(name)
+        elif name in experts:
+            ignore.append(inside(name))
+    if not schemes:
+        raise UnsupportedScheme("no module of this model can be packed; a smaller group size may fit its linears")
+    if architecture is not None:
+        ignore += [f"re:.*{path.replace('.', '[.]')}$" for path in architecture.routers]
+    # The scheme with the most modules is that of all linears; the others are named.
+    commonest, *others = sorted(schemes, key=lambda s: -len(schemes[s]))
+    formats = {"Linear": LinearFormat(commonest, form)}
+    formats |= {target: LinearFormat(scheme, form) for scheme in others for target in schemes[scheme]}
+    return write_config(formats, ignore)
+
+
+def state_dict_for_saving(model: PreTrainedModel, config: QuantizationConfig) -> dict[str, Tensor]:
+    """All tensors of a model as a compressed-tensors checkpoint has them."""
+    packed = {n: m for n, m in model.named_modules() if isinstance(m, Experts | QuantizedLinear)}
+    out = {k: t for k, t in model.state_dict().items() if k.rpartition(".")[0] not in packed}
+
+    def add(name: str, values: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+        form = config.format_of(name)
+        assert form is not None  # the configuration was made from these modules
+        out.update({f"{name}.{key}": tensor.contiguous() for key, tensor in form.encode(values, scales).items()})
+        if bias is not None:
+            out[f"{name}.bias"] = bias.contiguous()
+
+    for name, module in packed.items():
+        if isinstance(module, QuantizedLinear):
+            values, scales, bias = unpack(module.weight_packed)
+            add(name, values[0], scales[0], None if bias is None else bias[0])
+            continue
+        inner = module.config.intermediate_size
+        for expert in range(module.config.experts):
+            part = module.quantized(expert, 1)
+            first_bias: tuple[Tensor | None, Tensor | None] = (None, None)
+            if part.gate_up_bias is not None:
+                first_bias = (part.gate_up_bias[0, :inner], part.gate_up_bias[0, inner:])
+            second_bias = None if part.down_bias is None else part.down_bias[0]
+            prefix = f"{name}.{expert}"
+            values, scales = part.gate_up[0], part.gate_up_scale[0]
+            add(f"{prefix}.gate_proj", values[:inner], scales[:inner], first_bias[0])
+            add(f"{prefix}.up_proj", values[inner:], scales[inner:], first_bias[1])
+            add(f"{prefix}.down_proj", part.down[0], part.down_scale[0], second_bias)
+    return out

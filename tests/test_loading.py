@@ -619,10 +619,13 @@ def test_quantising_on_load_needs_the_packed_weights_and_one_float_layer(tmp_pat
     assert peak <= 1.1 * (packed + one_layer)
 
 
-def test_a_configuration_that_announces_far_more_than_there_is_is_refused(tmp_path):
+@pytest.mark.parametrize("lie", [{"num_experts": 10**6}, {"num_experts": 10**9}, {"num_hidden_layers": 10**6}])
+def test_a_configuration_that_announces_far_more_than_there_is_is_refused(tmp_path, lie):
     folder = write_float(tmp_path / "float", "qwen3_moe")
     config = json.loads((folder / "config.json").read_text())
     config.pop("num_local_experts", None)
-    (folder / "config.json").write_text(json.dumps(config | {"num_experts": 10**6}))
-    with Checkpoint.open(folder) as checkpoint, pytest.raises(CheckpointError, match="announces 2000000 experts"):
+    (folder / "config.json").write_text(json.dumps(config | {"num_experts": 8} | lie))
+    with Checkpoint.open(folder) as checkpoint, pytest.raises(CheckpointError, match="config.json"):
         experts_of(checkpoint)
+    with pytest.raises(CheckpointError, match="config.json"):
+        cpumoe.load_model(folder, scheme="w4a8-g32")

@@ -258,18 +258,37 @@ def test_a_killed_run_is_taken_up_where_it_was(tmp_path, text, calibrated):
         assert (whole / name).read_text() == (tmp_path / "q" / name).read_text()
 
 
+def test_a_run_that_was_killed_at_its_very_end_is_taken_up(float_model, tmp_path, monkeypatch):
+    def killed(self, target):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("cpumoe.checkpoint_quantizer._sync", lambda path: None)
+        patched.setattr("cpumoe.checkpoint_quantizer._finish", lambda *_: killed(None, None))
+        cpumoe.quantize_checkpoint(float_model, tmp_path / "q", "w4a8-g32")
+    report = cpumoe.quantize_checkpoint(float_model, tmp_path / "q", "w4a8-g32")
+    assert report.matrices == 24 and not list((tmp_path / "q").rglob(".work"))
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_named(tmp_path, text):
+    source = write_float(tmp_path / "float", "qwen3_moe", vocab_size=128)
+    write_tiny_tokenizer(source)
+    with pytest.raises(CheckpointError, match="the model knows 128"):
+        cpumoe.quantize_checkpoint(source, tmp_path / "q", "w4a8-g32", calibration=text)
+
+
 def test_work_of_other_settings_is_not_mixed_in(float_model, tmp_path):
     work = tmp_path / "q.partial"
-    work.mkdir()
-    (work / "settings.json").write_text('{"scheme": "w8a8"}')
+    (work / ".work").mkdir(parents=True)
+    (work / ".work/settings.json").write_text('{"scheme": "w8a8"}')
     with pytest.raises(RuntimeError, match="other settings"):
         cpumoe.quantize_checkpoint(float_model, tmp_path / "q", "w4a8-g32")
 
 
 def test_two_processes_do_not_write_the_same_folder(float_model, tmp_path):
     work = tmp_path / "q.partial"
-    work.mkdir()
-    with (work / ".lock").open("w") as lock:
+    (work / ".work").mkdir(parents=True)
+    with (work / ".work/lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         process = start(float_model, tmp_path / "q", "w4a8-g32")
         _, errors = process.communicate(timeout=120)
@@ -287,7 +306,7 @@ def test_a_full_disk_leaves_nothing_that_looks_whole(float_model, tmp_path):
     done = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True)
     assert done.returncode == 2 and "too large" in done.stderr.lower()
     assert not (tmp_path / "q").exists()
-    assert not list((tmp_path / "q.partial").glob("*.partial"))
+    assert not list((tmp_path / "q.partial").rglob("*.partial"))
     cpumoe.quantize_checkpoint(float_model, tmp_path / "q", "w4a8-g32")  # with room, it goes on
 
 

@@ -966,3 +966,36 @@ def test_a_model_on_the_reference_backend_survives_saving(models, tmp_path, monk
     load(models.quantized("gpt_oss")).save_pretrained(tmp_path / "saved")
     monkeypatch.delenv("CPUMOE_BACKEND")
     assert_same_model(load(tmp_path / "saved"), load(models.quantized("gpt_oss")))
+
+
+def test_gradients_are_refused_and_not_lost(tmp_path):
+    folder = write_float(tmp_path / "float", "qwen3_moe")
+    model = cpumoe.load_model(folder, scheme="w4a8-g32", linears="w8a8", dtype=torch.float32)
+    assert not any(p.requires_grad for p in model.parameters())
+    ids = torch.randint(3, 100, (1, 5))
+    assert not model(ids).logits.requires_grad
+    embeddings = model.get_input_embeddings()(ids).detach().requires_grad_()
+    with pytest.raises(RuntimeError, match="for inference"):
+        model(inputs_embeds=embeddings)
+    stock = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="cpumoe-w4a8-g32")
+    stock.train()
+    with pytest.raises(RuntimeError, match="for inference"):
+        stock(ids)
+
+
+def test_an_acceleration_that_fails_names_the_layer_and_leaves_a_model_that_describes_itself(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(write_float(tmp_path / "float", "qwen3_moe"), dtype=torch.float32)
+    with torch.no_grad():
+        model.model.layers[1].mlp.experts.down_proj[0, 0, 0] = torch.nan
+    with pytest.raises(CheckpointError, match="model.layers.1.mlp.experts"):
+        cpumoe.accelerate(model, "w4a8-g32")
+    assert model.config.quantization_config.to_dict()["quant_method"] == "compressed-tensors"
+
+
+def test_a_model_from_the_cache_is_pickled_once(tmp_path):
+    folder = write_float(tmp_path / "float", "qwen3_moe")
+    options = {"scheme": "w4a8-g32", "dtype": torch.float32, "cache": tmp_path / "cache"}
+    cpumoe.load_model(folder, **options)
+    model = cpumoe.load_model(folder, **options)
+    packed = model.model.layers[0].mlp.experts.get_buffer("down_packed")
+    assert packed.untyped_storage().nbytes() == packed.numel()

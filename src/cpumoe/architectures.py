@@ -80,6 +80,12 @@ def _swiglu_oai(config: Config) -> Activation:
     return Activation("swiglu_oai", alpha=config.get("swiglu_alpha", 1.702), limit=config.get("swiglu_limit", 7.0))
 
 
+# Bounds far above any model: without them a lying config.json makes a list of all its layers and experts first.
+_LARGEST_SIZE = 1 << 20
+_MOST_EXPERTS = 1 << 18
+_NAMES_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
 @dataclass(frozen=True)
 class ExpertsFacts:
     """What a config.json says of the routed experts."""
@@ -117,12 +123,13 @@ class Architecture:
             for name in names:
                 value = config.get(name)
                 if value is not None:
-                    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                        raise CheckpointError(f"config.json has {name}={value!r}; a positive number is accepted")
+                    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST_SIZE:
+                        raise CheckpointError(f"config.json has {name}={value!r}; 1 to {_LARGEST_SIZE} are accepted")
                     return value
             raise CheckpointError(f"config.json has no {' or '.join(names)}")
 
-        size("num_hidden_layers")
+        if size("num_hidden_layers") * size(*_NAMES_OF_EXPERTS) > _MOST_EXPERTS:
+            raise CheckpointError(f"config.json announces more than {_MOST_EXPERTS} experts")
         try:
             layers, activation = tuple(self.layers(config)), self.activation(config)
         except CheckpointError:
@@ -131,7 +138,7 @@ class Architecture:
             raise CheckpointError(f"config.json does not say which layers have experts, and how: {problem}") from None
         return ExpertsFacts(
             layers,
-            size("num_experts", "num_local_experts", "n_routed_experts"),
+            size(*_NAMES_OF_EXPERTS),
             size("hidden_size"),
             size(self.intermediate),
             size("num_experts_per_tok"),

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from cpumoe.checkpoint import Checkpoint
-from cpumoe.checkpoint_quantizer import LayerPlan, LayerWriter, QuantizationPlan, Report
+from cpumoe.checkpoint_quantizer import NOTES, LayerPlan, LayerWriter, QuantizationPlan, Report
 from cpumoe.errors import CheckpointError
 from cpumoe.formats.tensor_file import TensorFile, TensorFileWriter
 from cpumoe.gptq import InputStatistics
@@ -75,9 +75,7 @@ class ExpertRecorder(Pending):
     def __init__(self, top_level: nn.Module) -> None:
         super().__init__()
         self.num_experts = getattr(top_level, "num_experts", None)
-        self.forget()
-
-    def forget(self) -> None:
+        self.recording = False
         self.inputs: list[Tensor] = []
         self.ids: list[Tensor] = []
         self.weights: list[Tensor] = []
@@ -89,10 +87,11 @@ class ExpertRecorder(Pending):
     ) -> Tensor:
         if self.answers:
             return self.answers.pop(0)
-        self.inputs.append(hidden_states)
-        self.ids.append(ids)
-        self.weights.append(weights)
-        self.weight_on_input = apply_router_weight_on_input
+        if self.recording:
+            self.inputs.append(hidden_states)
+            self.ids.append(ids)
+            self.weights.append(weights)
+            self.weight_on_input = apply_router_weight_on_input
         return torch.zeros_like(hidden_states)
 
     def answer(self, expert: Callable[[int, Tensor], Tensor], experts: int) -> None:
@@ -123,6 +122,8 @@ def run_calibrated(
         raise CheckpointError(f"{source} has no tokenizer, which calibration needs: {problem}") from None
     length = min(length, getattr(config, "max_position_embeddings", length))
     ids = sequences(read_texts(text), tokenizer, samples, length)
+    if (largest := int(ids.max())) >= (known := config.vocab_size):
+        raise CheckpointError(f"{source}: the tokenizer gives token {largest}, and the model knows {known}")
     report.tokens = ids.numel()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -173,8 +174,9 @@ class _Run:
                 linear = layer.get_submodule(_in_layer(plan, name))
                 linear.weight = nn.Parameter(writer.quantize_linear(name, statistics[name]), requires_grad=False)
             if recorder is not None:
-                recorder.forget()
+                recorder.recording = True
                 run()
+                recorder.recording = False
                 recorder.answer(partial(_outputs, writer), plan.experts_count)
             result = run()
             self._write_hidden(index, result)
@@ -193,7 +195,7 @@ class _Run:
         return recorder
 
     def _hidden_path(self, index: int) -> Path:
-        return self._work / f"hidden-{index:05}.safetensors"
+        return self._work / NOTES / f"hidden-{index:05}.safetensors"
 
     def _write_hidden(self, index: int, hidden: Tensor) -> None:
         specs = {"hidden": (hidden.dtype, tuple(hidden.shape))}

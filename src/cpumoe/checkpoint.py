@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from cpumoe.architectures import Architecture, architecture_of, text_config
+from cpumoe.architectures import Architecture, ExpertsFacts, architecture_of, text_config
 from cpumoe.errors import CheckpointError
 from cpumoe.formats.compressed_tensors import QuantizationConfig, StoredTensor
 from cpumoe.formats.tensor_file import TensorFile, TensorInfo
@@ -78,6 +78,14 @@ class Checkpoint:
     @cached_property
     def architecture(self) -> Architecture:
         return architecture_of(self.text_config)
+
+    @cached_property
+    def facts(self) -> ExpertsFacts:
+        """What config.json says of the routed experts; absurd sizes are refused."""
+        try:
+            return self.architecture.facts(self.text_config)
+        except CheckpointError as problem:
+            raise CheckpointError(f"{self.folder}: {problem}") from None
 
     @property
     def text_config(self) -> Mapping[str, Any]:

@@ -41,9 +41,12 @@ _log = logging.getLogger("cpumoe")
 #: What ``linears`` takes to leave all linears but those of the experts in float.
 FLOAT = "float"
 
-_SETTINGS_FILE = "settings.json"
 _REPORT_FILE = "quantization_report.json"
-_LOCK_FILE = ".lock"
+
+# What is for the work alone is in a folder of its own, which goes when everything else is in its place.
+NOTES = ".work"
+_SETTINGS_FILE = "settings.json"
+_LOCK_FILE = "lock"
 
 
 @dataclass
@@ -116,6 +119,8 @@ def quantize_checkpoint(
             report = _quantize_layers(plan, work, texts, calibration_samples, calibration_length)
             _finish(plan, work, report)
             work.rename(dst)
+            _sync(dst.absolute().parent)
+            shutil.rmtree(dst / NOTES)
     return report
 
 
@@ -311,12 +316,13 @@ class LayerWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._writer.__exit__(kind, error, trace)
+            return
         with self._writer:
-            if error is not None:
-                raise error
             for name in self._layer.copied:
                 self._writer.write(name, self._layer.checkpoint.read(name))
-            _told_path(self._path).write_text(json.dumps(self._told))  # before the file that says the layer is done
+            _write_durably(_told_path(self._path), self._told)  # before the file that says the layer is done
         self._layer.add_to(self._report, self._told)
 
     def quantize_linear(self, name: str, statistics: InputStatistics | None) -> Tensor:
@@ -385,7 +391,7 @@ class LayerWriter:
 
 def _told_path(shard: Path) -> Path:
     """Where what was found while a layer was quantised is kept until the end."""
-    return shard.with_suffix(".json")
+    return shard.parent / NOTES / f"{shard.stem}.json"
 
 
 def _fingerprint(checkpoint: Checkpoint) -> list[list[Any]]:
@@ -395,28 +401,27 @@ def _fingerprint(checkpoint: Checkpoint) -> list[list[Any]]:
 @contextmanager
 def _work_folder(work: Path, settings: dict[str, Any]) -> Iterator[None]:
     """Makes or takes up the folder of unfinished work, for this process alone."""
-    work.mkdir(exist_ok=True)
-    with (work / _LOCK_FILE).open("w") as lock:
+    notes = work / NOTES
+    notes.mkdir(parents=True, exist_ok=True)
+    with (notes / _LOCK_FILE).open("w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             raise RuntimeError(f"another process is writing {work}; wait for it or name another folder") from None
-        path = work / _SETTINGS_FILE
+        path = notes / _SETTINGS_FILE
         if path.exists():
             if json.loads(path.read_text()) != settings:
                 raise RuntimeError(f"{work} holds the work of a run with other settings or another source; remove it")
             _log.info("going on with the unfinished work in %s", work)
         else:
-            temporary = work / f"{_SETTINGS_FILE}.partial"
-            temporary.write_text(json.dumps(settings))
-            temporary.rename(path)
-        for left in work.glob("*.safetensors.*.partial"):  # of a process that was killed
+            _write_durably(path, settings)
+        for left in work.rglob("*.partial"):  # of a process that was killed
             left.unlink()
         yield
 
 
 def _finish(plan: QuantizationPlan, work: Path, report: Report) -> None:
-    """Writes what makes a folder a checkpoint, and removes what was for the work alone."""
+    """Writes what makes a folder a checkpoint, config.json last."""
     source = plan.checkpoint.folder
     weight_map: dict[str, str] = {}
     total = 0
@@ -429,15 +434,26 @@ def _finish(plan: QuantizationPlan, work: Path, report: Report) -> None:
         weights = path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or path.name == INDEX_FILE
         if path.is_file() and not weights and path.name != "config.json":
             shutil.copyfile(path, work / path.name)
+            _sync(work / path.name)
     index_json = {"metadata": {"total_size": total}, "weight_map": weight_map}
     config = dict(plan.checkpoint.config) | {"quantization_config": plan.quantization_config()}
     for name, content in ((INDEX_FILE, index_json), (_REPORT_FILE, report.to_json()), ("config.json", config)):
-        (work / name).write_text(json.dumps(content, indent=2) + "\n")
-    for pattern in ("hidden-*.safetensors", "model-*.json", _SETTINGS_FILE, _LOCK_FILE):
-        for path in work.glob(pattern):
-            path.unlink()
-    folder = os.open(work, os.O_RDONLY)
+        _write_durably(work / name, content)
+
+
+def _write_durably(path: Path, content: object) -> None:
+    """Writes JSON that is on disk, whole, before its name is."""
+    temporary = path.with_name(f"{path.name}.partial")
+    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    _sync(temporary)
+    temporary.rename(path)
+    _sync(path.parent)
+
+
+def _sync(path: Path) -> None:
+    """Waits until a file or the names in a folder are on disk."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(folder)
+        os.fsync(descriptor)
     finally:
-        os.close(folder)
+        os.close(descriptor)

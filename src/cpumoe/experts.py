@@ -205,6 +205,7 @@ class Experts(nn.Module):
         Returns:
             [tokens, H] in the dtype of ``hidden_states``.
         """
+        ops.refuse_gradient(hidden_states)
         return self.backend.forward(
             self._buffers,  # type: ignore[arg-type]  # all buffers are tensors here
             self.config,

@@ -29,6 +29,12 @@ def _register(schema: str, implementation: Callable[..., Any], fake: Callable[..
     torch.library.register_fake(f"cpumoe::{name}", fake, lib=_library)
 
 
+def refuse_gradient(x: Tensor) -> None:
+    """Operators give no gradients; a module that would silently cut them says so instead."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError("packed weights are for inference: there is no gradient through them; use torch.no_grad()")
+
+
 def _like_first(first: Tensor, *_: object) -> Tensor:
     return torch.empty_like(first, memory_format=torch.contiguous_format)
 

@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import mmap
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from cpumoe import __version__
 from cpumoe.checkpoint import Checkpoint
 from cpumoe.errors import CheckpointError
 from cpumoe.formats.tensor_file import TensorFile, TensorFileWriter
@@ -33,7 +35,7 @@ class PackedCache:
             for file in checkpoint.files
         ]
         config = json.dumps(checkpoint.config, sort_keys=True)
-        self._fingerprint = _digest([_FORMAT, source, config, dict(options)])
+        self._fingerprint = _digest([_FORMAT, __version__, source, config, dict(options)])
         # The name depends on the place and the options alone, so that a changed source replaces its old cache.
         name = _digest([str(checkpoint.folder.resolve()), dict(options)])[:16]
         self.path = folder / f"{checkpoint.folder.resolve().name}-{name}.packed.safetensors"
@@ -51,9 +53,14 @@ class PackedCache:
         except CheckpointError as problem:
             _log.warning("%s; it will be replaced", problem)
             return None
-        # A private map: nothing is read until it is used, and pages are shared with other processes.
-        mapped = torch.from_file(str(self.path), shared=False, size=self.path.stat().st_size, dtype=torch.uint8)
-        return {name: mapped[info.start : info.start + info.bytes] for name, info in infos.items()}
+        # A private map: nothing is read until it is used, and pages are shared with other processes. Each tensor has a
+        # storage of its own: pickling one slice of a common storage would write all of it.
+        with self.path.open("rb") as source:
+            mapped = mmap.mmap(source.fileno(), 0, access=mmap.ACCESS_COPY)
+        return {
+            name: torch.frombuffer(mapped, dtype=torch.uint8, count=info.bytes, offset=info.start)
+            for name, info in infos.items()
+        }
 
     def store(self, tensors: Mapping[str, Tensor]) -> None:
         """Writes the file; it appears under its name only when it is whole."""

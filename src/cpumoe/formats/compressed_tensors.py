@@ -182,17 +182,20 @@ def write_config(formats: Mapping[str, LinearFormat], ignore: list[str]) -> dict
     """The ``quantization_config`` of a checkpoint.
 
     Args:
-        formats: group target (``"Linear"`` or a ``re:`` pattern) -> format.
+        formats: target (``"Linear"``, a name, or a ``re:`` pattern) -> format.
         ignore: names of the linears that are left in float.
     """
-    forms = {f.form for f in formats.values()}
+    targets: dict[LinearFormat, list[str]] = {}
+    for target, held_as in formats.items():
+        targets.setdefault(held_as, []).append(target)
+    forms = {f.form for f in targets}
     return {
         "quant_method": "compressed-tensors",
         "format": forms.pop() if len(forms) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": {
             f"group_{index}": {
-                "targets": [target],
+                "targets": of_format,
                 "format": f.form,
                 "weights": {
                     "num_bits": f.scheme.weights.bits,
@@ -211,7 +214,7 @@ def write_config(formats: Mapping[str, LinearFormat], ignore: list[str]) -> dict
                 },
                 "output_activations": None,
             }
-            for index, (target, f) in enumerate(formats.items())
+            for index, (f, of_format) in enumerate(targets.items())
         },
         "ignore": ignore,
         "kv_cache_scheme": None,

@@ -47,7 +47,8 @@ def attention_forward(
     One new token of each sequence goes to our kernel, everything else to PyTorch's attention.
     """
     shared_mask = attention_mask is None or attention_mask.shape[1:3] == (1, 1)
-    if query.shape[2] != 1 or not shared_mask or module.training or query.device.type != "cpu":
+    ours = query.shape[2] == 1 and shared_mask and query.device.type == "cpu" and not _wants_gradient(query)
+    if not ours or module.training:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         out: tuple[Tensor, None] = sdpa_attention_forward(
@@ -58,6 +59,11 @@ def attention_forward(
     mask = None if attention_mask is None else _additive(attention_mask, query.shape[0], key.shape[2])
     result: Tensor = torch.ops.cpumoe.decode_attention(query[:, :, 0], key, value, mask, scale)
     return result.unsqueeze(1), None
+
+
+def _wants_gradient(x: Tensor) -> bool:
+    """Our operators give none; the code that they replace does."""
+    return x.requires_grad and torch.is_grad_enabled()
 
 
 def _additive(mask: Tensor, batch: int, tokens: int) -> Tensor:
@@ -81,7 +87,8 @@ def speed_up(model: nn.Module) -> None:
 
 
 def _norm(module: Any, round_first: bool, hidden_states: Tensor) -> Tensor:
-    if hidden_states.dtype != module.weight.dtype:  # the product with the weight would widen the result
+    # Of another dtype, the product with the weight would widen the result.
+    if hidden_states.dtype != module.weight.dtype or _wants_gradient(hidden_states):
         normed: Tensor = type(module).forward(module, hidden_states)
         return normed
     out: Tensor = torch.ops.cpumoe.rms_norm(hidden_states, module.weight, module.variance_epsilon, round_first)

@@ -20,10 +20,11 @@ from cpumoe.unpack import unpack
 def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None = None) -> dict[str, Any]:
     """The ``quantization_config`` that describes a model with packed modules.
 
-    Modules keep the form (``int-quantized`` or ``pack-quantized``) of the checkpoint they came from.
+    Modules keep the form (``int-quantized`` or ``pack-quantized``) that ``loaded``, the section of the checkpoint they
+    came from, gives them.
     """
-    form: Form = "int-quantized" if loaded and loaded.get("format") == "int-quantized" else "pack-quantized"
-    schemes: dict[Scheme, list[str]] = {}
+    before = None if loaded is None else QuantizationConfig.parse(loaded)
+    formats: dict[LinearFormat, list[str]] = {}
     ignore: list[str] = []
     architecture = model_architecture(model)
     experts = set() if architecture is None else set(expert_modules(model, architecture))
@@ -33,24 +34,29 @@ def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None =
         names = [name] if architecture is None else expert_prefixes(architecture, name)
         return f"re:^({'|'.join(n.replace('.', '[.]') for n in names)})[.]"
 
+    def held_as(scheme: Scheme, name: str) -> LinearFormat:
+        was = None if before is None else before.format_of(name)
+        form: Form = "pack-quantized" if was is None else was.form
+        return LinearFormat(scheme, form)
+
     for name, module in model.named_modules():
         if isinstance(module, Experts):
-            schemes.setdefault(module.config.scheme, []).append(inside(name))
+            form = held_as(module.config.scheme, f"{name}.0.gate_proj")
+            formats.setdefault(form, []).append(inside(name))
         elif isinstance(module, QuantizedLinear):
-            schemes.setdefault(module.scheme, []).append(name)
+            formats.setdefault(held_as(module.scheme, name), []).append(name)
         elif isinstance(module, nn.Linear):
             ignore.append(name)
         elif name in experts:
             ignore.append(inside(name))
-    if not schemes:
+    if not formats:
         raise UnsupportedScheme("no module of this model can be packed; a smaller group size may fit its linears")
     if architecture is not None:
         ignore += [f"re:.*{path.replace('.', '[.]')}$" for path in architecture.routers]
-    # The scheme with the most modules is that of all linears; the others are named.
-    commonest, *others = sorted(schemes, key=lambda s: -len(schemes[s]))
-    formats = {"Linear": LinearFormat(commonest, form)}
-    formats |= {target: LinearFormat(scheme, form) for scheme in others for target in schemes[scheme]}
-    return write_config(formats, ignore)
+    # The format with the most modules is that of all linears; the others are named.
+    commonest, *others = sorted(formats, key=lambda f: -len(formats[f]))
+    targets = {"Linear": commonest} | {target: form for form in others for target in formats[form]}
+    return write_config(targets, ignore)
 
 
 def state_dict_for_saving(model: PreTrainedModel, config: QuantizationConfig) -> dict[str, Tensor]:

@@ -38,6 +38,7 @@ from cpumoe.config import MoEConfig
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.experts import Experts
 from cpumoe.formats.compressed_tensors import QuantizationConfig
+from cpumoe.loading import naming
 from cpumoe.packed_cache import PackedCache
 from cpumoe.plugins.decode import ATTENTION, register_attention, speed_up
 from cpumoe.plugins.llama4 import adapt_llama4
@@ -104,6 +105,8 @@ def load_model(
     with Checkpoint.open(path) as checkpoint:
         quantized = checkpoint.quantization is not None
         kind = checkpoint.config.get("model_type")
+        if str(checkpoint.text_config.get("model_type")) in ARCHITECTURES:
+            _ = checkpoint.facts  # refuses absurd sizes before transformers sets out to build them
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise CheckpointError(f"{path}: model_type {kind!r} is not known to transformers {transformers_version}")
     name = scheme if scheme is not None else (None if quantized else os.environ.get("CPUMOE_SCHEME"))
@@ -246,7 +249,9 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
             self._load_packed(model, self._checkpoint)
         finally:
             self._checkpoint.close()
-        speed_up(model)
+        if self._plan.modules:
+            model.requires_grad_(False)  # there is no gradient through packed weights
+            speed_up(model)
         if not self._plan.modules and self.quantization_config.section is None and self._options.linears is None:
             self.remove_quantization_config(model)  # a float model, as asked
         elif self.quantization_config.section is None or self._options.linears is not None:
@@ -332,29 +337,45 @@ def accelerate(
     names = [n for n in expert_modules(model, architecture) if not isinstance(model.get_submodule(n), Experts)]
     if not names and packed_linears is None:
         raise ValueError("this model has no float experts to accelerate")
-    for name in tqdm(names, desc="Quantising", unit="layer", disable=None):
-        module = model.get_submodule(name)
-        experts = quantize_module(module, architecture, scheme, text_config(model.config.to_dict()))
-        replace_module(model, name, experts)
+    quantized = False
+    try:
+        for name in tqdm(names, desc="Quantising", unit="layer", disable=None):
+            with naming(name):
+                module = model.get_submodule(name)
+                experts = quantize_module(module, architecture, scheme, text_config(model.config.to_dict()))
+            replace_module(model, name, experts)
+            quantized = True
+        if packed_linears is not None:
+            _accelerate_linears(model, architecture, packed_linears)
+            quantized = True
+    finally:  # a model that was done in part must describe itself too, or it would be saved as something else
+        if quantized:
+            _finish_acceleration(model)
+    return model
+
+
+def _accelerate_linears(model: PreTrainedModel, architecture: Architecture, scheme: Scheme) -> None:
+    for name, linear in list(float_linears(model, architecture)):
+        if scheme.group_size is not None and linear.in_features % scheme.group_size:
+            _log.warning("left in float: %s has %d inputs", name, linear.in_features)
+            continue
+        bias = None if linear.bias is None else linear.bias.detach()
+        rows = partial(_rows, linear.weight.detach())
+        with naming(name):
+            packed = quantize_linear(rows, linear.out_features, linear.in_features, scheme, bias)
+        replace_module(model, name, packed)
+        model.all_tied_weights_keys.pop(f"{name}.weight", None)
+
+
+def _finish_acceleration(model: PreTrainedModel) -> None:
     adapt_llama4(model)
-    if packed_linears is not None:
-        for name, linear in list(float_linears(model, architecture)):
-            if packed_linears.group_size is not None and linear.in_features % packed_linears.group_size:
-                _log.warning("left in float: %s has %d inputs", name, linear.in_features)
-                continue
-            bias = None if linear.bias is None else linear.bias.detach()
-            weight = linear.weight.detach()
-            sizes = linear.out_features, linear.in_features
-            packed = quantize_linear(partial(_rows, weight), *sizes, packed_linears, bias)
-            replace_module(model, name, packed)
-            model.all_tied_weights_keys.pop(f"{name}.weight", None)
+    model.requires_grad_(False)  # there is no gradient through packed weights
     speed_up(model)
     config = PackedConfig(quantization_section(model))
     model.hf_quantizer = PackedQuantizer(config, pre_quantized=True)
     model.config.quantization_config = config
     model.is_quantized = True
     model.quantization_method = config.quant_method
-    return model
 
 
 def _rows(weight: Tensor, first: int, last: int) -> Tensor:
@@ -402,7 +423,8 @@ def experts_forward(
 ) -> Tensor:
     """transformers' experts interface: [tokens, H], [tokens, K], [tokens, K] -> [tokens, H].
 
-    The packed copy is made at the first call, and again when the float weights have changed since.
+    The packed copy is made at the first call, and again when the float weights have changed since; a change through
+    ``parameter.data`` is not seen.
     """
     wanted = scheme or os.environ.get("CPUMOE_SCHEME", _DEFAULT_SCHEME)
     # Tensors that were made in inference mode count no changes.
@@ -416,8 +438,10 @@ def experts_forward(
             raise UnsupportedScheme(f"model_type {config.get('model_type')!r}; known are {', '.join(ARCHITECTURES)}")
         held = (state, quantize_module(module, architecture, Scheme.parse(wanted), config))
         module.__dict__["_cpumoe_packed"] = held  # not a submodule: state_dict stays that of the float model
+    if module.training:
+        raise RuntimeError("experts_implementation='cpumoe' is for inference; train with another, such as 'eager'")
     packed: Experts = held[1]
-    out: Tensor = packed(hidden_states, ids, weights)
+    out: Tensor = packed(hidden_states.detach(), ids, weights)
     return out
 
 

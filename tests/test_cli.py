@@ -103,7 +103,7 @@ def test_bench_refuses(arguments: list[str], message: str) -> None:
 
 
 def test_demo_finds_the_same_bits() -> None:
-    done = cpumoe_command("demo", "--experts", "8")
+    done = cpumoe_command("demo", "--layer", "--experts", "8")
     assert done.returncode == 0, done.stderr
     assert "bits per weight" in done.stdout and "faster by" in done.stdout and "DIFFERENT" not in done.stdout
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +33,19 @@ class DecodeTimes:
 _ARITHMETIC = ("experts", "packed linears", "attention", "float products")
 
 
+@contextmanager
+def _silent_stderr() -> Iterator[None]:
+    """The profiler's library announces its start and end there, from C++."""
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
+
+
 def decode_times(model: Any, prompt: Tensor, tokens: int) -> DecodeTimes:
     """Decodes greedily behind ``prompt`` [1, T] and says how long a token takes and where that goes."""
     from torch.profiler import ProfilerActivity, profile
@@ -50,7 +66,7 @@ def decode_times(model: Any, prompt: Tensor, tokens: int) -> DecodeTimes:
             start = time.perf_counter()
             token = step(token)
             times.append(time.perf_counter() - start)
-        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with _silent_stderr(), profile(activities=[ProfilerActivity.CPU]) as profiler:
             start = time.perf_counter()
             for _ in range(_PROFILED):
                 token = step(token)

@@ -69,7 +69,7 @@ def _complete(tokens: int) -> int:
         f"{config.num_experts_per_tok} per token, trained on the Python standard library.\n"
         f"Loaded in {seconds:.1f} s; {cpu.isa()} kernels, {cpu.get_num_threads()} threads."
     )
-    options = {"do_sample": True, "temperature": 0.5, "top_p": 0.9}
+    options = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1}
     torch.manual_seed(3)
     rates: list[float] = []
     with count_expert_load(model) as load:
@@ -98,7 +98,7 @@ def _complete(tokens: int) -> int:
     )
     bits = demo_model.quality()["bits_per_byte"]
     print(
-        f"Held-out text: {bits['w4a8-g128 calibrated']:.3f} bits per byte as shipped, {bits['float']:.3f} in float "
+        f"Held-out text: {bits['w4a8-g128 calibrated']:.4f} bits per byte as shipped, {bits['float']:.4f} in float "
         "(models/python-stdlib/README.md says how this was measured)."
     )
     return 0

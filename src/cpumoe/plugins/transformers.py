@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -28,6 +29,7 @@ from tqdm import tqdm
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers.quantizers.base import HfQuantizer
+from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from cpumoe import cpu
@@ -128,10 +130,23 @@ def load_model(
         _Options(wanted, packed_linears, None if cache is None else Path(cache).expanduser(), strict=True)
     )
     try:
-        with _transformers_errors(path):
+        with _transformers_errors(path), _progress_on_terminals():
             return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, **options)
     finally:
         _options.reset(token)
+
+
+@contextmanager
+def _progress_on_terminals() -> Iterator[None]:
+    """transformers shows its progress bars everywhere; ours are for terminals."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    if shown and not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
 
 
 @contextmanager

@@ -1,0 +1,86 @@
+"""Quantises the model in every scheme, rounded to nearest and calibrated, and measures each on the held-out text.
+
+    python models/python-stdlib/measure.py --data build/model-data --out build/model-quantized
+
+Writes ``measured.json`` (bits per byte by scheme, the expert load of the shipped scheme), the heat map of that load,
+and prints the table of the model card. The calibration text is a part of the training data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoTokenizer
+
+import cpumoe
+from cpumoe.evaluate import perplexity
+from cpumoe.expert_load import count_expert_load
+
+HERE = Path(__file__).parent
+SCHEMES = ("w4a8", "w4a8-g128", "w4a8-g32", "w8a8")
+SHIPPED = "w4a8-g128 calibrated"
+_PIECES, _PIECE_TOKENS = 64, 4096  # of the training data, evenly spread
+
+
+def calibration_text(data: Path, tokenizer: object, path: Path) -> Path:
+    """Pieces of the training data as JSON lines."""
+    tokens = np.fromfile(data / "train.bin", dtype=np.uint16)
+    starts = np.linspace(0, len(tokens) - _PIECE_TOKENS, _PIECES).astype(int)
+    with path.open("w") as out:
+        for start in starts:
+            text = tokenizer.decode(tokens[start : start + _PIECE_TOKENS].tolist(), skip_special_tokens=True)
+            out.write(json.dumps({"text": text}) + "\n")
+    return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--checkpoint", type=Path, default=HERE / "checkpoint", help="the float model")
+    parser.add_argument("--data", type=Path, required=True, help="what prepare.py wrote")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the quantised models; made anew")
+    parser.add_argument("--samples", type=int, default=64, help="calibration sequences of 1024 tokens (64)")
+    arguments = parser.parse_args()
+    shutil.rmtree(arguments.out, ignore_errors=True)
+    arguments.out.mkdir(parents=True)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.checkpoint)
+    text = (arguments.data / "heldout.txt").read_text()
+    calibration = calibration_text(arguments.data, tokenizer, arguments.out / "calibration.jsonl")
+
+    def measure(name: str, folder: Path, scheme: str | None = None) -> None:
+        # fp32 for what is not quantised: the figures are about the weights.
+        model = cpumoe.load_model(folder, scheme=scheme, dtype=torch.float32)
+        with count_expert_load(model) as load:
+            bits[name] = perplexity(model, tokenizer, text).bits_per_byte
+        loss = bits[name] / bits["float"] - 1
+        size = sum(p.stat().st_size for p in folder.glob("*.safetensors")) * 1e-6
+        print(f"| {name} | {bits[name]:.4f} | {loss:+.2%} | {size:.1f} MB |", flush=True)
+        if name == SHIPPED:
+            loads.update({layer: counts.tolist() for layer, counts in load.counts.items()})
+            load.heatmap(arguments.out / "expert-load.png")
+
+    bits: dict[str, float] = {}
+    loads: dict[str, list[int]] = {}
+    print("| weights | bits per byte | against float | on disk |\n|---|---:|---:|---:|")
+    measure("float", arguments.checkpoint, "float")
+    for scheme in SCHEMES:
+        for name, options in (
+            ("round to nearest", {}),
+            (
+                "calibrated",
+                {"calibration": calibration, "calibration_samples": arguments.samples, "calibration_length": 1024},
+            ),
+        ):
+            folder = arguments.out / f"{scheme}-{name.replace(' ', '-')}"
+            cpumoe.quantize_checkpoint(arguments.checkpoint, folder, scheme, **options)
+            measure(f"{scheme} {name}", folder)
+    measured = {"bits_per_byte": bits, "expert_load": loads}
+    (arguments.out / "measured.json").write_text(json.dumps(measured, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -102,6 +102,14 @@ def test_bench_refuses(arguments: list[str], message: str) -> None:
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
+def test_explain_of_a_checkpoint() -> None:
+    folder = Path(__file__).parent / "data" / "checkpoints" / "gptoss-w4a8-g32"
+    done = cpumoe_command("explain", str(folder))
+    assert done.returncode == 0 and "2 layers: w4a8-g32, swiglu_oai" in done.stdout and "chosen: native" in done.stdout
+    facts = json.loads(cpumoe_command("explain", str(folder), "--json").stdout)
+    assert facts["chosen"] == "native" and facts["layers"] == 2
+
+
 def test_demo_finds_the_same_bits() -> None:
     done = cpumoe_command("demo", "--layer", "--experts", "8")
     assert done.returncode == 0, done.stderr

@@ -33,7 +33,7 @@ from cpumoe.formats.compressed_tensors import FORMS, Form, LinearFormat, write_c
 from cpumoe.formats.tensor_file import DTYPES, TensorFile, TensorFileWriter
 from cpumoe.gptq import InputStatistics, quantize_with_statistics
 from cpumoe.loading import experts_of, layers_prefix
-from cpumoe.quantize import quantize_weight
+from cpumoe.quantize import quantize_weight, scale_dtype_of
 from cpumoe.scheme import Scheme
 
 _log = logging.getLogger("cpumoe")
@@ -174,7 +174,7 @@ class LayerPlan:
         out: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         for name, (rows, columns) in self.linears.items():
             assert self.linear_format is not None  # there are no linears without it
-            scale = _scale_dtype(self.checkpoint, f"{name}.weight")
+            scale = scale_dtype_of(DTYPES[self.checkpoint.info(f"{name}.weight").dtype])
             out |= _announced(self.linear_format, name, rows, columns, scale)
             if f"{name}.bias" in self.checkpoint:
                 out |= _announced_copy(self.checkpoint, f"{name}.bias")
@@ -271,10 +271,6 @@ class QuantizationPlan:
 
 def _fits(scheme: Scheme, columns: int) -> bool:
     return columns % (scheme.group_size or 1) == 0
-
-
-def _scale_dtype(checkpoint: Checkpoint, name: str) -> torch.dtype:
-    return torch.bfloat16 if checkpoint.info(name).dtype == "BF16" else torch.float32
 
 
 def _announced(

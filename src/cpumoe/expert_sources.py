@@ -20,7 +20,7 @@ from cpumoe.config import MoEConfig
 from cpumoe.errors import CheckpointError
 from cpumoe.formats.compressed_tensors import LinearFormat, StoredTensor
 from cpumoe.formats.tensor_file import DTYPES
-from cpumoe.quantize import quantize_weight
+from cpumoe.quantize import quantize_weight, scale_dtype_of
 from cpumoe.scheme import Scheme
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
@@ -207,7 +207,7 @@ class FloatPerExpert(_PerExpert):
     ) -> None:
         super().__init__(checkpoint, prefix, projections, config, has_bias)
         self._dtypes = self._first_dtype("weight", FLOAT_DTYPES)
-        self.config = replace(config, scale_dtype=_scale_dtype(self._dtypes))
+        self.config = replace(config, scale_dtype=scale_dtype_of(DTYPES[self._dtypes[0]]))
 
     @property
     def expert_bytes(self) -> int:
@@ -239,7 +239,7 @@ class FusedFloat:
         name = f"{prefix}.gate_up_proj"
         found = checkpoint.info(name).dtype if name in checkpoint else None
         self._dtypes = (found,) if found in FLOAT_DTYPES else FLOAT_DTYPES
-        self.config = replace(config, scale_dtype=_scale_dtype(self._dtypes))
+        self.config = replace(config, scale_dtype=scale_dtype_of(DTYPES[self._dtypes[0]]))
 
     @property
     def expert_bytes(self) -> int:
@@ -276,11 +276,6 @@ class FusedFloat:
         if not self._has_bias:
             return gate_up, down, None, None
         return gate_up, down, rows_apart(part("gate_up_proj_bias")), part("down_proj_bias")
-
-
-def _scale_dtype(stored: tuple[str, ...]) -> torch.dtype:
-    """Dtype of the scales that ``quantize_weight`` makes from weights of this dtype."""
-    return torch.bfloat16 if stored == ("BF16",) else torch.float32
 
 
 def _float_expert_bytes(config: MoEConfig) -> int:

@@ -148,8 +148,8 @@ def experts_of_layer(
     return find_experts(checkpoint, checkpoint.architecture, module, facts, scheme)
 
 
-#: The part of a name that leads to the decoder layers.
-LAYER = re.compile(r"(.*?\blayers\.)\d+\.")
+#: The part of a name that leads to the decoder layers, and the number of the layer.
+LAYER = re.compile(r"(.*?\blayers\.)(\d+)\.")
 
 #: Names of routed experts and of what is inside them; shared ones have another name.
 EXPERT = re.compile(r"(^|\.)experts(\.|$)")
@@ -245,7 +245,7 @@ def find_linears(checkpoint: Checkpoint, check: TensorCheck) -> dict[str, Linear
         if form is None or EXPERT.search(name) or _NOT_LINEAR.search(name) or name.endswith(routers):
             continue
         layer = LAYER.match(name)
-        if layer is not None and isinstance(layers, int) and int(layer[0].split(".")[-2]) >= layers:
+        if layer is not None and isinstance(layers, int) and int(layer[2]) >= layers:
             continue  # a layer behind the last predicts further tokens, and is not loaded
         rows, columns = _stored_size(checkpoint, name, form)
         linears[name] = LinearSource(checkpoint, name, rows, columns, form, f"{name}.bias" in checkpoint)

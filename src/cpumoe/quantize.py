@@ -34,6 +34,11 @@ def quantize_weight(
     return round_to_scales(grouped, scales, largest).flatten(-2), scales
 
 
+def scale_dtype_of(weights: torch.dtype) -> torch.dtype:
+    """Dtype of the scales of weights that were quantised from this dtype."""
+    return torch.bfloat16 if weights == torch.bfloat16 else torch.float32
+
+
 def grouped_weight(weight: Tensor, scheme: Scheme, name: str) -> tuple[Tensor, torch.dtype]:
     """Checks [..., out, in] float weights; returns them as fp32 [..., out, groups, group] and the dtype of scales."""
     if not weight.is_floating_point():
@@ -45,7 +50,7 @@ def grouped_weight(weight: Tensor, scheme: Scheme, name: str) -> tuple[Tensor, t
     grouped: Tensor = weight.to(torch.float32).unflatten(-1, (-1, group))
     if not bool(torch.isfinite(grouped).all()):
         raise ValueError(f"{name} holds NaN or infinity; only finite weights can be quantised")
-    return grouped, torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32
+    return grouped, scale_dtype_of(weight.dtype)
 
 
 def plain_scales(grouped: Tensor, largest: int, scale_dtype: torch.dtype) -> Tensor:

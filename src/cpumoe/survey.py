@@ -201,7 +201,7 @@ class Survey:
             return
         # Only they join the hidden state with the embedding of the next token.
         joining = (LAYER.match(name) for name in self._kinds if ".eh_proj." in name)
-        layers = {match[0]: int(match[0].split(".")[-2]) for match in joining if match and match[1] == self._prefix}
+        layers = {match[0]: int(match[2]) for match in joining if match and match[1] == self._prefix}
         found = tuple(layer for layer, number in layers.items() if count <= number < count + further)
         self._kinds |= {name: NOT_LOADED for name in self._kinds if name.startswith(found)}
 
@@ -380,7 +380,7 @@ class Survey:
             match = LAYER.match(name)
             if match is None or match[1] != prefix or kind in ("experts", NOT_LOADED):
                 continue
-            layer, inside = int(match[0].split(".")[-2]), name[match.end() :]
+            layer, inside = int(match[2]), name[match.end() :]
             module, _, suffix = name.rpartition(".")
             if layer >= count or kind == _OTHER or suffix not in _SUFFIXES:
                 self._check.extra.append(name)

@@ -381,7 +381,7 @@ def _plan(
     layers: dict[tuple[int, str], list[Step]] = {}
     for name, step in steps.items():
         match = LAYER.match(name)
-        layer = (-1, name) if match is None else (int(match[0].split(".")[-2]), match[0][:-1])
+        layer = (-1, name) if match is None else (int(match[2]), match[0][:-1])
         layers.setdefault(layer, []).append(step)
     numbers = sorted(number for number, _ in layers if number >= 0)
     if wanted is not None and (unknown := [number for number in wanted if number not in numbers]):

@@ -55,7 +55,7 @@ from cpumoe.plugins.model_plan import (
     replace_module,
 )
 from cpumoe.plugins.saving import quantization_section, state_dict_for_saving
-from cpumoe.quantize import quantize_weight
+from cpumoe.quantize import quantize_weight, scale_dtype_of
 from cpumoe.scheme import Scheme
 
 _log = logging.getLogger("cpumoe")
@@ -402,7 +402,6 @@ def quantize_module(module: nn.Module, architecture: Architecture, scheme: Schem
     facts = architecture.facts(config)
     fused = architecture.fused
     gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()  # type: ignore[operator]
-    wide = torch.bfloat16 if gate_up.dtype == torch.bfloat16 else torch.float32
     layer = MoEConfig(
         scheme,
         facts.experts,
@@ -410,7 +409,7 @@ def quantize_module(module: nn.Module, architecture: Architecture, scheme: Schem
         facts.intermediate_size,
         facts.activation,
         has_bias=architecture.has_bias,
-        scale_dtype=wide,
+        scale_dtype=scale_dtype_of(gate_up.dtype),
     )
 
     def chunks() -> Iterator[QuantizedExperts]:

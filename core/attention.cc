@@ -24,6 +24,7 @@ void attend(const Kernels& k, const AttentionCall& c) {
           " heads of keys; a multiple is accepted");
   require(c.tokens >= 1, "keys has no tokens");
   require(c.tokens < (std::int64_t{1} << 30), "keys has ", c.tokens, " tokens; fewer than 2^30 are accepted");
+  if (c.batch * c.heads * c.value_depth == 0) return;
   static thread_local Scratch scratch;
   const std::int64_t groups = c.batch * c.kv_heads, queries = c.heads / c.kv_heads, rows = c.batch * c.heads;
   const std::int64_t stride = (c.tokens + 31) / 16 * 16;  // scoring works in whole vectors

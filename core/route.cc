@@ -116,6 +116,7 @@ class TokenRouter {
 }  // namespace
 
 void router_logits(const Kernels& k, const LogitsCall& c) {
+  if (c.tokens * c.experts == 0) return;
   constexpr std::int64_t kExpertsAtOnce = 16;  // of one work item
   static thread_local Buffer query_buffer, logits_buffer;
   auto* query = query_buffer.get<float>(c.tokens * c.depth + 32);

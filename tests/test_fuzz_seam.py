@@ -169,6 +169,9 @@ def test_any_arguments(things: list[Any], numbers: list[int], flag: bool) -> Non
         lambda: core.select_experts(
             things[0], things[1], things[2], numbers[0], flag, things[3], numbers[1], numbers[2], flag, 1.0
         ),
+        lambda: core.router_logits(*things[:4]),
+        lambda: core.decode_attention(*things[:4], 0.5, things[4]),
+        lambda: core.rms_norm(things[0], things[1], 1e-6, flag, things[2]),
         lambda: core.read_rate(things[0]),
         lambda: core.advise_huge_pages(things[0]),
     ]
@@ -217,3 +220,52 @@ def test_routing(
         core.use_isa("")
     assert ((ids >= 0) & (ids < experts)).all()
     assert all(len(set(row)) == topk for row in ids.tolist())
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    isa=st.sampled_from(ISAS),
+    batch=st.integers(0, 3),
+    kv_heads=st.integers(0, 3),
+    share=st.integers(0, 5),
+    tokens=st.integers(0, 150),
+    depth=st.integers(0, 40),
+    value_depth=st.integers(0, 40),
+    masked=st.booleans(),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_what_surrounds_the_experts(
+    isa: str,
+    batch: int,
+    kv_heads: int,
+    share: int,
+    tokens: int,
+    depth: int,
+    value_depth: int,
+    masked: bool,
+    threads: int,
+    seed: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+
+    def some(*shape: int) -> np.ndarray:
+        return rng.normal(size=shape).astype(np.float32)
+
+    heads = kv_heads * share
+    out, logits, normed = some(batch, heads, value_depth), some(batch, tokens), some(batch, depth)
+    mask = some(batch, tokens) if masked else None
+    keys, values = some(batch, kv_heads, tokens, depth), some(batch, kv_heads, tokens, value_depth)
+    core.use_isa(isa)
+    core.set_thread_count(threads)
+    try:
+        core.router_logits(some(batch, depth), some(tokens, depth), some(tokens) if masked else None, logits)
+        core.rms_norm(some(batch, depth), some(depth), 1e-6, masked, normed)
+        core.decode_attention(some(batch, heads, depth), keys, values, mask, 0.3, out)
+    except ValueError:
+        assert kv_heads == 0 or tokens == 0
+        return
+    finally:
+        core.use_isa("")
+        core.set_thread_count(0)
+    assert np.isfinite(out).all() and np.isfinite(logits).all() and np.isfinite(normed).all()

@@ -96,7 +96,9 @@ class ExpertRecorder(Pending):
 
     def answer(self, expert: Callable[[int, Tensor], Tensor], experts: int) -> None:
         """Asks ``expert(number, its tokens [rows, H])`` for every expert in turn, also those that no token chose."""
+        lengths = [len(part) for part in self.inputs]
         x, ids, weights = torch.cat(self.inputs), torch.cat(self.ids), torch.cat(self.weights).to(torch.float32)
+        self.inputs, self.ids, self.weights = [], [], []  # they are the largest that is held
         out = torch.zeros(x.shape, dtype=torch.float32)
         for number in range(experts):
             token, slot = torch.where(ids == number)
@@ -106,8 +108,7 @@ class ExpertRecorder(Pending):
                 out.index_add_(0, token, expert(number, rows * weight))
             else:
                 out.index_add_(0, token, expert(number, rows) * weight)
-        self.answers = list(out.split([len(part) for part in self.inputs]))
-        self.inputs, self.ids, self.weights = [], [], []
+        self.answers = list(out.split(lengths))
 
 
 def run_calibrated(

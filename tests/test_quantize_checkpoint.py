@@ -365,6 +365,13 @@ def test_missing_tensors_stop_it_before_it_starts(float_model, tmp_path):
     assert not (tmp_path / "q.partial").exists()
 
 
+def test_calibration_without_transformers_names_the_cure(float_model, tmp_path, text):
+    code = "import sys; sys.modules['transformers'] = None\nfrom cpumoe.cli import main; sys.exit(main(sys.argv[1:]))"
+    arguments = ["quantize", float_model, tmp_path / "q", "--scheme", "w4a8-g32", "--calibration", text]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert done.returncode == 2 and "pip install 'cpumoe[transformers]'" in done.stderr
+
+
 def test_command_line(float_model, tmp_path, text, capsys):
     arguments = ["quantize", str(float_model), str(tmp_path / "q"), "--scheme", "w4a8-g32"]
     calibrated = ["--calibration", str(text), "--calibration-samples", "4", "--calibration-length", "64"]

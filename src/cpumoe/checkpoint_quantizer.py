@@ -135,8 +135,12 @@ def _quantize_layers(plan: QuantizationPlan, work: Path, calibration: Path | Non
         if shards[index + 1].exists():
             layer.add_to(report, json.loads(_told_path(shards[index + 1]).read_text()))
     if calibration is not None:
-        from cpumoe.calibration import run_calibrated
-
+        try:
+            from cpumoe.calibration import run_calibrated
+        except ModuleNotFoundError as problem:
+            if problem.name != "transformers":
+                raise
+            raise RuntimeError("calibration needs transformers: pip install 'cpumoe[transformers]'") from None
         run_calibrated(plan, shards[1:], work, report, calibration, samples, length)
         return report
     pending = [(layer, path) for layer, path in zip(plan.layers, shards[1:], strict=True) if not path.exists()]

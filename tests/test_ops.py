@@ -69,10 +69,17 @@ def test_export() -> None:
     torch.testing.assert_close(program.module()(other), model(other))
 
 
-def test_results_ask_for_no_gradients() -> None:
-    x, *rest = fused_arguments()
-    layer = cpumoe.Experts.from_packed(rest[2], rest[3], activation="silu")
-    assert not layer(x.requires_grad_(), rest[0], rest[1]).requires_grad
+def test_there_are_no_gradients() -> None:
+    """Operators give results that ask for none; modules, where a gradient would be lost in silence, refuse."""
+    x, ids, weights, gate_up, down = fused_arguments()
+    layer = cpumoe.Experts.from_packed(gate_up, down, activation="silu")
+    x = x.requires_grad_()
+    call = torch.ops.cpumoe.dynamic_4bit_int_moe
+    assert not call(x, ids, weights, gate_up, down, 128, 96, 192, 32, False, 0).requires_grad
+    with pytest.raises(RuntimeError, match="for inference"):
+        layer(x, ids, weights)
+    with torch.no_grad():
+        assert not layer(x, ids, weights).requires_grad
 
 
 def test_dynamic_4bit_int_moe_is_the_layer() -> None:

@@ -31,7 +31,7 @@ def _register(schema: str, implementation: Callable[..., Any], fake: Callable[..
 
 def refuse_gradient(x: Tensor) -> None:
     """Operators give no gradients; a module that would silently cut them says so instead."""
-    if x.requires_grad and torch.is_grad_enabled():
+    if torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad:
         raise RuntimeError("packed weights are for inference: there is no gradient through them; use torch.no_grad()")
 
 

@@ -263,7 +263,7 @@ def test_a_run_that_was_killed_at_its_very_end_is_taken_up(float_model, tmp_path
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr("cpumoe.checkpoint_quantizer._sync", lambda path: None)
+        patched.setattr("cpumoe.checkpoint_quantizer.sync", lambda path: None)
         patched.setattr("cpumoe.checkpoint_quantizer._finish", lambda *_: killed(None, None))
         cpumoe.quantize_checkpoint(float_model, tmp_path / "q", "w4a8-g32")
     report = cpumoe.quantize_checkpoint(float_model, tmp_path / "q", "w4a8-g32")

@@ -22,10 +22,11 @@ from cpumoe.scheme import GroupShape, Scheme, TensorFormat
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from cpumoe.plugins.transformers import accelerate, load_model
+    from cpumoe.plugins.float_models import accelerate
+    from cpumoe.plugins.transformers import load_model
 
 #: Names that need transformers, which is imported when one of them is used for the first time.
-_LAZY = {"accelerate": "cpumoe.plugins.transformers", "load_model": "cpumoe.plugins.transformers"}
+_LAZY = {"accelerate": "cpumoe.plugins.float_models", "load_model": "cpumoe.plugins.transformers"}
 
 
 def __getattr__(name: str) -> Any:

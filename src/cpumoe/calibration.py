@@ -21,12 +21,13 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from cpumoe.checkpoint import Checkpoint
-from cpumoe.checkpoint_quantizer import NOTES, LayerPlan, LayerWriter, QuantizationPlan, Report
+from cpumoe.checkpoint_quantizer import LayerPlan, LayerWriter, QuantizationPlan, Report
 from cpumoe.errors import CheckpointError
 from cpumoe.formats.tensor_file import TensorFile, TensorFileWriter
 from cpumoe.gptq import InputStatistics
 from cpumoe.plugins.llama4 import adapt_llama4
 from cpumoe.plugins.model_plan import Pending, replace_module
+from cpumoe.unfinished_work import NOTES
 
 _log = logging.getLogger("cpumoe")
 

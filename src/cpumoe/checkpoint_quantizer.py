@@ -8,14 +8,10 @@ besides (see :mod:`cpumoe.calibration`).
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
-import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -35,6 +31,7 @@ from cpumoe.gptq import InputStatistics, quantize_with_statistics
 from cpumoe.loading import experts_of, layers_prefix
 from cpumoe.quantize import quantize_weight, scale_dtype_of
 from cpumoe.scheme import Scheme
+from cpumoe.unfinished_work import NOTES, notes_of, sync, work_folder, write_durably
 
 _log = logging.getLogger("cpumoe")
 
@@ -42,11 +39,6 @@ _log = logging.getLogger("cpumoe")
 FLOAT = "float"
 
 _REPORT_FILE = "quantization_report.json"
-
-# What is for the work alone is in a folder of its own, which goes when everything else is in its place.
-NOTES = ".work"
-_SETTINGS_FILE = "settings.json"
-_LOCK_FILE = "lock"
 
 
 @dataclass
@@ -114,12 +106,12 @@ def quantize_checkpoint(
             "calibration_size": None if calibration is None else [calibration_samples, calibration_length],
         }
         work = dst.with_name(dst.name + ".partial")
-        with _work_folder(work, settings):
+        with work_folder(work, settings):
             texts = None if calibration is None else Path(calibration)
             report = _quantize_layers(plan, work, texts, calibration_samples, calibration_length)
             _finish(plan, work, report)
             work.rename(dst)
-            _sync(dst.absolute().parent)
+            sync(dst.absolute().parent)
             shutil.rmtree(dst / NOTES)
     return report
 
@@ -133,7 +125,7 @@ def _quantize_layers(plan: QuantizationPlan, work: Path, calibration: Path | Non
                 writer.write(name, plan.checkpoint.read(name))
     for index, layer in enumerate(plan.layers):
         if shards[index + 1].exists():
-            layer.add_to(report, json.loads(_told_path(shards[index + 1]).read_text()))
+            layer.add_to(report, json.loads(notes_of(shards[index + 1]).read_text()))
     if calibration is not None:
         try:
             from cpumoe.calibration import run_calibrated
@@ -322,7 +314,7 @@ class LayerWriter:
         with self._writer:
             for name in self._layer.copied:
                 self._writer.write(name, self._layer.checkpoint.read(name))
-            _write_durably(_told_path(self._path), self._told)  # before the file that says the layer is done
+            write_durably(notes_of(self._path), self._told)  # before the file that says the layer is done
         self._layer.add_to(self._report, self._told)
 
     def quantize_linear(self, name: str, statistics: InputStatistics | None) -> Tensor:
@@ -386,38 +378,11 @@ class LayerWriter:
             self._writer.write(f"{name}.{key}", tensor)
 
 
-# ---- the folder ----------------------------------------------------------------------------------------------------
-
-
-def _told_path(shard: Path) -> Path:
-    """Where what was found while a layer was quantised is kept until the end."""
-    return shard.parent / NOTES / f"{shard.stem}.json"
+# ---- the folder ---------------------------------------------------------------------------------------------------
 
 
 def _fingerprint(checkpoint: Checkpoint) -> list[list[Any]]:
     return [[f.path.name, (stat := f.path.stat()).st_size, stat.st_mtime_ns] for f in checkpoint.files]
-
-
-@contextmanager
-def _work_folder(work: Path, settings: dict[str, Any]) -> Iterator[None]:
-    """Makes or takes up the folder of unfinished work, for this process alone."""
-    notes = work / NOTES
-    notes.mkdir(parents=True, exist_ok=True)
-    with (notes / _LOCK_FILE).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise RuntimeError(f"another process is writing {work}; wait for it or name another folder") from None
-        path = notes / _SETTINGS_FILE
-        if path.exists():
-            if json.loads(path.read_text()) != settings:
-                raise RuntimeError(f"{work} holds the work of a run with other settings or another source; remove it")
-            _log.info("going on with the unfinished work in %s", work)
-        else:
-            _write_durably(path, settings)
-        for left in work.rglob("*.partial"):  # of a process that was killed
-            left.unlink()
-        yield
 
 
 def _finish(plan: QuantizationPlan, work: Path, report: Report) -> None:
@@ -434,26 +399,8 @@ def _finish(plan: QuantizationPlan, work: Path, report: Report) -> None:
         weights = path.suffix in (".safetensors", ".bin", ".pt", ".pth", ".gguf") or path.name == INDEX_FILE
         if path.is_file() and not weights and path.name != "config.json":
             shutil.copyfile(path, work / path.name)
-            _sync(work / path.name)
+            sync(work / path.name)
     index_json = {"metadata": {"total_size": total}, "weight_map": weight_map}
     config = dict(plan.checkpoint.config) | {"quantization_config": plan.quantization_config()}
     for name, content in ((INDEX_FILE, index_json), (_REPORT_FILE, report.to_json()), ("config.json", config)):
-        _write_durably(work / name, content)
-
-
-def _write_durably(path: Path, content: object) -> None:
-    """Writes JSON that is on disk, whole, before its name is."""
-    temporary = path.with_name(f"{path.name}.partial")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    _sync(temporary)
-    temporary.rename(path)
-    _sync(path.parent)
-
-
-def _sync(path: Path) -> None:
-    """Waits until a file or the names in a folder are on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        write_durably(work / name, content)

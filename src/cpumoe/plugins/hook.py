@@ -46,9 +46,9 @@ def _add_experts(moe: ModuleType) -> None:
         scheme = name.partition("-")[2] or None
 
         def forward(module: Any, *arguments: Any, _scheme: str | None = scheme) -> Any:
-            from cpumoe.plugins import transformers
+            from cpumoe.plugins import float_models
 
-            return transformers.experts_forward(module, _scheme, *arguments)
+            return float_models.experts_forward(module, _scheme, *arguments)
 
         moe.ALL_EXPERTS_FUNCTIONS.register(name, forward)
 
@@ -59,9 +59,9 @@ def _warn_where_no_effect(modeling_utils: ModuleType) -> None:
 
     def get_correct_experts_implementation(self: Any, requested: str | None) -> Any:
         if requested in EXPERTS_IMPLEMENTATIONS:
-            from cpumoe.plugins import transformers
+            from cpumoe.plugins import float_models
 
-            transformers.warn_where_no_effect(self, requested)
+            float_models.warn_where_no_effect(self, requested)
         return stock(self, requested)
 
     modeling_utils.PreTrainedModel.get_correct_experts_implementation = get_correct_experts_implementation

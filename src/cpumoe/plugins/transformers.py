@@ -1,12 +1,7 @@
-"""transformers: quantised checkpoints through ``from_pretrained``, float models accelerated in place.
+"""transformers: quantised checkpoints through :func:`load_model`, or ``from_pretrained`` after ``import cpumoe``.
 
-Three ways in:
-
-- :func:`load_model`, or ``AutoModelForCausalLM.from_pretrained`` after ``import cpumoe``: the modules that the
-  checkpoint has quantised are taken out of the model before transformers loads the rest, and are put back packed,
-  read expert by expert. Nothing goes through bf16.
-- :func:`accelerate`: quantises the experts (and linears) of a float model in place.
-- ``experts_implementation="cpumoe"``: transformers' own switch; packed copies are made at the first call.
+The modules that the checkpoint has quantised are taken out of the model before transformers loads the rest, and are put
+back packed, read expert by expert. Nothing goes through bf16. Float models are in ``float_models.py``.
 """
 
 from __future__ import annotations
@@ -18,7 +13,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,29 +27,22 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from cpumoe import cpu
-from cpumoe.architectures import ARCHITECTURES, Architecture, text_config
-from cpumoe.backends import NativeBackend, QuantizedExperts
+from cpumoe.architectures import ARCHITECTURES, text_config
+from cpumoe.backends import NativeBackend
 from cpumoe.checkpoint import Checkpoint
-from cpumoe.config import MoEConfig
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.experts import Experts
 from cpumoe.formats.compressed_tensors import QuantizationConfig
-from cpumoe.loading import naming
 from cpumoe.packed_cache import PackedCache
 from cpumoe.plugins.decode import ATTENTION, register_attention, speed_up
 from cpumoe.plugins.llama4 import adapt_llama4
 from cpumoe.plugins.model_plan import (
     ModelPlan,
     Pending,
-    expert_modules,
-    float_linears,
-    model_architecture,
     plan_model,
-    quantize_linear,
     replace_module,
 )
 from cpumoe.plugins.saving import quantization_section, state_dict_for_saving
-from cpumoe.quantize import quantize_weight, scale_dtype_of
 from cpumoe.scheme import Scheme
 
 _log = logging.getLogger("cpumoe")
@@ -63,7 +50,7 @@ _log = logging.getLogger("cpumoe")
 #: What ``load_model(scheme=...)`` takes to leave a float checkpoint in float.
 FLOAT = "float"
 
-_DEFAULT_SCHEME = "w4a8-g128"
+DEFAULT_SCHEME = "w4a8-g128"
 
 
 @dataclass(frozen=True)
@@ -116,7 +103,7 @@ def load_model(
         raise UnsupportedScheme(f"scheme={str(name)!r} for a checkpoint that is quantised already; leave it out")
     if not quantized and name is None:
         raise UnsupportedScheme(
-            f"{path} is a float checkpoint: say what to quantise its experts to with scheme={_DEFAULT_SCHEME!r} "
+            f"{path} is a float checkpoint: say what to quantise its experts to with scheme={DEFAULT_SCHEME!r} "
             f"(or another), or scheme={FLOAT!r} to leave them"
         )
     wanted = None if name is None or name == FLOAT else Scheme.parse(name)
@@ -326,147 +313,6 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
     @property
     def is_compileable(self) -> bool:
         return True
-
-
-# ---- float models --------------------------------------------------------------------------------------------------
-
-
-def accelerate(
-    model: PreTrainedModel, scheme: Scheme | str = _DEFAULT_SCHEME, *, linears: Scheme | str | None = None
-) -> PreTrainedModel:
-    """Quantises the experts of a float model in place, layer by layer, freeing the float weights as it goes.
-
-    Args:
-        model: a transformers model of a known architecture.
-        scheme: what to quantise the experts to.
-        linears: what to quantise the other linears to; None leaves them.
-
-    Returns:
-        The same model. ``save_pretrained`` writes it as a compressed-tensors checkpoint.
-    """
-    scheme, packed_linears = Scheme.parse(scheme), None if linears is None else Scheme.parse(linears)
-    architecture = model_architecture(model)
-    if architecture is None:
-        kind = model.config.get_text_config().model_type
-        raise UnsupportedScheme(f"model_type {kind!r} is not known; known are {', '.join(ARCHITECTURES)}")
-    names = [n for n in expert_modules(model, architecture) if not isinstance(model.get_submodule(n), Experts)]
-    if not names and packed_linears is None:
-        raise ValueError("this model has no float experts to accelerate")
-    quantized = False
-    try:
-        for name in tqdm(names, desc="Quantising", unit="layer", disable=None):
-            with naming(name):
-                module = model.get_submodule(name)
-                experts = quantize_module(module, architecture, scheme, text_config(model.config.to_dict()))
-            replace_module(model, name, experts)
-            quantized = True
-        if packed_linears is not None:
-            _accelerate_linears(model, architecture, packed_linears)
-            quantized = True
-    finally:  # a model that was done in part must describe itself too, or it would be saved as something else
-        if quantized:
-            _finish_acceleration(model)
-    return model
-
-
-def _accelerate_linears(model: PreTrainedModel, architecture: Architecture, scheme: Scheme) -> None:
-    for name, linear in list(float_linears(model, architecture)):
-        if scheme.group_size is not None and linear.in_features % scheme.group_size:
-            _log.warning("left in float: %s has %d inputs", name, linear.in_features)
-            continue
-        bias = None if linear.bias is None else linear.bias.detach()
-        rows = partial(_rows, linear.weight.detach())
-        with naming(name):
-            packed = quantize_linear(rows, linear.out_features, linear.in_features, scheme, bias)
-        replace_module(model, name, packed)
-        model.all_tied_weights_keys.pop(f"{name}.weight", None)
-
-
-def _finish_acceleration(model: PreTrainedModel) -> None:
-    adapt_llama4(model)
-    model.requires_grad_(False)  # there is no gradient through packed weights
-    speed_up(model)
-    config = PackedConfig(quantization_section(model))
-    model.hf_quantizer = PackedQuantizer(config, pre_quantized=True)
-    model.config.quantization_config = config
-    model.is_quantized = True
-    model.quantization_method = config.quant_method
-
-
-def _rows(weight: Tensor, first: int, last: int) -> Tensor:
-    return weight[first:last]
-
-
-def quantize_module(module: nn.Module, architecture: Architecture, scheme: Scheme, config: Any) -> Experts:
-    """Packs the float experts of one layer, a few at a time: ``gate_up_proj`` and ``down_proj`` of a module."""
-    facts = architecture.facts(config)
-    fused = architecture.fused
-    gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()  # type: ignore[operator]
-    layer = MoEConfig(
-        scheme,
-        facts.experts,
-        facts.hidden_size,
-        facts.intermediate_size,
-        facts.activation,
-        has_bias=architecture.has_bias,
-        scale_dtype=scale_dtype_of(gate_up.dtype),
-    )
-
-    def chunks() -> Iterator[QuantizedExperts]:
-        step = max(1, (64 << 20) // (gate_up[0].numel() * 16))
-        for first in range(0, facts.experts, step):
-            some = slice(first, first + step)
-            rows, columns = gate_up[some], down[some]
-            if fused is not None:
-                rows, columns = rows.transpose(1, 2), columns.transpose(1, 2)
-            biases = (None, None)
-            if architecture.has_bias:
-                biases = module.gate_up_proj_bias.detach()[some], module.down_proj_bias.detach()[some]  # type: ignore
-            yield QuantizedExperts(
-                *quantize_weight(rows, scheme, "gate_up"),
-                *quantize_weight(columns, scheme, "down"),
-                *biases,
-                interleaved=fused is not None and fused.interleaved,
-            )
-
-    return Experts.from_chunks(chunks(), layer)
-
-
-def experts_forward(
-    module: nn.Module, scheme: str | None, hidden_states: Tensor, ids: Tensor, weights: Tensor
-) -> Tensor:
-    """transformers' experts interface: [tokens, H], [tokens, K], [tokens, K] -> [tokens, H].
-
-    The packed copy is made at the first call, and again when the float weights have changed since; a change through
-    ``parameter.data`` is not seen.
-    """
-    wanted = scheme or os.environ.get("CPUMOE_SCHEME", _DEFAULT_SCHEME)
-    # Tensors that were made in inference mode count no changes.
-    weights_seen = ((p.data_ptr(), 0 if p.is_inference() else p._version) for p in module.parameters())
-    state = (wanted, *weights_seen)
-    held = module.__dict__.get("_cpumoe_packed")
-    if held is None or held[0] != state:
-        config = text_config(module.config.to_dict())  # type: ignore[union-attr, operator]
-        architecture = ARCHITECTURES.get(config.get("model_type", ""))
-        if architecture is None:
-            raise UnsupportedScheme(f"model_type {config.get('model_type')!r}; known are {', '.join(ARCHITECTURES)}")
-        held = (state, quantize_module(module, architecture, Scheme.parse(wanted), config))
-        module.__dict__["_cpumoe_packed"] = held  # not a submodule: state_dict stays that of the float model
-    if module.training:
-        raise RuntimeError("experts_implementation='cpumoe' is for inference; train with another, such as 'eager'")
-    packed: Experts = held[1]
-    out: Tensor = packed(hidden_states.detach(), ids, weights)
-    return out
-
-
-def warn_where_no_effect(model: PreTrainedModel, requested: str) -> None:
-    if not model._can_set_experts_implementation():
-        _log.warning(
-            "experts_implementation=%r has no effect on %s: transformers does not ask for it there; "
-            "cpumoe.accelerate(model) does the job",
-            requested,
-            type(model).__name__,
-        )
 
 
 register_attention()

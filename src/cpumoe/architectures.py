@@ -185,10 +185,17 @@ ARCHITECTURES: dict[str, Architecture] = {
 
 def architecture_of(config: Config) -> Architecture:
     """The family of a config.json; raises CheckpointError with the list of those that are known."""
-    model_type = config.get("model_type")
-    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
+    architecture = known_architecture(config)
+    if architecture is None:
+        model_type = text_config(config).get("model_type")
         raise CheckpointError(f"model_type {model_type!r} is not known; known are {', '.join(ARCHITECTURES)}")
-    return ARCHITECTURES[model_type]
+    return architecture
+
+
+def known_architecture(config: Config) -> Architecture | None:
+    """The family of a config.json, or None; a multimodal model has that of its language model."""
+    model_type = text_config(config).get("model_type")
+    return ARCHITECTURES.get(model_type) if isinstance(model_type, str) else None
 
 
 def text_config(config: Config) -> Config:

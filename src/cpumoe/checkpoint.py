@@ -64,12 +64,12 @@ class Checkpoint:
             if Path(shard).name != shard or shard in ("", ".", ".."):
                 raise CheckpointError(f"{index} names the file {shard!r}; files of the folder itself are accepted")
         if missing := [shard for shard in shards if not _is_file(folder / shard)]:
-            raise CheckpointError(f"{folder} lacks {_listed(missing)}, which {INDEX_FILE} names")
+            raise CheckpointError(f"{folder} lacks {listed(missing)}, which {INDEX_FILE} names")
         checkpoint = cls(folder, config, [folder / shard for shard in shards])
         absent = [name for name, shard in weight_map.items() if checkpoint._shard_of(name) != shard]
         if absent:
             checkpoint.close()
-            raise CheckpointError(f"{index}: these tensors are not in the files it names: {_listed(absent)}")
+            raise CheckpointError(f"{index}: these tensors are not in the files it names: {listed(absent)}")
         return checkpoint
 
     def _shard_of(self, name: str) -> str | None:
@@ -159,7 +159,7 @@ class TensorCheck:
 
     def raise_problems(self) -> None:
         parts = [
-            f"{len(names)} {kind}: {_listed(names)}"
+            f"{len(names)} {kind}: {listed(names)}"
             for kind, names in (("missing", self.missing), ("of another kind", self.wrong), ("unexpected", self.extra))
             if names
         ]
@@ -174,7 +174,8 @@ def _is_file(path: Path) -> bool:
         return False
 
 
-def _listed(names: list[str]) -> str:
+def listed(names: list[str]) -> str:
+    """Names for a message: the first of them, and how many more there are."""
     shown = ", ".join(names[:_MAX_NAMES])
     return shown if len(names) <= _MAX_NAMES else f"{shown} and {len(names) - _MAX_NAMES} more"
 

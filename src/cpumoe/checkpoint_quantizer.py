@@ -227,7 +227,7 @@ class QuantizationPlan:
             chosen: dict[str, tuple[int, int]] = {}
             for name in matrices:
                 rows, columns = checkpoint.info(f"{name}.weight").shape
-                if linears is None or name.endswith(architecture.routers) or not _fits(linears, columns):
+                if linears is None or name.endswith(architecture.routers) or not linears.fits(columns):
                     self.left_in_float.append(name)
                 else:
                     chosen[name] = (rows, columns)
@@ -263,10 +263,6 @@ class QuantizationPlan:
             return write_config({"Linear": self.expert_format}, self.left_in_float)
         formats = {"re:.*[.]experts[.]": self.expert_format, "Linear": self.linear_format}
         return write_config(formats, self.left_in_float)
-
-
-def _fits(scheme: Scheme, columns: int) -> bool:
-    return columns % (scheme.group_size or 1) == 0
 
 
 def _announced(

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
-from cpumoe.architectures import ARCHITECTURES, Architecture, ExpertsFacts, Projections
+from cpumoe.architectures import Architecture, ExpertsFacts, Projections, known_architecture
 from cpumoe.backends import QuantizedExperts
 from cpumoe.checkpoint import Checkpoint, TensorCheck
 from cpumoe.config import MoEConfig
@@ -148,6 +148,9 @@ def experts_of_layer(
     return find_experts(checkpoint, checkpoint.architecture, module, facts, scheme)
 
 
+#: A scheme without groups: for any size that is served at all, where only names and shapes are of interest.
+FITS_ALL_SIZES = Scheme.parse("w8a8")
+
 #: The part of a name that leads to the decoder layers, and the number of the layer.
 LAYER = re.compile(r"(.*?\blayers\.)(\d+)\.")
 
@@ -232,7 +235,7 @@ def find_linears(checkpoint: Checkpoint, check: TensorCheck) -> dict[str, Linear
     """
     if checkpoint.quantization is None:
         return {}
-    architecture = ARCHITECTURES.get(str(checkpoint.text_config.get("model_type")))
+    architecture = known_architecture(checkpoint.config)
     routers = () if architecture is None else architecture.routers
     layers = checkpoint.text_config.get("num_hidden_layers")
     linears: dict[str, LinearSource] = {}

@@ -188,6 +188,20 @@ def _packed_size(
     return weight_bits, scale_bytes, group, experts, out_features, in_features, gated, bias is not None
 
 
+def packed_bytes(
+    weight_bits: int,
+    scale_bytes: int,
+    group_size: int,
+    experts: int,
+    out_features: int,
+    in_features: int,
+    gated: bool,
+    has_bias: bool,
+) -> int:
+    """Bytes of packed weights; the arguments are those of :class:`PackedBuilder`."""
+    return _core.packed_bytes(weight_bits, scale_bytes, group_size, experts, out_features, in_features, gated, has_bias)
+
+
 class PackedBuilder:
     """Packs a matrix of experts a few experts at a time; ``blob`` is whole when all of them were added."""
 

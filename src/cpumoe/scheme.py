@@ -129,10 +129,14 @@ class Scheme:
         """Inputs that share a weight scale; None per channel."""
         return self.weights.group.group_size
 
+    def fits(self, in_features: int) -> bool:
+        """Whether the group size divides an input size."""
+        return self.group_size is None or in_features % self.group_size == 0
+
     def check_inputs(self, in_features: int, name: str) -> None:
         """Refuses an input size that the group size does not divide."""
         size = self.group_size
-        if size is not None and in_features % size != 0:
+        if not self.fits(in_features):
             fitting = [g for g in (32, 64, 128) if in_features % g == 0]
             advice = f"use {', '.join(map(str, fitting))}" if fitting else "use per channel"
             raise UnsupportedScheme(f"{name}: group_size={size} does not divide in_features={in_features}; {advice}")

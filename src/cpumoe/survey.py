@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from cpumoe import _core, cpu
+from cpumoe import cpu, ops
 from cpumoe.architectures import ExpertsFacts
 from cpumoe.checkpoint import Checkpoint, TensorCheck
 from cpumoe.config import MoEConfig
@@ -23,6 +23,7 @@ from cpumoe.expert_sources import FLOAT_DTYPES, ExpertSource, QuantizedPerExpert
 from cpumoe.formats.compressed_tensors import LinearFormat, StoredTensor
 from cpumoe.loading import (
     EXPERT,
+    FITS_ALL_SIZES,
     LAYER,
     QUANTIZED_SUFFIXES,
     LinearSource,
@@ -38,7 +39,6 @@ from cpumoe.scheme import Scheme
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
-_FITS_ALL = Scheme.parse("w8a8")  # per channel: for any size that is served at all
 _OFFERED = tuple(map(Scheme.parse, ("w8a8", "w4a8-g32", "w4a8-g64", "w4a8-g128", "w4a8")))
 
 NOT_LOADED = "not loaded"
@@ -123,7 +123,7 @@ def experts_bytes(config: MoEConfig) -> int:
     sizes = ((rows, config.hidden_size, gated), (config.hidden_size, config.intermediate_size, False))
     scale_bytes = 2 if config.scale_dtype == torch.bfloat16 else 4
     bits, group = config.scheme.weights.bits, config.scheme.group_size or 0
-    return sum(_core.packed_bytes(bits, scale_bytes, group, config.experts, *size, config.has_bias) for size in sizes)
+    return sum(ops.packed_bytes(bits, scale_bytes, group, config.experts, *size, config.has_bias) for size in sizes)
 
 
 def linear_bytes(checkpoint: Checkpoint, linear: LinearSource) -> int:
@@ -132,7 +132,7 @@ def linear_bytes(checkpoint: Checkpoint, linear: LinearSource) -> int:
     scheme.check_inputs(linear.columns, linear.name)
     scale_bytes = 2 if scale in checkpoint and checkpoint.info(scale).dtype == "BF16" else 4
     size = (1, linear.rows, linear.columns, False, linear.has_bias)
-    return _core.packed_bytes(scheme.weights.bits, scale_bytes, scheme.group_size or 0, *size)
+    return ops.packed_bytes(scheme.weights.bits, scale_bytes, scheme.group_size or 0, *size)
 
 
 class Survey:
@@ -183,7 +183,7 @@ class Survey:
         for layer in self.facts.layers:
             module = f"{self._prefix}{layer}.{self.architecture.experts[0]}"
             # Experts that stay in float are checked like those that are quantised on load.
-            source = self._try(experts_of_layer, self.checkpoint, self.facts, module, self._scheme or _FITS_ALL)
+            source = self._try(experts_of_layer, self.checkpoint, self.facts, module, self._scheme or FITS_ALL_SIZES)
             if source is not None:
                 source.check(self._check)
                 yield source.prefix, source

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpumoe import _core, ops
+from cpumoe import ops
 from cpumoe.activation import Activation
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.experts import Experts
@@ -68,7 +68,7 @@ def _random_packed(shape: Shape, rows: int, inputs: int, scheme: Scheme, gated: 
     """Packed weights of all experts. A few random experts are repeated: addresses matter here, not values."""
     distinct = min(shape.experts, 4)
     values, scales = random_values(distinct, rows, inputs, scheme, seed)
-    spec = (
+    builder = ops.PackedBuilder(
         scheme.weights.bits,
         scales.element_size(),
         scheme.group_size or 0,
@@ -76,16 +76,13 @@ def _random_packed(shape: Shape, rows: int, inputs: int, scheme: Scheme, gated: 
         rows,
         inputs,
         gated,
-        False,
+        has_bias=False,
     )
-    blob = torch.empty(_core.packed_bytes(*spec), dtype=torch.uint8)
-    _core.advise_huge_pages(blob)
-    _core.write_packed_header(blob, *spec)
     order = ops.ROWS_GATE_THEN_UP if gated else ops.ROWS_PLAIN
     for expert in range(shape.experts):
-        one = expert % distinct
-        _core.pack_into(blob, expert, values[one : one + 1], scales[one : one + 1], None, order, "values")
-    return blob
+        one = slice(expert % distinct, expert % distinct + 1)
+        builder.add(values[one], scales[one], None, order, "values")
+    return builder.blob
 
 
 def random_experts(shape: Shape, scheme: Scheme, seed: int = 0) -> Experts:

@@ -45,10 +45,6 @@ def run(arguments: argparse.Namespace) -> int:
         return demo_layer.run(arguments)
     if arguments.tokens < 2:
         raise ValueError(f"--tokens {arguments.tokens}; 2 or more are accepted")
-    try:
-        import transformers  # noqa: F401
-    except ImportError:
-        raise RuntimeError("the demo needs transformers: pip install 'cpumoe[transformers]'") from None
     return _complete(arguments.tokens)
 
 
@@ -56,9 +52,10 @@ def _complete(tokens: int) -> int:
     from cpumoe.bench.generation import decode_times
     from cpumoe.cli.generation import Session, load_tokenizer, prepare_transformers
     from cpumoe.expert_load import count_expert_load
-    from cpumoe.plugins.transformers import load_model
 
     prepare_transformers()
+    from cpumoe.plugins.transformers import load_model
+
     start = time.perf_counter()
     model = load_model(demo_model.FOLDER)
     seconds = time.perf_counter() - start

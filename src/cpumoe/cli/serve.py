@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cpumoe.architectures import ARCHITECTURES, text_config
+from cpumoe.architectures import known_architecture
 from cpumoe.checkpoint import read_json
 from cpumoe.cli.generation import (
     add_model_arguments,
@@ -221,6 +221,5 @@ def _serve(arguments: argparse.Namespace, listener: socket.socket) -> bool:
 
 
 def _has_plain_attention(folder: Path) -> bool:
-    config = text_config(read_json(folder / "config.json"))
-    architecture = ARCHITECTURES.get(config.get("model_type", ""))
+    architecture = known_architecture(read_json(folder / "config.json"))
     return architecture is not None and architecture.plain_attention

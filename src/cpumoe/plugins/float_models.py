@@ -6,13 +6,12 @@ import logging
 import os
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from cpumoe.architectures import ARCHITECTURES, Architecture, text_config
+from cpumoe.architectures import ARCHITECTURES, Architecture, ExpertsFacts, known_architecture, text_config
 from cpumoe.backends import QuantizedExperts
 from cpumoe.config import MoEConfig
 from cpumoe.errors import UnsupportedScheme
@@ -56,12 +55,13 @@ def accelerate(
     names = [n for n in expert_modules(model, architecture) if not isinstance(model.get_submodule(n), Experts)]
     if not names and packed_linears is None:
         raise ValueError("this model has no float experts to accelerate")
+    facts = architecture.facts(text_config(model.config.to_dict()))
     quantized = False
     try:
         for name in tqdm(names, desc="Quantising", unit="layer", disable=None):
             with naming(name):
                 module = model.get_submodule(name)
-                experts = quantize_module(module, architecture, scheme, text_config(model.config.to_dict()))
+                experts = quantize_module(module, architecture, scheme, facts)
             replace_module(model, name, experts)
             quantized = True
         if packed_linears is not None:
@@ -75,7 +75,7 @@ def accelerate(
 
 def _accelerate_linears(model: PreTrainedModel, architecture: Architecture, scheme: Scheme) -> None:
     for name, linear in list(float_linears(model, architecture)):
-        if scheme.group_size is not None and linear.in_features % scheme.group_size:
+        if not scheme.fits(linear.in_features):
             _log.warning("left in float: %s has %d inputs", name, linear.in_features)
             continue
         bias = None if linear.bias is None else linear.bias.detach()
@@ -101,9 +101,8 @@ def _rows(weight: Tensor, first: int, last: int) -> Tensor:
     return weight[first:last]
 
 
-def quantize_module(module: nn.Module, architecture: Architecture, scheme: Scheme, config: Any) -> Experts:
+def quantize_module(module: nn.Module, architecture: Architecture, scheme: Scheme, facts: ExpertsFacts) -> Experts:
     """Packs the float experts of one layer, a few at a time: ``gate_up_proj`` and ``down_proj`` of a module."""
-    facts = architecture.facts(config)
     fused = architecture.fused
     gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()  # type: ignore[operator]
     layer = MoEConfig(
@@ -144,6 +143,8 @@ def experts_forward(
     The packed copy is made at the first call, and again when the float weights have changed since; a change through
     ``parameter.data`` is not seen.
     """
+    if module.training:
+        raise RuntimeError("experts_implementation='cpumoe' is for inference; train with another, such as 'eager'")
     wanted = scheme or os.environ.get("CPUMOE_SCHEME", DEFAULT_SCHEME)
     # Tensors that were made in inference mode count no changes.
     weights_seen = ((p.data_ptr(), 0 if p.is_inference() else p._version) for p in module.parameters())
@@ -151,13 +152,11 @@ def experts_forward(
     held = module.__dict__.get("_cpumoe_packed")
     if held is None or held[0] != state:
         config = text_config(module.config.to_dict())  # type: ignore[union-attr, operator]
-        architecture = ARCHITECTURES.get(config.get("model_type", ""))
+        architecture = known_architecture(config)
         if architecture is None:
             raise UnsupportedScheme(f"model_type {config.get('model_type')!r}; known are {', '.join(ARCHITECTURES)}")
-        held = (state, quantize_module(module, architecture, Scheme.parse(wanted), config))
+        held = (state, quantize_module(module, architecture, Scheme.parse(wanted), architecture.facts(config)))
         module.__dict__["_cpumoe_packed"] = held  # not a submodule: state_dict stays that of the float model
-    if module.training:
-        raise RuntimeError("experts_implementation='cpumoe' is for inference; train with another, such as 'eager'")
     packed: Experts = held[1]
     out: Tensor = packed(hidden_states.detach(), ids, weights)
     return out

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpumoe.architectures import ARCHITECTURES, Architecture, ExpertsFacts, text_config
+from cpumoe.architectures import ARCHITECTURES, Architecture, ExpertsFacts, known_architecture, text_config
 from cpumoe.checkpoint import Checkpoint, TensorCheck
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.expert_sources import FLOAT_DTYPES, ExpertSource
@@ -18,13 +18,20 @@ from cpumoe.experts import Experts
 from cpumoe.formats.compressed_tensors import StoredTensor
 from cpumoe.formats.tensor_file import DTYPES
 from cpumoe.linear import QuantizedLinear
-from cpumoe.loading import LAYER, LinearSource, expert_prefixes, find_experts, layers_prefix, load_experts
+from cpumoe.loading import (
+    FITS_ALL_SIZES,
+    LAYER,
+    LinearSource,
+    expert_prefixes,
+    find_experts,
+    layers_prefix,
+    load_experts,
+)
 from cpumoe.quantize import quantize_weight
 from cpumoe.scheme import Scheme
 
 _log = logging.getLogger("cpumoe")
 
-_FITS_ALL_SIZES = Scheme.parse("w8a8")  # no groups
 _ELEMENTS_AT_ONCE = 4 << 20  # quantised at once: each goes through fp32 with several temporaries
 
 
@@ -63,8 +70,7 @@ class ModelPlan:
 
 def model_architecture(model: nn.Module) -> Architecture | None:
     """The row of the table for a transformers model."""
-    config = text_config(model.config.to_dict())  # type: ignore[union-attr, operator]  # a transformers model has one
-    return ARCHITECTURES.get(config.get("model_type", ""))
+    return known_architecture(model.config.to_dict())  # type: ignore[union-attr, operator]  # it has a configuration
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -96,7 +102,7 @@ def plan_model(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | None, 
         linears: what to quantise float linears to; None leaves them.
     """
     config = text_config(model.config.to_dict())  # type: ignore[union-attr, operator]  # a transformers model has one
-    architecture = ARCHITECTURES.get(config.get("model_type", ""))
+    architecture = known_architecture(config)
     to_disk = _disk_names(model, checkpoint)
     check = TensorCheck(checkpoint)
     plan = ModelPlan()
@@ -140,7 +146,7 @@ def _check_float_experts(
     check: TensorCheck, checkpoint: Checkpoint, architecture: Architecture, module: str, facts: ExpertsFacts
 ) -> None:
     """Experts that stay in float are read by transformers, which does not name what it lacks."""
-    source = find_experts(checkpoint, architecture, module, facts, _FITS_ALL_SIZES)
+    source = find_experts(checkpoint, architecture, module, facts, FITS_ALL_SIZES)
     assert source is not None  # there is a scheme
     source.check(check)
 

@@ -27,9 +27,9 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from cpumoe import cpu
-from cpumoe.architectures import ARCHITECTURES, text_config
+from cpumoe.architectures import known_architecture
 from cpumoe.backends import NativeBackend
-from cpumoe.checkpoint import Checkpoint
+from cpumoe.checkpoint import Checkpoint, listed
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.experts import Experts
 from cpumoe.formats.compressed_tensors import QuantizationConfig
@@ -94,7 +94,7 @@ def load_model(
     with Checkpoint.open(path) as checkpoint:
         quantized = checkpoint.quantization is not None
         kind = checkpoint.config.get("model_type")
-        if str(checkpoint.text_config.get("model_type")) in ARCHITECTURES:
+        if known_architecture(checkpoint.config) is not None:
             _ = checkpoint.facts  # refuses absurd sizes before transformers sets out to build them
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise CheckpointError(f"{path}: model_type {kind!r} is not known to transformers {transformers_version}")
@@ -196,7 +196,7 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
 
     def update_attn_implementation(self, config: Any) -> Any:
         """Our attention for one token, unless the caller has chosen, or the model has one of its own."""
-        architecture = ARCHITECTURES.get(text_config(config.to_dict()).get("model_type", ""))
+        architecture = known_architecture(config.to_dict())
         if config._attn_implementation is None and architecture is not None and architecture.plain_attention:
             config._attn_implementation = ATTENTION
         return config
@@ -236,7 +236,7 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
                 if name in loaded and loaded[name].shape != shape
             ]
             kinds = (("missing", info.missing_keys), ("of another shape", wrong), ("unexpected", info.unexpected_keys))
-            parts = [f"{len(names)} {kind}: {', '.join(sorted(names)[:12])}" for kind, names in kinds if names]
+            parts = [f"{len(names)} {kind}: {listed(sorted(names))}" for kind, names in kinds if names]
             if parts:
                 assert self._checkpoint is not None
                 self._checkpoint.close()

@@ -120,6 +120,15 @@ class Checkpoint:
         """Fills the contiguous tensor ``out`` with bytes of ``name``."""
         self._file_of[name].read_into(name, out, first_byte)
 
+    def fingerprint(self) -> list[list[str | int]]:
+        """What tells whether the files are still those that were opened: name, size, times and inode of each.
+
+        The time of the last change of an inode (ctime) cannot be set, so a file that was rewritten with its old size
+        and old modification time is noticed too.
+        """
+        stats = [(file.path.name, file.path.stat()) for file in self.files]
+        return [[name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for name, s in stats]
+
     def close(self) -> None:
         for file in self.files:
             file.close()

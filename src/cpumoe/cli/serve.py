@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-_PACKAGES = ("fastapi", "uvicorn", "openai", "pydantic", "psutil")
+_PACKAGES = ("starlette", "uvicorn", "pydantic")
 _TESTED_WITH = "5.22"
 
 # Of the memory that the model leaves free. The rest is for the activations, for the page cache and for other programs.
@@ -46,8 +46,8 @@ def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "serve",
         help="serve a model through the OpenAI API",
-        description="Serves /v1/chat/completions, /v1/completions, /v1/responses, /v1/models and /health with the "
-        "server of transformers. Requests that come together are computed together. Ctrl-C or SIGTERM ends it.",
+        description="Serves /v1/chat/completions, /v1/completions, /v1/responses, /v1/models and /health. Requests "
+        "that come together are computed together. Ctrl-C or SIGTERM ends it.",
     )
     add_model_arguments(parser)
     parser.add_argument("--name", help="what requests call the model (MODEL as given)")
@@ -56,9 +56,7 @@ def add_command(commands: Commands) -> None:
     parser.add_argument(
         "--memory-gb", type=_gigabytes, metavar="F", help="memory for keys and values (half of what the model leaves)"
     )
-    parser.add_argument(
-        "--sequential", action="store_true", help="one request at a time, as generate does: also takes stop strings"
-    )
+    parser.add_argument("--sequential", action="store_true", help="one request at a time, as generate does")
     parser.set_defaults(run=run)
 
 
@@ -187,7 +185,7 @@ def _serve(arguments: argparse.Namespace, listener: socket.socket) -> bool:
     import transformers
 
     try:
-        from cpumoe.cli import server
+        from cpumoe.generation import server
     except ImportError as problem:
         raise RuntimeError(
             f"cpumoe serve was made for transformers {_TESTED_WITH}, this is {transformers.__version__}: {problem}"
@@ -202,6 +200,7 @@ def _serve(arguments: argparse.Namespace, listener: socket.socket) -> bool:
     free = available - max(_model_bytes(model), available - available_bytes())
 
     with server.Server(model, tokenizer, arguments.name or str(arguments.model), context) as served:
+        obstacle: str | None = None
         if not arguments.sequential:
             plan = plan_cache(model.config, model.dtype, free, arguments.memory_gb)
             obstacle = served.start_batching(plan.blocks, plan.block_tokens, BATCH_TOKENS)
@@ -212,6 +211,8 @@ def _serve(arguments: argparse.Namespace, listener: socket.socket) -> bool:
                 )
             else:
                 print(f"requests are answered one at a time, since batching fails for this model: {obstacle}")
+        if arguments.sequential or obstacle is not None:
+            served.start_sequential()
 
         def tell() -> None:
             host, port = listener.getsockname()[:2]

@@ -1,0 +1,274 @@
+"""What a request gets: its jobs in the engine, and the bodies of chat and text completions made of their tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cpumoe.generation.api_requests import ApiError
+from cpumoe.generation.engine import ENDING, Engine, Failure, Finish, Job, deliver_to
+from cpumoe.generation.sampling import Sampling, Token
+from cpumoe.generation.text import Delta, PlainMessage, StopStrings, StructuredMessage, TextPieces, ToolCall
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Choice:
+    """One of the answers to a request, as far as it has come."""
+
+    def __init__(
+        self,
+        index: int,
+        tokenizer: PreTrainedTokenizerBase,
+        stops: Sequence[str],
+        message: PlainMessage | StructuredMessage,
+        ends: frozenset[int],
+    ) -> None:
+        self.index = index
+        self.tokens: list[Token] = []
+        self.content = ""
+        self.reasoning = ""
+        self.tool_calls: list[ToolCall] = []
+        self.finish: str | None = None
+        self._pieces = TextPieces(tokenizer, special_tokens=message.special_tokens)
+        self._message = message
+        self._stops = StopStrings(stops)
+        self._ends = ends
+
+    def add(self, token: Token) -> Delta:
+        self.tokens.append(token)
+        if token.id in self._ends:
+            return Delta()
+        delta = self._taken(self._message.add(self._pieces.add([token.id])))
+        if self._stops.found:
+            self.finish = "stop"
+        return delta
+
+    def end(self, finish: Finish) -> Delta:
+        delta = self._taken(self._message.add(self._pieces.rest()))
+        last = self._taken(self._message.rest())
+        held = "" if self._stops.found else self._stops.rest()
+        self.content += held
+        self.finish = "stop" if self._stops.found else "tool_calls" if self.tool_calls else finish
+        return Delta(
+            delta.content + last.content + held,
+            delta.reasoning + last.reasoning,
+            delta.tool_calls + last.tool_calls,
+        )
+
+    def _taken(self, delta: Delta) -> Delta:
+        delta = Delta(self._stops.add(delta.content), delta.reasoning, delta.tool_calls)
+        self.content += delta.content
+        self.reasoning += delta.reasoning
+        self.tool_calls += delta.tool_calls
+        return delta
+
+
+class Answering:
+    """The choices of one request while the engine works on them."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        choices: Sequence[Choice],
+        prompts: Sequence[Sequence[int]],
+        lengths: Sequence[int],
+        ends: frozenset[int],
+        samplings: Sequence[Sampling],
+        on_end: Callable[[], None],
+    ) -> None:
+        self.choices = list(choices)
+        self.prompt_tokens = 0  # set by whoever knows how many prompts there were
+        self._engine = engine
+        self._queue: asyncio.Queue[tuple[int, Token | Finish | Failure]] = asyncio.Queue()
+        self._on_end = on_end
+        self._ended = False
+        loop = asyncio.get_running_loop()
+        self._jobs = []
+        for index, (prompt, length, sampling) in enumerate(zip(prompts, lengths, samplings, strict=True)):
+
+            def put(item: Token | Finish | Failure, index: int = index) -> None:
+                self._queue.put_nowait((index, item))
+
+            self._jobs.append(Job(prompt, length, ends, sampling, deliver_to(loop, put)))
+        for job in self._jobs:
+            engine.add(job)
+
+    async def deltas(self) -> AsyncIterator[tuple[Choice, list[Token], Delta]]:
+        """What each token adds, and at the end of a choice what was held back. Raises ApiError for a failure."""
+        open_choices = len(self.choices)
+        while open_choices:
+            index, item = await self._queue.get()
+            choice = self.choices[index]
+            if choice.finish is not None:
+                continue  # a token that was on its way when a stop string was found
+            if isinstance(item, Failure):
+                raise ApiError(503 if item.sentence == ENDING else 500, item.sentence)
+            if isinstance(item, Token):
+                yield choice, [item], choice.add(item)
+                if choice.finish is not None:
+                    self._engine.cancel(self._jobs[index])
+            else:
+                yield choice, [], choice.end(item)
+            open_choices -= choice.finish is not None
+
+    async def finished(self) -> None:
+        async for _ in self.deltas():
+            pass
+
+    def end(self) -> None:
+        """Tells the engine that nobody waits any more; does nothing the second time."""
+        if self._ended:
+            return
+        self._ended = True
+        for choice, job in zip(self.choices, self._jobs, strict=True):
+            if choice.finish is None:
+                self._engine.cancel(job)
+        self._on_end()
+
+    def usage(self) -> dict[str, int]:
+        generated = sum(len(choice.tokens) for choice in self.choices)
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": generated,
+            "total_tokens": self.prompt_tokens + generated,
+        }
+
+
+class ChatFormat:
+    """Bodies of /v1/chat/completions."""
+
+    def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, *, logprobs: bool) -> None:
+        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._decode = tokenizer.decode
+        self._logprobs = logprobs
+
+    def whole(self, answering: Answering) -> dict[str, Any]:
+        choices = []
+        for choice in answering.choices:
+            message: dict[str, Any] = {"role": "assistant", "content": choice.content or None, "refusal": None}
+            if not choice.tool_calls:
+                message["content"] = choice.content
+            if choice.reasoning:
+                message["reasoning_content"] = choice.reasoning
+            if choice.tool_calls:
+                message["tool_calls"] = [_tool_call(call) for call in choice.tool_calls]
+            choices.append(
+                {
+                    "index": choice.index,
+                    "message": message,
+                    "finish_reason": choice.finish,
+                    "logprobs": self._logprobs_of(choice.tokens),
+                }
+            )
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": answering.usage()}
+
+    def beginning(self, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
+        for choice in choices:
+            yield self._chunk(choice, {"role": "assistant", "content": ""}, [])
+
+    def piece(self, choice: Choice, tokens: list[Token], delta: Delta) -> dict[str, Any]:
+        out: dict[str, Any] = {}
+        if delta.content:
+            out["content"] = delta.content
+        if delta.reasoning:
+            out["reasoning_content"] = delta.reasoning
+        if delta.tool_calls:
+            first = len(choice.tool_calls) - len(delta.tool_calls)
+            out["tool_calls"] = [{"index": first + n, **_tool_call(call)} for n, call in enumerate(delta.tool_calls)]
+        return self._chunk(choice, out, tokens)
+
+    def usage(self, answering: Answering) -> dict[str, Any]:
+        return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": answering.usage()}
+
+    def _chunk(self, choice: Choice, delta: dict[str, Any], tokens: list[Token]) -> dict[str, Any]:
+        entry = {
+            "index": choice.index,
+            "delta": delta,
+            "finish_reason": choice.finish,
+            "logprobs": self._logprobs_of(tokens),
+        }
+        return {**self._head, "object": "chat.completion.chunk", "choices": [entry]}
+
+    def _logprobs_of(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+
+        def entry(token: int, logprob: float | None) -> dict[str, Any]:
+            text = str(self._decode([token]))
+            whole = (
+                "\N{REPLACEMENT CHARACTER}" not in text
+            )  # else it is a part of a character, whose bytes are not known
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
+
+        content = [
+            {**entry(token.id, token.logprob), "top_logprobs": [entry(*pair) for pair in token.likeliest]}
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+
+def _tool_call(call: ToolCall) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
+
+
+class CompletionFormat:
+    """Bodies of /v1/completions."""
+
+    def __init__(
+        self, model: str, tokenizer: PreTrainedTokenizerBase, *, logprobs: bool, echoes: Sequence[str]
+    ) -> None:
+        self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._decode = tokenizer.decode
+        self._logprobs = logprobs
+        self._echoes = echoes  # what each choice's text begins with
+        self._offsets: dict[int, int] = {}
+
+    def whole(self, answering: Answering) -> dict[str, Any]:
+        choices = [
+            self._entry(choice, self._echoes[choice.index] + choice.content, choice.tokens)
+            for choice in answering.choices
+        ]
+        return {**self._head, "object": "text_completion", "choices": choices, "usage": answering.usage()}
+
+    def beginning(self, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
+        for choice in choices:
+            if self._echoes[choice.index]:
+                yield self._chunk(choice, self._echoes[choice.index], [])
+
+    def piece(self, choice: Choice, tokens: list[Token], delta: Delta) -> dict[str, Any]:
+        return self._chunk(choice, delta.content, tokens)
+
+    def usage(self, answering: Answering) -> dict[str, Any]:
+        return {**self._head, "object": "text_completion", "choices": [], "usage": answering.usage()}
+
+    def _chunk(self, choice: Choice, text: str, tokens: list[Token]) -> dict[str, Any]:
+        return {**self._head, "object": "text_completion", "choices": [self._entry(choice, text, tokens)]}
+
+    def _entry(self, choice: Choice, text: str, tokens: Sequence[Token]) -> dict[str, Any]:
+        return {
+            "index": choice.index,
+            "text": text,
+            "finish_reason": choice.finish,
+            "logprobs": self._logprobs_of(choice, tokens),
+        }
+
+    def _logprobs_of(self, choice: Choice, tokens: Sequence[Token]) -> dict[str, Any] | None:
+        if not self._logprobs:
+            return None
+        texts = [str(self._decode([token.id])) for token in tokens]
+        offsets = []
+        for text in texts:
+            offsets.append(self._offsets.get(choice.index, 0))
+            self._offsets[choice.index] = offsets[-1] + len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [{str(self._decode([i])): p for i, p in token.likeliest} for token in tokens],
+            "text_offset": offsets,
+        }

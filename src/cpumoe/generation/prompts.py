@@ -1,0 +1,131 @@
+"""From the messages of a request to the tokens that a model continues."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from cpumoe.generation.api_requests import ApiError, Message, Tool
+from cpumoe.generation.text import PlainMessage, StructuredMessage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+# What a template is given in any case.
+_GIVEN = {"messages", "tools", "documents", "raise_exception", "strftime_now"}
+_MAX_NUMBER, _MAX_TEXT = 1_000_000, 1000  # of a variable that a request sets in the template
+
+
+class Prompts:
+    """Renders conversations with the model's own chat template and says how its answers are to be read.
+
+    Nothing of a request replaces the template or becomes an option of the tokenizer. What is here may take long and is
+    not for the thread that answers connections.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        from transformers.cli.serving.utils import get_response_template
+
+        self._tokenizer = tokenizer
+        self._vocabulary = model.config.get_text_config().vocab_size
+        self._response_template: Mapping[str, Any] | None = get_response_template(tokenizer, model)
+
+    def of_text(self, text: str) -> list[int]:
+        tokens = self._tokenizer(text)["input_ids"]
+        return self._checked(list(tokens), "prompt")
+
+    def of_tokens(self, tokens: Sequence[int]) -> list[int]:
+        return self._checked(list(tokens), "prompt")
+
+    def of_chat(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), variables: Mapping[str, bool | int | str] = {}
+    ) -> list[int]:
+        """Tokens of a conversation up to where the answer begins; ``variables`` are those of the template."""
+        template = self._template(tools)
+        self._check_variables(template, variables)
+        try:
+            tokens = self._tokenizer.apply_chat_template(
+                [self._for_template(message, template) for message in messages],
+                tools=[tool.model_dump(exclude_none=True) for tool in tools] or None,
+                add_generation_prompt=True,
+                return_dict=False,
+                **variables,
+            )
+        except Exception as problem:  # templates raise what they like: jinja's errors, TypeError, ...
+            raise ApiError(
+                400, f"the model's chat template refuses this conversation: {problem}", param="messages"
+            ) from None
+        return self._checked([token for token in tokens if isinstance(token, int)], "messages")
+
+    def message(self, prompt: Sequence[int], tools: Sequence[Tool] = ()) -> PlainMessage | StructuredMessage:
+        """The reader of an answer to a chat's ``prompt``."""
+        if self._response_template is None:
+            return PlainMessage()
+        text = self._tokenizer.decode(prompt)
+        assert isinstance(text, str)
+        return StructuredMessage(self._response_template, text, [tool.model_dump() for tool in tools])
+
+    def _template(self, tools: Sequence[Tool]) -> str:
+        try:
+            template = self._tokenizer.get_chat_template(tools=[tool.model_dump() for tool in tools] or None)
+        except ValueError:
+            raise ApiError(
+                400, "this model's tokenizer has no chat template; /v1/completions takes plain text", param="messages"
+            ) from None
+        assert isinstance(template, str)
+        if tools and (self._response_template is None or not re.search(r"\btools\b", template)):
+            raise ApiError(400, "tools is not served: this model's chat template has no place for them", param="tools")
+        return template
+
+    def _check_variables(self, template: str, variables: Mapping[str, bool | int | str]) -> None:
+        options = set(inspect.signature(self._tokenizer.apply_chat_template).parameters)
+        for name, value in variables.items():
+            param = f"chat_template_kwargs.{name:.80}"
+            known = name.isidentifier() and re.search(rf"\b{name}\b", template) is not None
+            if not known or name in options | _GIVEN | set(self._tokenizer.special_tokens_map):
+                raise ApiError(400, f"{param} is not a variable of this model's chat template", param=param)
+            if abs(value) > _MAX_NUMBER if isinstance(value, int) else len(value) > _MAX_TEXT:
+                raise ApiError(
+                    400,
+                    f"{param}: numbers up to {_MAX_NUMBER} and texts of up to {_MAX_TEXT} characters are accepted",
+                    param=param,
+                )
+
+    @staticmethod
+    def _for_template(message: Message, template: str) -> dict[str, Any]:
+        # Templates of most families know the older name only.
+        role = "system" if message.role == "developer" and "developer" not in template else message.role
+        out: dict[str, Any] = {"role": role, "content": message.text or ""}
+        for name in ("name", "reasoning_content", "tool_call_id"):
+            if (value := getattr(message, name)) is not None:
+                out[name] = value
+        if message.tool_calls:
+            out["tool_calls"] = [
+                {
+                    "id": call.id,
+                    "type": call.type,
+                    # Templates iterate over the arguments.
+                    "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
+                }
+                for call in message.tool_calls
+            ]
+        return out
+
+    def _checked(self, tokens: list[int], param: str) -> list[int]:
+        if not tokens:
+            raise ApiError(400, f"{param} is empty for this tokenizer; there is nothing to continue", param=param)
+        if min(tokens) < 0 or max(tokens) >= self._vocabulary:
+            raise ApiError(
+                400, f"{param} has tokens outside of the model's vocabulary: 0 to {self._vocabulary - 1}", param=param
+            )
+        return tokens
+
+
+def _arguments(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise ApiError(400, f"the arguments of a tool call are not JSON: {text:.80}", param="messages") from None

@@ -1,0 +1,130 @@
+"""How the next token is chosen from a model's scores."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
+
+_COLDEST = 1e-5  # below it the scores overflow; nothing but the likeliest token has a chance there anyway
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """The settings of one request. A temperature of 0 takes the likeliest token; the other values are neutral."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    logprobs: int | None = None  # None: none; 0: of the chosen token; N: of the N likeliest too
+
+    @classmethod
+    def of_model(cls, config: GenerationConfig) -> Sampling:
+        """What a model's generation_config.json says; greedy where it does not sample, as in transformers."""
+
+        def value(name: str, neutral: float) -> float:
+            found = getattr(config, name, None)
+            return neutral if found is None else found
+
+        penalty = value("repetition_penalty", 1.0)
+        if not config.do_sample:
+            return cls(repetition_penalty=penalty)
+        return cls(
+            temperature=value("temperature", 1.0),
+            top_k=int(value("top_k", 0)),
+            top_p=value("top_p", 1.0),
+            min_p=value("min_p", 0.0),
+            repetition_penalty=penalty,
+        )
+
+
+@dataclass(frozen=True)
+class Token:
+    """One chosen token. ``likeliest`` has (token, log probability) pairs, the best first, where they were asked for."""
+
+    id: int
+    logprob: float | None = None
+    likeliest: tuple[tuple[int, float], ...] = ()
+
+
+class TokenChooser:
+    """Chooses the tokens of one sequence, with random numbers of its own."""
+
+    def __init__(self, sampling: Sampling, prompt: Sequence[int]) -> None:
+        self._sampling = sampling
+        self._samples = sampling.temperature >= _COLDEST
+        self._generated: Counter[int] = Counter()
+        self._seen = torch.tensor(sorted(set(prompt)), dtype=torch.int64) if sampling.repetition_penalty != 1 else None
+        self._random = torch.Generator()
+        if sampling.seed is None:
+            self._random.seed()
+        else:
+            self._random.manual_seed(sampling.seed)
+
+    def choose(self, scores: Tensor) -> Token:
+        """The next token by the model's ``scores`` [vocabulary]. Raises ValueError where they are not numbers."""
+        scores = scores.to(torch.float32)
+        if bool(scores.isnan().any()) or bool((best := scores.max()).isinf()):
+            raise ValueError("the model's scores are not finite numbers, so no token can be chosen")
+        adjusted = self._adjusted(scores)
+        chosen = self._sample(adjusted) if self._samples else int(adjusted.argmax())
+        self._generated[chosen] += 1
+        if self._seen is not None and not bool((self._seen == chosen).any()):
+            self._seen = torch.cat([self._seen, torch.tensor([chosen])])
+        if self._sampling.logprobs is None:
+            return Token(chosen)
+        logprobs = (scores - best).log_softmax(-1)
+        count = min(self._sampling.logprobs, len(logprobs))
+        values, ids = logprobs.topk(count)
+        pairs = tuple(zip(ids.tolist(), values.tolist(), strict=True))
+        return Token(chosen, float(logprobs[chosen]), pairs)
+
+    def _adjusted(self, scores: Tensor) -> Tensor:
+        """The scores after penalties and biases."""
+        sampling = self._sampling
+        if self._seen is not None:
+            seen = scores[self._seen]
+            penalty = sampling.repetition_penalty
+            scores = scores.index_put((self._seen,), torch.where(seen < 0, seen * penalty, seen / penalty))
+        if self._generated and (sampling.presence_penalty or sampling.frequency_penalty):
+            ids = torch.tensor(list(self._generated))
+            counts = torch.tensor(list(self._generated.values()), dtype=torch.float32)
+            scores = scores.index_put(
+                (ids,), scores[ids] - sampling.presence_penalty - sampling.frequency_penalty * counts
+            )
+        if sampling.logit_bias:
+            ids = torch.tensor(list(sampling.logit_bias))
+            biases = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32)
+            scores = scores.index_put((ids,), scores[ids] + biases)
+        return scores
+
+    def _sample(self, scores: Tensor) -> int:
+        sampling = self._sampling
+        scores = scores / sampling.temperature
+        ids = None
+        if 0 < sampling.top_k < len(scores):
+            scores, ids = scores.topk(sampling.top_k)
+        elif sampling.top_p < 1:
+            scores, ids = scores.sort(descending=True)
+        probabilities = scores.softmax(-1)
+        if sampling.top_p < 1:
+            # What lies before a token has not yet reached the share, so the token belongs to it; the first always does.
+            before = probabilities.cumsum(-1) - probabilities
+            probabilities = probabilities.where(before < sampling.top_p, 0)
+        if sampling.min_p > 0:
+            probabilities = probabilities.where(probabilities >= sampling.min_p * probabilities.max(), 0)
+        index = int(torch.multinomial(probabilities, 1, generator=self._random))
+        return index if ids is None else int(ids[index])

@@ -1,0 +1,185 @@
+"""Tokens to text, piece by piece: unfinished characters, stop strings, and the parts of an assistant's message."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_log = logging.getLogger("cpumoe")
+
+# Stands for bytes that are no character yet; the rest of it may be in the next token.
+_UNFINISHED = "\N{REPLACEMENT CHARACTER}"
+
+
+class TextPieces:
+    """Turns tokens into text as they come, so that the pieces joined are the text of all tokens.
+
+    A character may be spread over several tokens. Whatever ends in an unfinished one is held back until it is finished
+    or until ``rest`` is called.
+    """
+
+    _WINDOW = 64  # tokens decoded again for each new one, at most while all characters are finished
+    _CONTEXT = 8  # tokens kept before a cut, since what a token means depends on its neighbours
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, special_tokens: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._special_tokens = special_tokens  # whether they are part of the text
+        self._tokens: list[int] = []
+        self._shown = 0  # characters of these tokens' text that have been given out
+
+    def add(self, tokens: Sequence[int]) -> str:
+        self._tokens.extend(tokens)
+        text = self._decode(self._tokens)
+        finished = text.rstrip(_UNFINISHED)
+        piece = finished[self._shown :]
+        self._shown += len(piece)
+        if len(self._tokens) >= self._WINDOW and self._shown == len(text):
+            context = self._tokens[-self._CONTEXT :]
+            context_text = self._decode(context)
+            if _UNFINISHED not in context_text and text.endswith(context_text):
+                self._tokens, self._shown = context, len(context_text)
+        return piece
+
+    def rest(self) -> str:
+        """What was held back, with replacement characters for what never became one."""
+        piece = self._decode(self._tokens)[self._shown :]
+        self._tokens, self._shown = [], 0
+        return piece
+
+    def _decode(self, tokens: list[int]) -> str:
+        text = self._tokenizer.decode(tokens, skip_special_tokens=not self._special_tokens)
+        assert isinstance(text, str)
+        return text
+
+
+class StopStrings:
+    """Ends a text that comes in pieces before the first of some strings, also where one lies across pieces."""
+
+    def __init__(self, stops: Iterable[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""  # the end of what came, which may be the beginning of a stop string
+        self.found = False
+
+    def add(self, piece: str) -> str:
+        """What can be shown by now; nothing more after a stop string was found."""
+        if self.found:
+            return ""
+        text = self._held + piece
+        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
+        if places:
+            self.found, self._held = True, ""
+            return text[: min(places)]
+        keep = max((self._overlap(text, stop) for stop in self._stops), default=0)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def rest(self) -> str:
+        """What was held back and did not become a stop string."""
+        held, self._held = self._held, ""
+        return held
+
+    @staticmethod
+    def _overlap(text: str, stop: str) -> int:
+        """How many characters at the end of ``text`` begin ``stop``."""
+        return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of one of the client's tools; ``arguments`` is JSON."""
+
+    name: str
+    arguments: str
+
+
+@dataclass
+class Delta:
+    """What a piece of an answer adds to the message."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.tool_calls)
+
+
+class PlainMessage:
+    """A message that is all content."""
+
+    special_tokens = False
+
+    def add(self, piece: str) -> Delta:
+        return Delta(content=piece)
+
+    def rest(self) -> Delta:
+        return Delta()
+
+
+class StructuredMessage:
+    """A message whose reasoning and tool calls are told apart by the marks that its family of models uses.
+
+    Args:
+        template: transformers' ``response_template``: the marks of the family.
+        prompt: the text that the model continues. It may have begun the message already, with an opening mark of the
+            reasoning for instance.
+        tools: the client's tools, whose schemas say how arguments are to be read.
+    """
+
+    special_tokens = True  # they are the marks
+
+    def __init__(self, template: Mapping[str, Any], prompt: str, tools: Sequence[Mapping[str, Any]]) -> None:
+        from transformers.utils.chat_parsing import ResponseParser
+
+        anchors = template.get("start_anchor") or ()
+        anchors = (anchors,) if isinstance(anchors, str) else tuple(anchors)
+        # Without the anchor the parser would take the whole prompt for the beginning of the answer.
+        prefix = prompt if any(anchor in prompt for anchor in anchors) else ""
+        self._parser = ResponseParser(dict(template), prefix=prefix, tools=[dict(tool) for tool in tools] or None)
+        self._broken = False
+
+    def add(self, piece: str) -> Delta:
+        if self._broken:
+            return Delta(content=piece)
+        try:
+            return self._delta(self._parser.feed(piece))
+        except (ValueError, KeyError, TypeError) as problem:
+            return self._give_up(problem, piece)
+
+    def rest(self) -> Delta:
+        if self._broken:
+            return Delta()
+        try:
+            return self._delta(self._parser.finalize()[1])
+        except (ValueError, KeyError, TypeError) as problem:
+            return self._give_up(problem, "")
+
+    def _give_up(self, problem: Exception, piece: str) -> Delta:
+        """A model may write marks that do not fit; what follows is given as it is rather than lost."""
+        _log.warning("an answer does not keep to its model's format (%s); the rest of it is given as it is", problem)
+        self._broken = True
+        return Delta(content=piece)
+
+    @staticmethod
+    def _delta(events: Iterable[Mapping[str, Any]]) -> Delta:
+        delta = Delta()
+        for event in events:
+            kind, region = event["type"], event.get("field")
+            if kind == "region_chunk" and not event.get("dirty"):  # dirty ones are read as a whole when they close
+                text = event.get("text") or ""
+                if region == "content":
+                    delta.content += text
+                elif region in ("reasoning_content", "thinking", "reasoning"):
+                    delta.reasoning += text
+            elif kind == "region_close" and region == "tool_calls":
+                function = event["value"]["function"]
+                arguments = function["arguments"]
+                text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+                delta.tool_calls += (ToolCall(function["name"], text),)
+        return delta

@@ -7,8 +7,8 @@ PIP := $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 SOURCES := pyproject.toml CMakeLists.txt $(shell find src core -name '*.py' -o -name '*.pyi' -o -name '*.cc' -o -name '*.h')
 CORE_SOURCES := CMakeLists.txt $(shell find core -name '*.cc' -o -name '*.h')
 
-.PHONY: demo test test-python test-core bench lint format clean
-.PHONY: test-heavy test-emulated test-sanitized test-arm test-compilers test-symbols
+.PHONY: demo test test-python test-core bench docs fuzz lint format clean
+.PHONY: test-heavy test-lm-eval test-emulated test-sanitized test-arm test-compilers test-symbols
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -24,6 +24,16 @@ test-core: build/core/core_test
 
 bench: $(VENV)/installed
 	$(BIN)/cpumoe bench --json build/bench.json --plot build/bench.png
+
+# The API reference, from docstrings.
+docs: $(VENV)/installed
+	$(PIP) pdoc==16.0.0
+	$(BIN)/python docs/api.py build/docs
+
+# The fuzzers of `make test`, for longer.
+FUZZ_EXAMPLES ?= 5000
+fuzz: $(VENV)/installed
+	CPUMOE_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest $(wildcard tests/test_fuzz_*.py)
 
 lint: $(VENV)/tools
 	$(BIN)/ruff check .
@@ -66,6 +76,11 @@ build/core/core_test: $(VENV)/cmake $(CORE_SOURCES)
 	touch $@
 
 # ---- what CI runs besides `make test`; needs qemu-user-static, g++-aarch64-linux-gnu, clang-14, g++-11 ------------------
+
+# The harness's command line; not part of `make test` because the harness brings so much along.
+test-lm-eval: $(VENV)/installed
+	$(PIP) lm-eval==0.4.13
+	$(BIN)/python -m pytest tests/test_lm_eval.py
 
 test-heavy: test-symbols test-emulated test-sanitized test-compilers test-arm
 

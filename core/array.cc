@@ -1,5 +1,6 @@
 #include "array.h"
 
+#include <algorithm>
 #include <iterator>
 
 namespace nb = nanobind;
@@ -71,12 +72,24 @@ Array::Array(nb::handle object, const char* name) : name_(name) {
 const Array& Array::contiguous(int rank) const {
   require(device_ == nb::device::cpu::value, name_, " is not in CPU memory; only CPU tensors are accepted");
   require(rank_ == rank, name_, " has ", rank_, " dimensions; ", rank, " are accepted");
-  if (strides_ == nullptr || size() == 0) return *this;
+  // Products of sizes, times the 2^18 bytes that the longest row takes, stay below 2^63.
+  constexpr std::int64_t kMostElements = std::int64_t{1} << 44;
+  std::int64_t room = kMostElements;
+  for (int i = 0; i < rank; ++i) room /= std::max<std::int64_t>(shape_[i], 1);
+  require(room > 0, name_, " is ", shape_text(), "; sizes with a product of up to 2^44 are accepted");
+  if (size() == 0) return *this;
+  if (strides_ == nullptr) return aligned(dtype_.bits / 8u);
   std::int64_t expected = 1;
   for (int i = rank; i-- > 0;) {
     require(shape_[i] == 1 || strides_[i] == expected, name_, " is not contiguous");
     expected *= shape_[i];
   }
+  return aligned(dtype_.bits / 8u);
+}
+
+const Array& Array::aligned(std::size_t bytes) const {
+  require(bytes == 0 || size() == 0 || reinterpret_cast<std::uintptr_t>(data_) % bytes == 0, name_,
+          " does not begin at a multiple of ", bytes, " bytes in memory; use its .clone()");
   return *this;
 }
 

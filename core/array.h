@@ -20,8 +20,11 @@ class Array {
  public:
   Array(nanobind::handle object, const char* name);
 
-  // Refuses other devices, other ranks and strides that are not those of a contiguous array.
+  // Refuses other devices, other ranks, strides that are not those of a contiguous array, sizes that no memory has (an
+  // array without elements may claim them), and elements that do not lie at multiples of their size.
   const Array& contiguous(int rank) const;
+  // Refuses data that does not begin at a multiple of so many bytes.
+  const Array& aligned(std::size_t bytes) const;
   // Refuses memory that must not be written.
   const Array& writable() const;
 

@@ -27,7 +27,7 @@ void attend(const Kernels& k, const AttentionCall& c) {
   if (c.batch * c.heads * c.value_depth == 0) return;
   static thread_local Scratch scratch;
   const std::int64_t groups = c.batch * c.kv_heads, queries = c.heads / c.kv_heads, rows = c.batch * c.heads;
-  const std::int64_t stride = (c.tokens + 31) / 16 * 16;  // scoring works in whole vectors
+  const std::int64_t stride = (c.tokens + 31) / 16 * 16;  // room for a sink; scoring works in whole vectors
   const std::int64_t element = c.type == DType::kF32 ? 4 : 2;
   auto* query = scratch.query.get<float>(rows * c.depth + 32);
   auto* scores = scratch.scores.get<float>(rows * stride);
@@ -65,7 +65,9 @@ void attend(const Kernels& k, const AttentionCall& c) {
         const float* mask = c.mask + r / c.heads * c.tokens;
         for (std::int64_t t = 0; t < c.tokens; ++t) row[t] += mask[t];
       }
-      k.score(row, DType::kF32, static_cast<int>(c.tokens), Scoring::kSoftmax, weights + r * stride);
+      if (c.sinks != nullptr) row[c.tokens] = c.sinks[r % c.heads];
+      const auto scored = static_cast<int>(c.tokens + (c.sinks == nullptr ? 0 : 1));
+      k.score(row, DType::kF32, scored, Scoring::kSoftmax, weights + r * stride);
     }
     worker.barrier->wait();
     for (std::int64_t i = next_sums.fetch_add(1); i < groups * slices; i = next_sums.fetch_add(1)) {

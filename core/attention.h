@@ -14,6 +14,7 @@ struct AttentionCall {
   const void* keys;    // [batch, kv_heads, tokens, depth]
   const void* values;  // [batch, kv_heads, tokens, value_depth]
   const float* mask;   // [batch, tokens], added to the scores; or null
+  const float* sinks;  // [heads], a score that every row has besides those of its keys, without a value; or null
   float scale;         // of the scores
   void* out;           // [batch, heads, value_depth]
 };

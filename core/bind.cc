@@ -25,8 +25,14 @@ namespace nb = nanobind;
 namespace cpumoe {
 namespace {
 
+// Around everything that computes: other Python threads may run, and this one computes as the team does.
+struct Computation {
+  nb::gil_scoped_release release;
+  IeeeArithmetic arithmetic;
+};
+
 PackedMatrix packed_matrix(const Array& blob) {
-  blob.contiguous(1).expect<std::uint8_t>("uint8 (packed weights)");
+  blob.contiguous(1).expect<std::uint8_t>("uint8 (packed weights)").aligned(alignof(float));
   return open_packed(blob.data(), blob.dim(0), blob.name());
 }
 
@@ -73,7 +79,7 @@ void moe(nb::handle x_, nb::handle ids_, nb::handle weights_, nb::handle gate_up
     }
     call.ids = narrow.data();
   }
-  const nb::gil_scoped_release release;
+  const Computation computation;
   moe_forward(active_kernels(), call);
 }
 
@@ -90,7 +96,7 @@ void linear(nb::handle x_, nb::handle weight_, nb::handle out_) {
   call.rows = x.dim(0);
   call.x = x.data();
   call.out = out.data();
-  const nb::gil_scoped_release release;
+  const Computation computation;
   linear_forward(active_kernels(), call);
 }
 
@@ -165,7 +171,7 @@ void pack_into(nb::handle blob_, std::int64_t first_expert, nb::handle values_, 
     source.bias = bias == nullptr ? nullptr : bias + e * s.columns;
     source.order = static_cast<RowOrder>(order);
   }
-  const nb::gil_scoped_release release;
+  const Computation computation;
   pack_experts(m, blob.data(), first_expert, sources.data(), experts, name);
 }
 
@@ -214,7 +220,7 @@ void select_experts(nb::handle logits_, nb::handle weights_, nb::handle ids_, in
   call.logits = logits.data();
   call.ids = ids.data<std::int32_t>();
   call.weights = weights.data<float>();
-  const nb::gil_scoped_release release;
+  const Computation computation;
   route(active_kernels(), call);
 }
 
@@ -240,12 +246,12 @@ void logits_of_router(nb::handle x_, nb::handle weight_, nb::handle bias_, nb::h
   call.x = x.data();
   call.weight = weight.data();
   call.logits = logits.data();
-  const nb::gil_scoped_release release;
+  const Computation computation;
   router_logits(active_kernels(), call);
 }
 
-void decode_attention(nb::handle query_, nb::handle keys_, nb::handle values_, nb::handle mask_, float scale,
-                      nb::handle out_) {
+void decode_attention(nb::handle query_, nb::handle keys_, nb::handle values_, nb::handle mask_, nb::handle sinks_,
+                      float scale, nb::handle out_) {
   const Array query(query_, "query"), keys(keys_, "keys"), values(values_, "values"), out(out_, "out");
   AttentionCall call{};
   call.type = query.contiguous(3).float_type();
@@ -273,12 +279,19 @@ void decode_attention(nb::handle query_, nb::handle keys_, nb::handle values_, n
             call.batch, ", ", call.tokens, "] is accepted");
     call.mask = mask->data<float>();
   }
+  std::optional<Array> sinks;
+  if (!sinks_.is_none()) {
+    sinks.emplace(sinks_, "sinks");
+    sinks->contiguous(1).expect<float>("float32");
+    require(sinks->dim(0) == call.heads, "sinks has ", sinks->dim(0), " values for ", call.heads, " heads");
+    call.sinks = sinks->data<float>();
+  }
   call.scale = scale;
   call.query = query.data();
   call.keys = keys.data();
   call.values = values.data();
   call.out = out.data();
-  const nb::gil_scoped_release release;
+  const Computation computation;
   attend(active_kernels(), call);
 }
 
@@ -299,7 +312,7 @@ void rms_norm(nb::handle x_, nb::handle weight_, float epsilon, bool round_first
           {x.data() + r * row_bytes, weight.data(), type, count, epsilon, round_first, out.data() + r * row_bytes});
     }
   };
-  const nb::gil_scoped_release release;
+  const Computation computation;
   if (rows * count < kValuesForThreads) return normalize(0, rows);
   run_on_threads(thread_count(),
                  [&](Worker& w) { normalize(rows * w.index / w.count, rows * (w.index + 1) / w.count); });
@@ -371,7 +384,8 @@ NB_MODULE(_core, m) {
   m.def("select_experts", &select_experts, "logits"_a, "weights"_a, "ids"_a, "scoring"_a, "score_chosen"_a,
         "bias"_a.none(), "groups"_a, "topk_groups"_a, "renormalize"_a, "scale"_a);
   m.def("router_logits", &logits_of_router, "x"_a, "weight"_a, "bias"_a.none(), "logits"_a);
-  m.def("decode_attention", &decode_attention, "query"_a, "keys"_a, "values"_a, "mask"_a.none(), "scale"_a, "out"_a);
+  m.def("decode_attention", &decode_attention, "query"_a, "keys"_a, "values"_a, "mask"_a.none(), "sinks"_a.none(),
+        "scale"_a, "out"_a);
   m.def("rms_norm", &rms_norm, "x"_a, "weight"_a, "epsilon"_a, "round_first"_a, "out"_a);
   m.def("read_rate", &read_rate, "data"_a);
   m.def("dot_rate", &dot_rate, "iterations"_a);

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <limits>
 #include <vector>
 
 #include "check.h"
@@ -13,25 +12,30 @@
 namespace cpumoe {
 namespace {
 
-// Larger first, NaN above everything (as torch.topk has it), ties to the lower index.
+// Scores with a smaller sum lose bits to underflow: the smallest normal number, 2^-126, is 2^-36 of this one.
+constexpr float kSmallestSum = 0x1p-90f;
+
+// Larger first, NaN above everything (as torch.topk has it).
 bool better(float a, float b) { return a > b || (std::isnan(a) && !std::isnan(b)); }
 
 class TokenRouter {
  public:
   TokenRouter(const Kernels& kernels, const RouteCall& call)
       : k_(kernels), c_(call), experts_(static_cast<int>(call.experts)) {
-    scores_.resize(static_cast<std::size_t>(experts_ + 32));
+    logits_.resize(static_cast<std::size_t>(experts_ + 32));  // scoring works in whole vectors
+    scores_.resize(logits_.size());
     choice_.resize(static_cast<std::size_t>(experts_));
     group_open_.resize(static_cast<std::size_t>(std::max<std::int64_t>(call.groups, 1)));
-    group_worth_.resize(group_open_.size());
+    groups_.resize(group_open_.size());
     chosen_.resize(static_cast<std::size_t>(call.topk + 32));
-    room_.resize(chosen_.size());  // scoring works in whole vectors
+    room_.resize(chosen_.size());
   }
 
   void route_token(std::int64_t token) {
     const std::int64_t element = c_.type == DType::kF32 ? 4 : 2;
     const auto* logits = static_cast<const std::uint8_t*>(c_.logits) + token * c_.experts * element;
-    k_.score(logits, c_.type, experts_, c_.score_chosen ? Scoring::kNone : c_.scoring, scores_.data());
+    k_.score(logits, c_.type, experts_, Scoring::kNone, logits_.data());
+    k_.score(logits_.data(), DType::kF32, experts_, c_.score_chosen ? Scoring::kNone : c_.scoring, scores_.data());
     for (int e = 0; e < experts_; ++e) {
       const float bias = c_.bias == nullptr ? 0.0f : c_.bias[e];
       choice_[static_cast<std::size_t>(e)] = scores_[static_cast<std::size_t>(e)] + bias;
@@ -40,53 +44,81 @@ class TokenRouter {
     std::int32_t* ids = c_.ids + token * c_.topk;
     float* weights = c_.weights + token * c_.topk;
     choose(ids);
-    for (std::int64_t i = 0; i < c_.topk; ++i)
-      chosen_[static_cast<std::size_t>(i)] = scores_[static_cast<std::size_t>(ids[i])];
     if (c_.score_chosen) {
-      k_.score(chosen_.data(), DType::kF32, static_cast<int>(c_.topk), c_.scoring, room_.data());
-      std::copy_n(room_.data(), c_.topk, weights);
+      score_chosen(ids, 1.0f, c_.scoring, weights);
     } else {
-      std::copy_n(chosen_.data(), c_.topk, weights);
+      for (std::int64_t i = 0; i < c_.topk; ++i) weights[i] = scores_[static_cast<std::size_t>(ids[i])];
     }
-    if (c_.renormalize) {
-      float sum = 0.0f;
-      for (std::int64_t i = 0; i < c_.topk; ++i) sum += weights[i];
-      for (std::int64_t i = 0; i < c_.topk; ++i) weights[i] /= sum;
-    }
+    if (c_.renormalize) renormalize(ids, weights);
     for (std::int64_t i = 0; i < c_.topk; ++i) weights[i] *= c_.scale;
   }
 
  private:
+  struct Group {
+    float worth;
+    int best;  // expert
+  };
+
+  // weights[i] = the scoring of the i-th chosen expert's logit times `factor`, among the chosen.
+  void score_chosen(const std::int32_t* ids, float factor, Scoring scoring, float* weights) {
+    for (std::int64_t i = 0; i < c_.topk; ++i) {
+      chosen_[static_cast<std::size_t>(i)] = logits_[static_cast<std::size_t>(ids[i])] * factor;
+    }
+    k_.score(chosen_.data(), DType::kF32, static_cast<int>(c_.topk), scoring, room_.data());
+    std::copy_n(room_.data(), c_.topk, weights);
+  }
+
+  void renormalize(const std::int32_t* ids, float* weights) {
+    float sum = 0.0f;
+    for (std::int64_t i = 0; i < c_.topk; ++i) sum += weights[i];
+    if (sum < kSmallestSum && c_.scoring != Scoring::kNone) {
+      // So small a score is e^x but for a common factor, or e^(x/2) with sqrt_softplus: what is left after the division
+      // is a softmax of the chosen, which does not underflow.
+      return score_chosen(ids, c_.scoring == Scoring::kSqrtSoftplus ? 0.5f : 1.0f, Scoring::kSoftmax, weights);
+    }
+    for (std::int64_t i = 0; i < c_.topk; ++i) weights[i] /= sum;
+  }
+
+  // Whether expert a comes before b. Every scoring rises with its logit, so that the logits have an order where scores
+  // are equal because they are rounded or have underflowed; equal logits leave the lower id first.
+  bool before(int a, int b) const {
+    const float x = choice_[static_cast<std::size_t>(a)], y = choice_[static_cast<std::size_t>(b)];
+    return better(x, y) || (x == y && logits_[static_cast<std::size_t>(a)] > logits_[static_cast<std::size_t>(b)]);
+  }
+
   int group_size() const { return experts_ / static_cast<int>(c_.groups); }
 
   // A group is worth its best expert or, with a bias, the sum of its two best.
-  float group_score(int group) const {
-    float first = -std::numeric_limits<float>::infinity(), second = first;
-    for (int e = group * group_size(); e < (group + 1) * group_size(); ++e) {
-      const float value = choice_[static_cast<std::size_t>(e)];
-      if (better(value, first)) {
-        second = first;
-        first = value;
-      } else if (better(value, second)) {
-        second = value;
+  Group group_of(int group) const {
+    const int first = group * group_size();
+    int best = first, second = -1;
+    for (int e = first + 1; e < first + group_size(); ++e) {
+      if (before(e, best)) {
+        second = best;
+        best = e;
+      } else if (second < 0 || before(e, second)) {
+        second = e;
       }
     }
-    return c_.bias != nullptr && group_size() > 1 ? first + second : first;
+    const float worth = choice_[static_cast<std::size_t>(best)];
+    return {c_.bias != nullptr && second >= 0 ? worth + choice_[static_cast<std::size_t>(second)] : worth, best};
   }
 
   void close_groups() {
-    const int groups = static_cast<int>(c_.groups);
-    std::vector<float>& worth = group_worth_;
-    for (int g = 0; g < groups; ++g) worth[static_cast<std::size_t>(g)] = group_score(g);
+    const auto groups = groups_.size();
+    for (std::size_t g = 0; g < groups; ++g) groups_[g] = group_of(static_cast<int>(g));
     std::fill(group_open_.begin(), group_open_.end(), char{0});
     for (std::int64_t i = 0; i < c_.topk_groups; ++i) {
-      int best = -1;
-      for (int g = 0; g < groups; ++g) {
-        if (group_open_[static_cast<std::size_t>(g)] != 0) continue;
-        if (best < 0 || better(worth[static_cast<std::size_t>(g)], worth[static_cast<std::size_t>(best)])) best = g;
+      std::size_t best = groups;
+      for (std::size_t g = 0; g < groups; ++g) {
+        if (group_open_[g] == 0 && (best == groups || group_before(groups_[g], groups_[best]))) best = g;
       }
-      group_open_[static_cast<std::size_t>(best)] = 1;
+      group_open_[best] = 1;
     }
+  }
+
+  bool group_before(const Group& a, const Group& b) const {
+    return better(a.worth, b.worth) || (a.worth == b.worth && before(a.best, b.best));
   }
 
   bool open(int expert) const {
@@ -98,10 +130,12 @@ class TokenRouter {
     std::int64_t count = 0;
     for (int e = 0; e < experts_; ++e) {
       if (!open(e)) continue;
-      const float value = choice_[static_cast<std::size_t>(e)];
-      if (count == c_.topk && !better(value, choice_[static_cast<std::size_t>(ids[count - 1])])) continue;
+      if (count == c_.topk) {
+        const auto last = static_cast<std::size_t>(ids[count - 1]);
+        if (choice_[static_cast<std::size_t>(e)] < choice_[last] || !before(e, ids[count - 1])) continue;
+      }
       std::int64_t at = count < c_.topk ? count++ : count - 1;
-      for (; at > 0 && better(value, choice_[static_cast<std::size_t>(ids[at - 1])]); --at) ids[at] = ids[at - 1];
+      for (; at > 0 && before(e, ids[at - 1]); --at) ids[at] = ids[at - 1];
       ids[at] = e;
     }
   }
@@ -109,7 +143,8 @@ class TokenRouter {
   const Kernels& k_;
   const RouteCall& c_;
   int experts_;
-  std::vector<float> scores_, choice_, chosen_, room_, group_worth_;
+  std::vector<float> logits_, scores_, choice_, chosen_, room_;
+  std::vector<Group> groups_;
   std::vector<char> group_open_;
 };
 
@@ -147,11 +182,15 @@ void route(const Kernels& kernels, const RouteCall& call) {
   require(call.topk >= 1 && call.topk <= call.experts, "topk=", call.topk, "; 1 to ", call.experts, " are accepted");
   require(call.groups >= 0 && (call.groups <= 1 || call.experts % call.groups == 0), "num_expert_group=", call.groups,
           " does not divide ", call.experts, " experts");
-  require(call.groups <= 1 || (call.topk_groups >= 1 && call.topk_groups <= call.groups),
-          "topk_group=", call.topk_groups, "; 1 to ", call.groups, " are accepted");
-  require(call.groups <= 1 || call.topk <= call.topk_groups * (call.experts / call.groups), "topk=", call.topk,
-          ", but ", call.topk_groups, " groups hold only ",
-          call.topk_groups * (call.experts / std::max<std::int64_t>(call.groups, 1)), " experts");
+  if (call.groups > 1) {
+    require(call.topk_groups >= 1 && call.topk_groups <= call.groups, "topk_group=", call.topk_groups, "; 1 to ",
+            call.groups, " are accepted");
+    const std::int64_t held = call.topk_groups * (call.experts / call.groups);  // at most all experts
+    require(call.topk <= held, "topk=", call.topk, ", but ", call.topk_groups, " groups hold only ", held, " experts");
+  } else {
+    require(call.topk_groups >= 0 && call.topk_groups <= call.groups, "topk_group=", call.topk_groups,
+            " with num_expert_group=", call.groups, "; no more than there are groups is accepted");
+  }
   // A token costs a microsecond or two: waking threads pays only for many.
   const int threads = call.tokens >= 64 ? thread_count() : 1;
   std::vector<TokenRouter> routers(static_cast<std::size_t>(threads), TokenRouter(kernels, call));

@@ -16,9 +16,9 @@ struct RouteCall {
   const float* bias;         // [experts], added for the choice but not to the weights; or null
   std::int64_t groups;       // 0: none; experts come in this many groups of equal size ...
   std::int64_t topk_groups;  // ... and only the best of them take part
-  bool renormalize;          // weights divided by their sum
+  bool renormalize;          // weights divided by their sum, also where they underflow
   float scale;               // weights times this
-  std::int32_t* ids;         // [tokens, topk], best first; ties go to the lower id
+  std::int32_t* ids;         // [tokens, topk], best first; of equal scores the larger logit, then the lower id
   float* weights;            // [tokens, topk]
 };
 

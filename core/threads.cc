@@ -27,6 +27,28 @@ void relax() {
 #endif
 }
 
+// The register that holds rounding mode and treatment of subnormal numbers, and its default. On x86 the exception masks
+// are in it too, and six sticky flags that change nothing.
+#if defined(__x86_64__)
+constexpr std::uint64_t kIeeeMode = 0x1F80, kModeBits = 0xFFC0;
+std::uint64_t float_mode() { return _mm_getcsr(); }
+void set_float_mode(std::uint64_t mode) { _mm_setcsr(static_cast<unsigned>(mode)); }
+#elif defined(__aarch64__)
+constexpr std::uint64_t kIeeeMode = 0, kModeBits = ~std::uint64_t{0};
+std::uint64_t float_mode() {
+  std::uint64_t mode;
+  asm volatile("mrs %0, fpcr" : "=r"(mode));
+  return mode;
+}
+void set_float_mode(std::uint64_t mode) { asm volatile("msr fpcr, %0" : : "r"(mode) : "memory"); }
+#else
+constexpr std::uint64_t kIeeeMode = 0, kModeBits = 0;
+std::uint64_t float_mode() { return kIeeeMode; }
+void set_float_mode(std::uint64_t) {}
+#endif
+
+bool differs_from_ieee(std::uint64_t mode) { return ((mode ^ kIeeeMode) & kModeBits) != 0; }
+
 constexpr int kSpinsBeforeYield = 20000;
 
 // The entry points of an OpenMP runtime that something else has loaded (GOMP_parallel is the ABI that libgomp
@@ -69,6 +91,11 @@ const OpenMP* open_mp() {
 // Its threads do not survive a fork; a child may still read its settings.
 const OpenMP* usable_open_mp() { return forked_child.load(std::memory_order_relaxed) ? nullptr : open_mp(); }
 
+void run_body(Worker worker, void (*body)(void*, Worker&), void* context) {
+  const IeeeArithmetic arithmetic;
+  body(context, worker);
+}
+
 // Workers that sleep between calls.
 class OwnPool {
  public:
@@ -86,8 +113,7 @@ class OwnPool {
     pending_.store(static_cast<int>(threads_.size()), std::memory_order_relaxed);
     call_.fetch_add(1, std::memory_order_release);
     call_.notify_all();
-    Worker self{0, threads, barrier};
-    body(context, self);
+    run_body({0, threads, barrier}, body, context);
     for (int spins = 0; pending_.load(std::memory_order_acquire) != 0;) {
       relax();
       if (++spins > kSpinsBeforeYield) sched_yield();
@@ -105,10 +131,7 @@ class OwnPool {
         }
       }
       ++seen;
-      if (index < count_) {
-        Worker self{index, count_, barrier_};
-        body_(context_, self);
-      }
+      if (index < count_) run_body({index, count_, barrier_}, body_, context_);
       pending_.fetch_sub(1, std::memory_order_release);
     }
   }
@@ -167,8 +190,7 @@ void region_entry(void* data) {
     region->counted.store(true, std::memory_order_release);
   }
   while (!region->counted.load(std::memory_order_acquire)) relax();
-  Worker worker{index, count, region->barrier};
-  region->body(region->context, worker);
+  run_body({index, count, region->barrier}, region->body, region->context);
 }
 
 int parse_thread_count(const char* text) {
@@ -182,6 +204,14 @@ int parse_thread_count(const char* text) {
 std::atomic<int> chosen_threads{0};
 
 }  // namespace
+
+IeeeArithmetic::IeeeArithmetic() : found_(float_mode()) {
+  if (differs_from_ieee(found_)) set_float_mode(kIeeeMode);
+}
+
+IeeeArithmetic::~IeeeArithmetic() {
+  if (differs_from_ieee(found_)) set_float_mode(found_);
+}
 
 void Barrier::reset(int threads) {
   threads_ = threads;
@@ -207,8 +237,7 @@ void run_team(int threads, void (*body)(void*, Worker&), void* context) {
   const std::lock_guard<std::mutex> lock(t.mutex);
   if (threads <= 1) {
     t.barrier.reset(1);
-    Worker self{0, 1, &t.barrier};
-    body(context, self);
+    run_body({0, 1, &t.barrier}, body, context);
     return;
   }
   if (const OpenMP* omp = usable_open_mp(); omp != nullptr) {

@@ -162,10 +162,80 @@ def test_zero_rows_and_tiny_values() -> None:
     assert zero.isfinite().all()
     for tiny in (1e-38, 1e-42, -1e-45):
         torch.testing.assert_close(experts(torch.full((1, 128), tiny), ids, weights), zero)
-    # The range of the row overflows: it counts as nothing (its scale is zero), as in PyTorch's own product.
-    wide = torch.full((1, 128), 3e38)
-    wide[0, ::2] = -3e38
-    torch.testing.assert_close(experts(wide, ids, weights), zero)
+    # What such a row becomes between the two products is no fp32 number: as with infinity, the token is NaN and alone.
+    wide = torch.zeros(2, 128)
+    wide[0, ::2], wide[0, 1::2] = 3e38, -3e38
+    out = experts(wide, ids.expand(2, 2), weights.expand(2, 2))
+    assert out[0].isnan().all() and torch.equal(out[1:], zero)
+
+
+def misaligned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same in memory that begins one byte after a multiple of its element size."""
+    data = bytearray(tensor.numel() * tensor.element_size() + 16)
+    start = (1 - torch.frombuffer(data, dtype=torch.uint8).data_ptr()) % 8
+    bytes_of = torch.frombuffer(data, dtype=torch.uint8)[start : start + len(data) - 16]
+    bytes_of.copy_(tensor.contiguous().view(-1).view(torch.uint8))
+    return torch.frombuffer(data, dtype=tensor.dtype, offset=start, count=tensor.numel()).view(tensor.shape)
+
+
+@pytest.mark.parametrize("name", ["hidden_states", "topk_ids", "topk_weights"])
+@pytest.mark.parametrize("ids", [torch.int32, torch.int64])
+def test_tensors_that_begin_between_two_elements_are_refused(name: str, ids: torch.dtype) -> None:
+    arguments = {
+        "hidden_states": torch.randn(3, 128),
+        "topk_ids": torch.tensor([[0, 1], [2, 3], [1, 0]]).to(ids),
+        "topk_weights": torch.full((3, 2), 0.5),
+    }
+    arguments[name] = misaligned(arguments[name])
+    assert arguments[name].data_ptr() % arguments[name].element_size() == 1
+    with pytest.raises(ValueError, match=rf"^{name} does not begin at a multiple of . bytes in memory; use its .clone"):
+        call(**arguments)
+    arguments[name] = arguments[name].clone()
+    call(**arguments)
+
+
+def test_other_operators_refuse_them_too() -> None:
+    linear = cpumoe.QuantizedLinear.quantize(torch.randn(32, 64), "w4a8-g32")
+    x, kv = torch.randn(3, 64), torch.randn(1, 2, 5, 64)
+    calls = [
+        ("x", lambda: linear(misaligned(x))),
+        ("x", lambda: linear(misaligned(x.bfloat16()))),
+        ("weight_packed", lambda: cpumoe.QuantizedLinear(misaligned(linear.weight_packed))),
+        ("router_logits", lambda: cpumoe.select_experts(misaligned(x), 2)),
+        ("weight", lambda: torch.ops.cpumoe.rms_norm(x, misaligned(x[0]), 1e-6, True)),
+        ("weight", lambda: torch.ops.cpumoe.router_logits(x, misaligned(x), None, True)),
+        ("keys", lambda: torch.ops.cpumoe.decode_attention(x[:2].unsqueeze(0), misaligned(kv), kv, None, 1.0)),
+        ("mask", lambda: torch.ops.cpumoe.decode_attention(x[:2].unsqueeze(0), kv, kv, misaligned(x[:1, :5]), 1.0)),
+    ]
+    for name, refused in calls:
+        with pytest.raises(ValueError, match=r"does not begin at a multiple of . bytes in memory; use its .clone"):
+            refused()
+            pytest.fail(name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scales_that_begin_between_two_elements_are_copied(dtype: torch.dtype) -> None:
+    """Views into the bytes of a file may; they are packed once, so that a copy costs nothing."""
+    layer = random_layer("w4a8-g32", bias=True, scale_dtype=dtype)
+    expected = layer.experts("native")
+    layer.gate_up_scale, layer.down_scale = misaligned(layer.gate_up_scale), misaligned(layer.down_scale)
+    layer.gate_up_bias = misaligned(layer.gate_up_bias)
+    got = layer.experts("native")
+    assert torch.equal(got.gate_up_packed, expected.gate_up_packed)
+    assert torch.equal(got.down_packed, expected.down_packed)
+
+
+@pytest.mark.parametrize("groups", [0, 1, 2])
+@pytest.mark.parametrize("topk_group", [2**62, 2**63 - 1, -(2**63), 3])
+def test_numbers_of_groups_that_would_overflow(groups: int, topk_group: int) -> None:
+    with pytest.raises(ValueError, match=f"topk_group={topk_group}"):
+        torch.ops.cpumoe.select_experts(torch.randn(2, 8), 2, 1, True, None, groups, topk_group, False, 1.0)
+
+
+def test_sizes_that_only_an_empty_tensor_can_have() -> None:
+    many = torch.empty(0, 2**62)
+    with pytest.raises(ValueError, match=rf"topk_weights is \[0, {2**62}\]; sizes with a product of up to 2\^44"):
+        call(hidden_states=torch.empty(0, 128), topk_ids=many.int(), topk_weights=many)
 
 
 def test_results_are_not_written_into_read_only_memory() -> None:

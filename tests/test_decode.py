@@ -5,14 +5,28 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_architectures import ARCHITECTURES, write_float
+from tiny_models import ARCHITECTURES as TINY
 
 import cpumoe
+from cpumoe.plugins import decode
 from cpumoe.plugins import transformers as plugin
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "vocab_size": 128,
+}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -37,6 +51,110 @@ def test_a_model_computes_what_it_did(tmp_path, architecture, monkeypatch):
         got, expected = run(fast, mask), run(stock, mask)
         seen = slice(None) if mask is None else mask.bool()
         torch.testing.assert_close(got[seen], expected[seen], rtol=1e-4, atol=1e-4)
+
+
+def tiny(architecture: str, attention: str, **changes: object) -> torch.nn.Module:
+    """A model of random weights, the same for every attention."""
+    sizes = {**SIZES, **TINY.get(architecture, {}), **changes}
+    config = transformers.AutoConfig.for_model(architecture, **sizes)
+    torch.manual_seed(5)
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.copy_(torch.linspace(-2.0, 3.0, parameter.numel()))
+    return model
+
+
+def steps(model: torch.nn.Module, mask: torch.Tensor | None, **cache: object) -> torch.Tensor:
+    """Logits of 40 tokens, of two more at once and then of one."""
+    torch.manual_seed(6)
+    ids = torch.randint(3, 120, (2, 43))
+    logits = []
+    with torch.no_grad():
+        for first, last in ((0, 40), (40, 42), (42, 43)):
+            seen = None if mask is None else mask[:, :last]
+            out = model(ids[:, first:last], attention_mask=seen, use_cache=True, **cache)
+            cache = {"past_key_values": out.past_key_values}
+            logits.append(out.logits)
+    return torch.cat(logits, 1)
+
+
+@pytest.mark.parametrize("at_once", [1 << 24, 1000])
+def test_gpt_oss_keeps_its_sinks(at_once, monkeypatch):
+    monkeypatch.setattr(decode, "_MASK_ELEMENTS", at_once)  # the second: a few queries at a time
+    eager, ours = (tiny("gpt_oss", attention) for attention in ("eager", "cpumoe"))
+    padded = torch.ones(2, 43, dtype=torch.long)
+    padded[0, :9] = 0
+    for mask in (None, padded):
+        seen = slice(None) if mask is None else mask.bool()
+        torch.testing.assert_close(steps(ours, mask)[seen], steps(eager, mask)[seen], rtol=1e-4, atol=1e-4)
+    static = [transformers.StaticCache(config=ours.config, max_cache_len=64) for _ in range(2)]
+    torch.testing.assert_close(
+        steps(ours, None, past_key_values=static[0]),
+        steps(eager, None, past_key_values=static[1]),
+        rtol=1e-4,
+        atol=1e-4,
+    )
+    ids = torch.randint(3, 120, (1, 10))
+    gradients = []
+    for model in (eager, ours):
+        model(ids).logits.logsumexp(-1).sum().backward()
+        gradients.append(model.model.layers[0].self_attn.sinks.grad)
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-4)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    batch=st.integers(1, 2),
+    kv_heads=st.integers(1, 3),
+    share=st.integers(1, 4),
+    tokens=st.integers(1, 200),
+    dtype=st.sampled_from(DTYPES),
+    level=st.sampled_from([-200.0, -3.0, 0.0, 5.0, 200.0]),
+)
+def test_a_sink_takes_its_share_and_gives_nothing(batch, kv_heads, share, tokens, dtype, level):
+    query = torch.randn(batch, kv_heads * share, 16).to(dtype)
+    keys, values = torch.randn(2, batch, kv_heads, tokens, 16).to(dtype)
+    sinks = torch.randn(kv_heads * share) + level
+    mask = torch.zeros(batch, tokens).masked_fill_(torch.rand(batch, tokens) < 0.3, -torch.inf)
+    got = torch.ops.cpumoe.decode_attention(query, keys, values, mask, 0.3, sinks)
+    wide = keys.double().repeat_interleave(share, 1), values.double().repeat_interleave(share, 1)
+    scores = torch.einsum("bhd,bhtd->bht", query.double(), wide[0]) * 0.3 + mask.unsqueeze(1)
+    shares = torch.cat((scores, sinks.double().view(1, -1, 1).expand(batch, -1, 1)), -1).softmax(-1)[..., :-1]
+    rounding = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
+    torch.testing.assert_close(
+        got.double(), torch.einsum("bht,bhtd->bhd", shares, wide[1]), rtol=rounding, atol=rounding
+    )
+
+
+def test_soft_capping_is_refused_with_a_cure_and_served_where_there_is_none():
+    ids = torch.randint(3, 120, (1, 12))
+    for length in (12, 1):  # also for one token, which our kernel would compute
+        with pytest.raises(ValueError, match=r"does not serve softcap=50.0, which Gemma2Attention asks for.*'eager'"):
+            tiny("gemma2", "cpumoe")(ids[:, :length])
+    plain = {"attn_logit_softcapping": None, "final_logit_softcapping": None}
+    eager, ours = (tiny("gemma2", attention, **plain) for attention in ("eager", "cpumoe"))
+    torch.testing.assert_close(steps(ours, None), steps(eager, None), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_options_that_are_not_known_are_refused_by_name(tokens):
+    module = torch.nn.Module().eval()
+    query, kv = torch.randn(1, 4, tokens, 16), torch.randn(1, 4, 5, 16)
+    mask = torch.zeros(1, 1, tokens, 5)
+    for options in ({"indices": torch.zeros(1, 4)}, {"output_attentions": True}, {"a_new_one": 0}):
+        with pytest.raises(ValueError, match=f"does not serve {next(iter(options))}=.*attn_implementation='eager'"):
+            decode.attention_forward(module, query, kv, kv, mask, **options)
+    with pytest.raises(ValueError, match="does not serve s_aux with position_bias=a tensor"):
+        bias = torch.zeros(1, 4, tokens, 5)
+        decode.attention_forward(module, query, kv, kv, mask, s_aux=torch.zeros(4), position_bias=bias)
+    expected = decode.attention_forward(module, query, kv, kv, mask)[0]
+    harmless = dict.fromkeys(decode._PASSED_OVER, 1) | {"a_new_one": None, "output_attentions": False}
+    assert torch.equal(decode.attention_forward(module, query, kv, kv, mask, **harmless)[0], expected)
+    bias = torch.randn(1, 4, tokens, 5)
+    biased = decode.attention_forward(module, query, kv, kv, mask, position_bias=bias)[0]
+    torch.testing.assert_close(biased.transpose(1, 2), F.scaled_dot_product_attention(query, kv, kv, bias))
 
 
 @settings(deadline=None, max_examples=60)

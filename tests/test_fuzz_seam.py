@@ -55,7 +55,19 @@ def packed(
     return blob
 
 
+def shifted(array: np.ndarray, by: int) -> np.ndarray:
+    """A copy in memory that begins `by` bytes after a multiple of 64."""
+    memory = np.zeros(array.nbytes + 64 + by, np.uint8)
+    start = -memory.ctypes.data % 64 + by
+    copy = memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+    copy[...] = array
+    return copy
+
+
 sizes = st.integers(1, 6).map(lambda n: n * 32)
+# The ends of 64 bits and what is near them once it has been multiplied.
+huge = st.sampled_from([s * (1 << p) + d for p in (31, 32, 48, 62, 63) for s in (-1, 1) for d in (-1, 0, 1)])
+offsets = st.sampled_from([0, 0, 0, 0, 1, 2, 3, 4, 8])
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -74,7 +86,8 @@ sizes = st.integers(1, 6).map(lambda n: n * 32)
     id_range=st.tuples(st.integers(-3, 0), st.integers(1, 7)),
     wide=st.booleans(),
     threads=st.integers(1, 3),
-    poison=st.sampled_from([0.0, float("nan"), float("inf"), 3e38, 1e-40]),
+    poison=st.sampled_from([0.0, float("nan"), float("inf"), 3e38, -3e38, 1e-40]),
+    shifts=st.tuples(offsets, offsets, offsets),
     seed=st.integers(0, 99),
 )
 def test_layers(
@@ -93,6 +106,7 @@ def test_layers(
     wide: bool,
     threads: int,
     poison: float,
+    shifts: tuple[int, int, int],
     seed: int,
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -104,10 +118,12 @@ def test_layers(
         x[0, 0] = poison
     ids = rng.integers(*id_range, (tokens, topk)).astype(np.int64 if wide else np.int32)
     weights = rng.uniform(size=(tokens, topk)).astype(np.float32)
+    x, ids, weights = (shifted(a, by) for a, by in zip((x, ids, weights), shifts, strict=True))
     out = np.empty_like(x)
     core.use_isa(isa)
     core.set_thread_count(threads)
     legal = bool(((ids >= -1) & (ids < experts)).all()) and 0 <= activation <= 5
+    legal = legal and all(a.size == 0 or a.ctypes.data % a.itemsize == 0 for a in (x, ids, weights))
     try:
         core.moe(x, ids, weights, gate_up, down, out, activation, gated, 1.7, 7.0, False)
     except ValueError:
@@ -145,9 +161,10 @@ def test_damaged_blobs(at: list[tuple[int, int]], length: int, seed: int) -> Non
 
 
 arrays = st.builds(
-    lambda dtype, shape: np.zeros(shape, dtype),
+    lambda dtype, shape, by: shifted(np.zeros(shape, dtype), by),
     st.sampled_from(["f4", "f8", "f2", "i1", "u1", "i4", "i8", "c8", "b1"]),
     st.lists(st.integers(0, 33), max_size=4),
+    st.sampled_from([0, 0, 1, 2, 4]),
 )
 anything = st.one_of(st.none(), st.integers(), st.text(max_size=3), st.lists(st.floats(), max_size=3), arrays)
 
@@ -155,7 +172,7 @@ anything = st.one_of(st.none(), st.integers(), st.text(max_size=3), st.lists(st.
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
     things=st.lists(anything, min_size=6, max_size=6),
-    numbers=st.lists(st.integers(-5, 70), min_size=8, max_size=8),
+    numbers=st.lists(st.one_of(st.integers(-5, 70), huge), min_size=8, max_size=8),
     flag=st.booleans(),
 )
 def test_any_arguments(things: list[Any], numbers: list[int], flag: bool) -> None:
@@ -170,7 +187,7 @@ def test_any_arguments(things: list[Any], numbers: list[int], flag: bool) -> Non
             things[0], things[1], things[2], numbers[0], flag, things[3], numbers[1], numbers[2], flag, 1.0
         ),
         lambda: core.router_logits(*things[:4]),
-        lambda: core.decode_attention(*things[:4], 0.5, things[4]),
+        lambda: core.decode_attention(*things[:5], 0.5, things[5]),
         lambda: core.rms_norm(things[0], things[1], 1e-6, flag, things[2]),
         lambda: core.read_rate(things[0]),
         lambda: core.advise_huge_pages(things[0]),
@@ -188,8 +205,9 @@ def test_any_arguments(things: list[Any], numbers: list[int], flag: bool) -> Non
     tokens=st.integers(0, 70),
     experts=st.integers(1, 70),
     topk=st.integers(0, 9),
-    groups=st.integers(-1, 9),
-    topk_groups=st.integers(-1, 9),
+    groups=st.one_of(st.integers(-1, 9), huge),
+    topk_groups=st.one_of(st.integers(-1, 9), huge),
+    shift=offsets,
     scoring=st.integers(-1, 4),
     flags=st.tuples(st.booleans(), st.booleans(), st.booleans()),
     seed=st.integers(0, 99),
@@ -201,6 +219,7 @@ def test_routing(
     topk: int,
     groups: int,
     topk_groups: int,
+    shift: int,
     scoring: int,
     flags: tuple[bool, bool, bool],
     seed: int,
@@ -209,15 +228,17 @@ def test_routing(
     logits = rng.normal(size=(tokens, experts)).astype(np.float32)
     if tokens:
         logits[0, 0] = np.nan
+    logits = shifted(logits, shift)
     weights, ids = np.empty((tokens, topk), np.float32), np.empty((tokens, topk), np.int32)
     bias = rng.normal(size=experts).astype(np.float32) if flags[0] else None
     core.use_isa(isa)
     try:
         core.select_experts(logits, weights, ids, scoring, flags[1], bias, groups, topk_groups, flags[2], 1.0)
-    except ValueError:
+    except (ValueError, TypeError):  # nanobind refuses what is no int64
         return
     finally:
         core.use_isa("")
+    assert logits.size == 0 or shift % 4 == 0
     assert ((ids >= 0) & (ids < experts)).all()
     assert all(len(set(row)) == topk for row in ids.tolist())
 
@@ -232,6 +253,8 @@ def test_routing(
     depth=st.integers(0, 40),
     value_depth=st.integers(0, 40),
     masked=st.booleans(),
+    sunk=st.booleans(),
+    shift=offsets,
     threads=st.integers(1, 3),
     seed=st.integers(0, 99),
 )
@@ -244,13 +267,15 @@ def test_what_surrounds_the_experts(
     depth: int,
     value_depth: int,
     masked: bool,
+    sunk: bool,
+    shift: int,
     threads: int,
     seed: int,
 ) -> None:
     rng = np.random.default_rng(seed)
 
     def some(*shape: int) -> np.ndarray:
-        return rng.normal(size=shape).astype(np.float32)
+        return shifted(rng.normal(size=shape).astype(np.float32), shift)
 
     heads = kv_heads * share
     out, logits, normed = some(batch, heads, value_depth), some(batch, tokens), some(batch, depth)
@@ -261,9 +286,10 @@ def test_what_surrounds_the_experts(
     try:
         core.router_logits(some(batch, depth), some(tokens, depth), some(tokens) if masked else None, logits)
         core.rms_norm(some(batch, depth), some(depth), 1e-6, masked, normed)
-        core.decode_attention(some(batch, heads, depth), keys, values, mask, 0.3, out)
+        sinks = some(heads) if sunk else None
+        core.decode_attention(some(batch, heads, depth), keys, values, mask, sinks, 0.3, out)
     except ValueError:
-        assert kv_heads == 0 or tokens == 0
+        assert kv_heads == 0 or tokens == 0 or shift % 4 != 0
         return
     finally:
         core.use_isa("")

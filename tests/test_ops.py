@@ -82,6 +82,36 @@ def test_there_are_no_gradients() -> None:
         assert not layer(x, ids, weights).requires_grad
 
 
+def test_a_gradient_is_refused_wherever_it_would_be_lost() -> None:
+    x, ids, weights, gate_up, down = fused_arguments()
+    experts = cpumoe.Experts.from_packed(gate_up, down, activation="silu")
+    linear = cpumoe.QuantizedLinear.quantize(torch.randn(8, 128), "w8a8")
+    layer = cpumoe.MoELayer(torch.nn.Linear(128, 4), experts, topk=2)
+    wanted, logits = x.clone().requires_grad_(), torch.randn(5, 4)
+    biased = {"method": "deepseek_v3", "correction_bias": torch.zeros(4, requires_grad=True)}
+    calls = {
+        "hidden_states": lambda: experts(wanted, ids, weights),
+        "topk_weights": lambda: experts(x, ids, weights.clone().requires_grad_()),
+        "x": lambda: linear(wanted),
+        "router_logits": lambda: layer(x),  # the router's parameters
+        "correction_bias": lambda: cpumoe.select_experts(logits, 2, **biased),
+    }
+    for name, call in calls.items():
+        with pytest.raises(RuntimeError, match=f"^{name} requires a gradient, .* for inference.* use torch.no_grad"):
+            call()
+        for quiet in (torch.no_grad(), torch.inference_mode()):
+            with quiet:
+                call()
+    with pytest.raises(RuntimeError, match="router_logits requires a gradient"):
+        cpumoe.select_experts(logits.requires_grad_(), 2)
+    layer.requires_grad_(False)
+    assert not layer(x).requires_grad
+    # A routing of the user's may have gradients; the experts behind it have none.
+    custom = cpumoe.MoELayer(torch.nn.Linear(128, 4), experts, 2, "custom", custom=lambda z, k: z.softmax(-1).topk(k))
+    with pytest.raises(RuntimeError, match="topk_weights requires a gradient"):
+        custom(x)
+
+
 def test_dynamic_4bit_int_moe_is_the_layer() -> None:
     x, ids, weights, gate_up, down = fused_arguments()
     layer = cpumoe.Experts.from_packed(gate_up, down, activation="silu")

@@ -21,10 +21,14 @@ inline V max_of(V a, V b) {
   return V::select_less(b, a, a, b);
 }
 
-// e^x for x in [-87, 87] (clamped: e^87 + 1 must stay below 2^126 for `reciprocal`), relative error below 2e-7.
+// e^x = mantissa * 2^exponent, with a mantissa from 0.7 to 1.42, relative error below 2e-7; for |x| up to 104.
 template <class V>
-inline V exp_of(V x) {
-  x = max_of(V::set(-87.0f), min_of(V::set(87.0f), x));
+struct Power {
+  V mantissa, exponent;
+};
+
+template <class V>
+inline Power<V> power_of_e(V x) {
   const V magic = V::set(12582912.0f);  // 1.5 * 2^23: adding and subtracting it rounds to nearest even
   const V n = (V::fma(x, V::set(1.44269504f), magic)) - magic;
   V r = V::fma(n, V::set(-0.693145751953125f), x);
@@ -36,7 +40,20 @@ inline V exp_of(V x) {
   p = V::fma(p, r, V::set(1.6666665459e-1f));
   p = V::fma(p, r, V::set(5.0000001201e-1f));
   p = V::fma(r * r, p, r + V::set(1.0f));
-  return p * V::power_of_two(n);
+  return {p, n};
+}
+
+// x within [low, high]; a NaN stays.
+template <class V>
+inline V clamp_to(float low, float high, V x) {
+  return max_of(V::set(low), min_of(V::set(high), x));
+}
+
+// e^x for x in [-87, 87], and the value at the nearer end beyond.
+template <class V>
+inline V exp_of(V x) {
+  const Power<V> e = power_of_e(clamp_to(-87.0f, 87.0f, x));
+  return e.mantissa * V::power_of_two(e.exponent);
 }
 
 // 1 / d for d in [1, 2^126): a guess by integer subtraction (|1 - d r| < 0.13), then the geometric
@@ -52,9 +69,15 @@ inline V reciprocal(V d) {
   return r * s;
 }
 
+// 1 / (1 + e^-x), down to the smallest subnormal; exactly 0 from x = -104 on, where the truth is below half of that,
+// so that x * sigmoid(x) ends in 0 too. `reciprocal` takes less than 2^126: powers of two beyond 2^125, where the 1 has
+// long been rounded away, are kept back and multiplied in at the end.
 template <class V>
 inline V sigmoid_of(V x) {
-  return reciprocal(exp_of(V::set(0.0f) - x) + V::set(1.0f));
+  const Power<V> e = power_of_e(clamp_to(-87.0f, 104.0f, V::set(0.0f) - x));
+  const V bounded = min_of(V::set(125.0f), e.exponent);
+  const V quotient = reciprocal(e.mantissa * V::power_of_two(bounded) + V::set(1.0f));
+  return quotient * V::power_of_two(bounded - e.exponent);
 }
 
 // erf by Abramowitz and Stegun 7.1.26, |error| < 2e-7.
@@ -202,23 +225,37 @@ void combine_rows(const BlockRows& b, const float* weight, const std::int32_t* t
   }
 }
 
-// Range, scale and zero point of a row, from its extremes (NUMERICS: asymmetric int8, here shifted by
-// 128 so that the bytes are unsigned). Gives the factor to multiply with before rounding.
-inline float row_parameters(float low, float high, RowQuant* q) {
-  float s = low == high ? 1.0f : 255.0f / (high - low);
-  bool zeros = low == high;
-  if (!(s <= 3.40282347e+38f)) {  // range below 1e-36: nothing but zeros after rounding
-    s = 1.0f;
-    zeros = true;
+// What turns a value of a row into quanta: (x * lift) * factor.
+struct RowFactors {
+  float lift, factor;
+};
+
+// Range, scale and zero point of a row, from its extremes (NUMERICS: asymmetric int8, here shifted by 128 so that the
+// bytes are unsigned), and the factors to multiply with before rounding.
+inline RowFactors row_parameters(float low, float high, RowQuant* q) {
+  constexpr float kLargest = 3.40282347e+38f, kLift = 0x1p100f;
+  const float range = high - low;
+  RowFactors f{1.0f, 1.0f};
+  if (range == 0.0f) {
+    q->scale = 0.0f;  // zeros must give zero, not what rounding leaves of the zero point's share
+  } else if (range > kLargest) {
+    f.factor = 127.5f / (high * 0.5f - low * 0.5f);  // the range overflows, its half does not
+    q->scale = 1.0f / f.factor;
+  } else if (f.factor = 255.0f / range; f.factor <= kLargest) {
+    q->scale = 1.0f / f.factor;
+  } else {
+    // A range below 1e-36, whose factor overflows. The scale is subnormal, with few bits: it is rounded up, so that
+    // the range fits 255 quanta, and values are counted in the scale as it came out.
+    q->scale = range / 255.0f;
+    if (q->scale * 255.0f < range) q->scale += 0x1p-149f;
+    f = {kLift, 1.0f / (q->scale * kLift)};
   }
-  const float scaled_low = low * s, scaled_high = high * s;
+  const float scaled_low = low * f.lift * f.factor, scaled_high = high * f.lift * f.factor;
   float z = (-128.0f + scaled_low) + (127.0f + scaled_high) > 0.0f ? -128.0f - scaled_low : 127.0f - scaled_high;
   z = z < -128.0f ? -128.0f : z > 127.0f ? 127.0f : z;
   const float rounded = (z + 12582912.0f) - 12582912.0f;  // to nearest even
-  // Zeros must give zero, not what rounding leaves of the zero point's share.
-  q->scale = s == 0.0f || zeros ? 0.0f : 1.0f / s;
   q->zero = static_cast<std::int32_t>(rounded) + 128;
-  return s;
+  return f;
 }
 
 template <class V, DType type>
@@ -256,24 +293,24 @@ RowQuant quantize_typed(const QuantizeRow& args) {
     }
   }
   RowQuant q{};
-  float factor = 0.0f;
+  RowFactors factors{};
   if (bad == 0.0f) {
-    factor = row_parameters(rmin, rmax, &q);
+    factors = row_parameters(rmin, rmax, &q);
   } else {
     // This row's products become 0 * NaN: the token comes out as NaN and touches no other.
     q.scale = __builtin_nanf("");
     q.zero = 0;
   }
-  const V s = V::set(factor);
+  const V lift = V::set(factors.lift), factor = V::set(factors.factor);
   const bool clean = bad == 0.0f;
   for (std::int64_t chunk = 0; chunk < args.padded / 64; ++chunk) {
     std::uint8_t* dst = args.dst + chunk / 2 * args.record_stride + chunk % 2 * args.half_stride;
     for (int j = 0; j < 64; j += V::kWidth) {
       const std::int64_t i = chunk * 64 + j;
       if (clean && i + V::kWidth <= args.count) {
-        V::store_rounded(dst + j, V::template load_as<type>(x + i) * s, q.zero);
+        V::store_rounded(dst + j, V::template load_as<type>(x + i) * lift * factor, q.zero);
       } else if (clean && i < args.count) {
-        V::store_rounded(dst + j, V::template load_as<type>(rest) * s, q.zero);
+        V::store_rounded(dst + j, V::template load_as<type>(rest) * lift * factor, q.zero);
         for (std::int64_t b = args.count - i; b < V::kWidth; ++b) dst[j + b] = 0;
       } else {
         for (int b = 0; b < V::kWidth; ++b) dst[j + b] = 0;
@@ -336,7 +373,8 @@ struct LaneSum {
   }
 };
 
-// log(1 + e^x) = max(x, 0) + log(1 + e^-|x|); the logarithm of y in [1, 2] as 2 atanh((y - 1) / (y + 1)).
+// log(1 + e^x) = max(x, 0) + log(1 + e^-|x|) for x from -87 on; the logarithm of y in [1, 2] as 2 atanh((y - 1) / (y +
+// 1)).
 template <class V>
 inline V softplus_of(V x) {
   const V e = exp_of(V::set(0.0f) - V::abs(x));
@@ -352,6 +390,13 @@ inline V softplus_of(V x) {
   return V::fma(z * p, V::set(2.0f), max_of(V::set(0.0f), x));
 }
 
+// sqrt(log(1 + e^x)), which is e^(x/2) to the last bit where softplus_of ends; 0 from x = -208 on.
+template <class V>
+inline V sqrt_softplus_of(V x) {
+  const V quarter = exp_of(x * V::set(0.25f));
+  return V::select_less(x, V::set(-87.0f), quarter * quarter, V::square_root(softplus_of(x)));
+}
+
 template <class V>
 void score_logits(float* scores, int count, Scoring scoring) {
   // `scores` holds the logits and has room for whole vectors of 16 beyond `count`.
@@ -359,8 +404,8 @@ void score_logits(float* scores, int count, Scoring scoring) {
   if (scoring != Scoring::kSoftmax) {
     for (int i = 0; i < count; i += V::kWidth) {
       const V x = V::load(scores + i);
-      const V value = scoring == Scoring::kSigmoid ? sigmoid_of(x) : V::square_root(softplus_of(x));
-      V::store(scores + i, V::keep_nan(value, x));  // the clamp of exp_of swallows a NaN
+      const V value = scoring == Scoring::kSigmoid ? sigmoid_of(x) : sqrt_softplus_of(x);
+      V::store(scores + i, V::keep_nan(value, x));  // with the bits it came with, on every CPU
     }
     return;
   }
@@ -371,7 +416,7 @@ void score_logits(float* scores, int count, Scoring scoring) {
   LaneSum<V> sum;
   for (int i = 0; i < padded; i += V::kWidth) {
     const V x = V::load(scores + i) - V::set(highest);
-    // Below the clamp of exp_of a probability is 0, not e^-87.
+    // Below e^-87 of the highest a probability is 0: no subnormal weights, which would slow the sums of attention.
     V e = V::select_less(x, V::set(-87.0f), V::set(0.0f), exp_of(x));
     e = V::keep_nan(e, x);
     V::store(scores + i, e);

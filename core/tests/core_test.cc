@@ -21,6 +21,10 @@
 #include "../route.h"
 #include "../threads.h"
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace {
 
 using namespace cpumoe;
@@ -343,15 +347,142 @@ void test_rowwise() {
   }
 }
 
+// Finite numbers of every magnitude, the subnormal ones included.
+std::vector<float> random_bits(std::size_t count, std::mt19937& random) {
+  std::vector<float> values(count);
+  for (auto& v : values) {
+    do {
+      const auto bits = static_cast<std::uint32_t>(random());
+      std::memcpy(&v, &bits, 4);
+    } while (!std::isfinite(v));
+  }
+  return values;
+}
+
+bool same_numbers(const std::vector<float>& a, const std::vector<float>& b, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {
+    if (!(same_bits(&a[i], &b[i], 4) || (a[i] != a[i] && b[i] != b[i]))) return false;
+  }
+  return true;
+}
+
+std::vector<float> activated(const Kernels& k, const ActivationSpec& spec, std::vector<float> acc) {
+  const std::vector<std::uint8_t> head(kBlockVectorBytes);
+  const std::vector<float> scale(kTileRows, 1.0f);
+  const std::vector<std::int32_t> zero(kTileRows, 0);
+  std::vector<float> out(kAccTileFloats, 0.0f);
+  const BlockFormat format{WeightType::kInt4, ScaleType::kF32, 128, false};
+  k.activate({format, head.data(), acc.data(), kTileRows, scale.data(), zero.data()}, spec, out.data(), kBlockColumns);
+  return out;
+}
+
+// The whole of fp32: rows, scores and activations have the scalar kernel's bits, and its scores are near the truth.
+void test_extremes() {
+  std::mt19937 random(71);
+  for (int round = 0; round < 300; ++round) {
+    auto x = random_bits(kAccTileFloats, random);
+    if (round % 2 == 0) {  // where exp and sigmoid end
+      for (std::size_t i = 0; i < x.size(); i += 2) x[i] = std::uniform_real_distribution<float>(-220, 110)(random);
+    }
+    auto row = x;  // a few powers of two apart, anywhere
+    const float unit = std::ldexp(1.0f, static_cast<int>(random() % 276) - 149);
+    for (std::size_t i = 0; i < row.size() && round % 3 != 0; ++i) row[i] = std::fmod(x[i], 1.99f) * unit;
+    const int count = 1 + static_cast<int>(random() % 200);
+    std::vector<std::uint8_t> bytes(256), other(256);
+    const RowQuant q = scalar().quantize_row({row.data(), DType::kF32, count, 256, bytes.data(), 128, 64});
+    double low = 0, high = 0, worst = 0;
+    for (int i = 0; i < count; ++i) {
+      low = std::min(low, static_cast<double>(row[static_cast<std::size_t>(i)]));
+      high = std::max(high, static_cast<double>(row[static_cast<std::size_t>(i)]));
+    }
+    for (int i = 0; i < count; ++i) {
+      const auto at = static_cast<std::size_t>(i);
+      worst = std::max(worst, std::fabs((bytes[at] - q.zero) * static_cast<double>(q.scale) - row[at]));
+    }
+    check(worst <= 1.01 * (high - low) / 255 + 1.5e-45, "a row is off by more than a step");
+    for (const Kernels* k : other_kernels()) {
+      const RowQuant p = k->quantize_row({row.data(), DType::kF32, count, 256, other.data(), 128, 64});
+      check(bytes == other && same_bits(&p, &q, sizeof(p)), std::string(k->name) + " quantize_row of every magnitude");
+    }
+    for (const Scoring scoring : {Scoring::kSoftmax, Scoring::kSigmoid, Scoring::kSqrtSoftplus}) {
+      std::vector<float> expected(x.size() + 32), got(expected);
+      scalar().score(x.data(), DType::kF32, kAccTileFloats, scoring, expected.data());
+      for (std::size_t i = 0; i < x.size() && scoring != Scoring::kSoftmax; ++i) {
+        const double e = std::exp(-std::fabs(static_cast<double>(x[i])));
+        double truth = x[i] < 0 ? e / (1 + e) : 1 / (1 + e);
+        if (scoring == Scoring::kSqrtSoftplus) truth = std::sqrt(std::max(x[i], 0.0f) + std::log1p(e));
+        check(std::fabs(expected[i] - truth) <= 5e-7 * truth + 1.5e-45, "score of " + std::to_string(x[i]));
+      }
+      for (const Kernels* k : other_kernels()) {
+        k->score(x.data(), DType::kF32, kAccTileFloats, scoring, got.data());
+        check(same_numbers(got, expected, x.size()), std::string(k->name) + " scores of every magnitude");
+      }
+    }
+    for (int kind = 0; kind <= static_cast<int>(Activation::kRelu2); ++kind) {
+      for (const bool gated : {true, false}) {
+        const ActivationSpec spec{static_cast<Activation>(kind), gated, 1.702f, 7.0f};
+        const auto expected = activated(scalar(), spec, x);
+        for (const Kernels* k : other_kernels()) {
+          check(same_numbers(activated(*k, spec, x), expected, expected.size()),
+                std::string(k->name) + " activation " + std::to_string(kind) + " of every magnitude");
+        }
+      }
+    }
+  }
+}
+
+#if defined(__x86_64__) || defined(__aarch64__)
+#if defined(__x86_64__)
+constexpr std::uint64_t kFlush = 0x8040;  // results and operands
+std::uint64_t float_mode() { return _mm_getcsr() & 0xFFC0u; }
+void set_float_mode(std::uint64_t mode) { _mm_setcsr(static_cast<unsigned>(mode)); }
+#else
+constexpr std::uint64_t kFlush = 1u << 24;
+std::uint64_t float_mode() {
+  std::uint64_t mode;
+  asm volatile("mrs %0, fpcr" : "=r"(mode));
+  return mode;
+}
+void set_float_mode(std::uint64_t mode) { asm volatile("msr fpcr, %0" : : "r"(mode) : "memory"); }
+#endif
+
+// A caller that flushes subnormal numbers gets the bits of one that does not, on any number of threads, and keeps its
+// mode.
+void test_float_mode() {
+  const Matrix m = make_matrix({WeightType::kInt4, ScaleType::kF32, 32, 1, 96, 64, false, false}, 73);
+  const std::int64_t rows = 40;
+  auto x = random_values(static_cast<std::size_t>(rows * 64), 79);
+  for (auto& v : x) v *= 1e-36f;
+  const std::uint64_t usual = float_mode();
+  set_thread_count(1);
+  const auto expected = run_linear(active_kernels(), m, x, rows);
+  int subnormal = 0;
+  for (const float v : expected) subnormal += std::fpclassify(v) == FP_SUBNORMAL ? 1 : 0;
+  check(subnormal > 0, "there are subnormal results");
+  for (const int threads : {1, 2, 3}) {
+    set_thread_count(threads);
+    set_float_mode(usual | kFlush);
+    const auto got = run_linear(active_kernels(), m, x, rows);
+    const std::uint64_t after = float_mode();
+    set_float_mode(usual);
+    check(same_bits(got.data(), expected.data(), got.size() * 4), "flushing changes no bit");
+    check(after == (usual | kFlush), "the caller's mode is restored");
+  }
+  set_thread_count(0);
+}
+#else
+void test_float_mode() {}
+#endif
+
 // Attention of one token: every kernel and thread count gives the scalar kernel's bits, and those are near the truth.
 void test_attention() {
   struct Case {
     std::int64_t batch, heads, kv_heads, tokens, depth, value_depth;
-    bool masked;
+    bool masked, sunk;
   };
-  for (const Case& c :
-       {Case{1, 8, 2, 300, 128, 128, false}, Case{2, 3, 3, 1, 16, 16, true}, Case{1, 5, 1, 129, 40, 24, true},
-        Case{3, 4, 2, 17, 33, 50, false}, Case{1, 32, 4, 640, 64, 64, true}}) {
+  for (const Case& c : {Case{1, 8, 2, 300, 128, 128, false, false}, Case{2, 3, 3, 1, 16, 16, true, false},
+                        Case{1, 5, 1, 129, 40, 24, true, true}, Case{3, 4, 2, 17, 33, 50, false, true},
+                        Case{1, 32, 4, 640, 64, 64, true, false}, Case{2, 4, 2, 16, 16, 16, true, true}}) {
     const auto kv = static_cast<std::size_t>(c.batch * c.kv_heads * c.tokens * c.depth);
     const auto kv_out = static_cast<std::size_t>(c.batch * c.kv_heads * c.tokens * c.value_depth);
     const auto rows = static_cast<std::size_t>(c.batch * c.heads * c.depth);
@@ -359,6 +490,7 @@ void test_attention() {
     const auto query = random_values(rows, 1), keys = random_values(kv, 2), values = random_values(kv_out, 3);
     auto mask = random_values(static_cast<std::size_t>(c.batch * c.tokens), 4);
     if (c.tokens > 2) mask[1] = -INFINITY;
+    const auto sinks = random_values(static_cast<std::size_t>(c.heads), 5);
     for (const DType type : {DType::kF32, DType::kBF16, DType::kF16}) {
       const std::size_t element = type == DType::kF32 ? 4 : 2;
       std::vector<std::uint8_t> q(rows * element), k(kv * element), v(kv_out * element), expected(out_size * element);
@@ -376,6 +508,7 @@ void test_attention() {
                          k.data(),
                          v.data(),
                          c.masked ? mask.data() : nullptr,
+                         c.sunk ? sinks.data() : nullptr,
                          0.3f,
                          expected.data()};
       set_thread_count(1);
@@ -396,7 +529,7 @@ void test_attention() {
       for (std::int64_t r = 0; r < c.batch * c.heads; ++r) {
         const std::int64_t group = (r / c.heads) * c.kv_heads + (r % c.heads) / share;
         std::vector<double> weight(static_cast<std::size_t>(c.tokens));
-        double total = 0;
+        double total = c.sunk ? std::exp(static_cast<double>(sinks[static_cast<std::size_t>(r % c.heads)])) : 0.0;
         for (std::int64_t t = 0; t < c.tokens; ++t) {
           double score = c.masked ? mask[static_cast<std::size_t>(r / c.heads * c.tokens + t)] : 0.0;
           for (std::int64_t i = 0; i < c.depth; ++i) {
@@ -596,7 +729,8 @@ int main(int argc, char** argv) {
       {"rowwise", test_rowwise},        {"kernels", test_linear_kernels}, {"rows", test_many_rows},
       {"meaning", test_linear_meaning}, {"layers", test_layers},          {"nan", test_nan_stays_in_its_token},
       {"callers", test_callers},        {"packed", test_packed_bytes},    {"routing", test_routing},
-      {"attention", test_attention},    {"logits", test_router_logits},   {"norms", test_norms}};
+      {"attention", test_attention},    {"logits", test_router_logits},   {"norms", test_norms},
+      {"extremes", test_extremes},      {"mode", test_float_mode}};
   for (const auto& [name, test] : tests) {
     if (only.empty() || only == name) test();
   }

@@ -205,7 +205,7 @@ class Experts(nn.Module):
         Returns:
             [tokens, H] in the dtype of ``hidden_states``.
         """
-        ops.refuse_gradient(hidden_states)
+        ops.refuse_gradient(hidden_states=hidden_states, topk_weights=topk_weights)
         return self.backend.forward(
             self._buffers,  # type: ignore[arg-type]  # all buffers are tensors here
             self.config,

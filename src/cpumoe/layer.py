@@ -15,6 +15,7 @@ class MoELayer(nn.Module):
     """A whole mixture-of-experts layer.
 
     ``out = sum of the chosen experts + sigmoid(shared_gate(x)) * shared_experts(x)``; the shared part is optional.
+    For inference: call it under ``torch.no_grad()``, or freeze the router (``requires_grad_(False)``).
 
     Args:
         router: [tokens, H] -> [tokens, experts] logits (an ``nn.Linear`` or a QuantizedLinear).

@@ -80,7 +80,7 @@ class QuantizedLinear(nn.Module):
         """[..., in] float32, bfloat16 or float16 -> [..., out] of the same dtype."""
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"x is {list(x.shape)}; [..., {self.in_features}] is accepted")
-        ops.refuse_gradient(x)
+        ops.refuse_gradient(x=x)
         out: Tensor = torch.ops.cpumoe.linear(x, self.weight_packed, self.out_features)
         return out
 

@@ -29,10 +29,26 @@ def _register(schema: str, implementation: Callable[..., Any], fake: Callable[..
     torch.library.register_fake(f"cpumoe::{name}", fake, lib=_library)
 
 
-def refuse_gradient(x: Tensor) -> None:
-    """Operators give no gradients; a module that would silently cut them says so instead."""
-    if torch.is_grad_enabled() and isinstance(x, Tensor) and x.requires_grad:
-        raise RuntimeError("packed weights are for inference: there is no gradient through them; use torch.no_grad()")
+def wants_gradient(*tensors: object) -> bool:
+    """Whether a gradient would have to flow to one of the arguments; what is not a tensor needs none."""
+    return torch.is_grad_enabled() and any(isinstance(t, Tensor) and t.requires_grad for t in tensors)
+
+
+def refuse_gradient(**tensors: object) -> None:
+    """Operators give no gradients; what would silently cut them says so instead, with the argument's name."""
+    if not wants_gradient(*tensors.values()):
+        return
+    name = next(name for name, tensor in tensors.items() if wants_gradient(tensor))
+    raise RuntimeError(
+        f"{name} requires a gradient, but packed weights and their routing are for inference: there is no gradient "
+        "through them; use torch.no_grad()"
+    )
+
+
+def _aligned(tensor: Tensor) -> Tensor:
+    """Contiguous, its elements at multiples of their size, as the core wants them; a view into bytes may differ."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % tensor.element_size() == 0 else tensor.clone()
 
 
 def _like_first(first: Tensor, *_: object) -> Tensor:
@@ -225,8 +241,8 @@ class PackedBuilder:
 
     def add(self, values: Tensor, scales: Tensor, bias: Tensor | None, row_order: int, name: str) -> None:
         """The next experts: values [n, out, in] (or nibbles), scales [n, out, groups], bias [n, out]."""
-        bias32 = None if bias is None else bias.to(torch.float32).contiguous()
-        _core.pack_into(self.blob, self._added, values.contiguous(), scales.contiguous(), bias32, row_order, name)
+        bias32 = None if bias is None else _aligned(bias.to(torch.float32))
+        _core.pack_into(self.blob, self._added, values.contiguous(), _aligned(scales), bias32, row_order, name)
         self._added += values.shape[0]
 
 
@@ -353,21 +369,27 @@ _register(
 )
 
 
-def _decode_attention(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _decode_attention(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     query = query.contiguous()
     out = query.new_empty((*query.shape[:2], values.shape[3]))
-    _core.decode_attention(query, keys.contiguous(), values.contiguous(), mask, scale, out)
+    _core.decode_attention(query, keys.contiguous(), values.contiguous(), mask, sinks, scale, out)
     return out
 
 
-def _decode_attention_fake(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _decode_attention_fake(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float, sinks: Tensor | None = None
+) -> Tensor:
     return query.new_empty((*query.shape[:2], values.shape[3]))
 
 
 # query [batch, heads, D] over keys and values [batch, kv_heads, tokens, D] with mask [batch, tokens] fp32 added to the
-# scores -> [batch, heads, D]. Values may have another D than keys; then the result has theirs.
+# scores -> [batch, heads, D]. Values may have another D than keys; then the result has theirs. sinks [heads] fp32: one
+# score more for each head, which takes its share of the softmax and has no value.
 _register(
-    "decode_attention(Tensor query, Tensor keys, Tensor values, Tensor? mask, float scale) -> Tensor",
+    "decode_attention(Tensor query, Tensor keys, Tensor values, Tensor? mask, float scale, Tensor? sinks=None) "
+    "-> Tensor",
     _decode_attention,
     _decode_attention_fake,
 )

@@ -10,6 +10,9 @@ from torch.nn import functional as F
 
 from cpumoe.activation import Activation
 
+_SMALLEST = 2.0**-149  # subnormal number of fp32
+_LIFT = 2.0**100  # takes the smallest ranges to where their reciprocals are numbers
+
 
 def quantize_activations(x: Tensor) -> Tensor:
     """[tokens, in] -> the same after int8 quantisation: asymmetric, per token, ties away from zero.
@@ -20,16 +23,25 @@ def quantize_activations(x: Tensor) -> Tensor:
     low = x.amin(-1, keepdim=True).clamp(max=0)
     high = x.amax(-1, keepdim=True).clamp(min=0)
     span = high - low
-    # A tensor on the left: PyTorch computes `255.0 / span` as a reciprocal times 255, rounded twice.
-    scale = torch.where(span == 0, 1.0, torch.full_like(span, 255.0) / span)
-    scale = torch.where(torch.isinf(scale), 1.0, scale)  # a range too small to be told from zero
-    inverse = torch.where(scale == 0, 0.0, 1.0 / scale)
-    scaled_low, scaled_high = low * scale, high * scale
+    # Tensors on the left: PyTorch computes `255.0 / span` as a reciprocal times 255, rounded twice.
+    quanta = torch.full_like(span, 255.0)
+    factor = torch.where(span == 0, 1.0, quanta / span)
+    factor = torch.where(torch.isinf(span), quanta / 2 / (high / 2 - low / 2), factor)  # the range overflows
+    step = torch.where(span == 0, 0.0, 1.0 / factor)
+    # A range below 1e-36, whose factor overflows: the step is subnormal, rounded up so that 255 of them hold the range,
+    # and values are counted in the step as it came out.
+    small = span / 255
+    small = torch.where(small * 255 < span, small + _SMALLEST, small)
+    tiny = torch.isinf(factor)
+    step = torch.where(tiny, small, step)
+    lift = torch.where(tiny, _LIFT, 1.0)
+    factor = torch.where(tiny, 1.0 / (small * _LIFT), factor)
+    scaled_low, scaled_high = low * lift * factor, high * lift * factor
     near_low = (-128 + scaled_low) + (127 + scaled_high) > 0
     zero = torch.where(near_low, -128 - scaled_low, 127 - scaled_high).clamp(-128, 127).round()
-    scaled = x * scale
+    scaled = x * lift * factor
     rounded = torch.trunc(scaled + torch.copysign(torch.tensor(0.49999997), scaled))
-    value = ((rounded + zero).clamp(-128, 127) - zero) * inverse
+    value = ((rounded + zero).clamp(-128, 127) - zero) * step
     return torch.where(torch.isfinite(x).all(-1, keepdim=True), value, torch.nan)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from cpumoe.ops import SCORING
+from cpumoe.ops import SCORING, refuse_gradient
 
 CustomRouting = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
@@ -99,7 +99,13 @@ def select_experts(
         generator: for ``simulated``: source of randomness.
 
     Returns:
-        weights [tokens, topk] float32 and ids [tokens, topk] int32, best expert first; ties go to the lower id.
+        weights [tokens, topk] float32 and ids [tokens, topk] int32, best expert first. Of experts with equal scores
+        the one with the larger logit comes first, then the lower id: the order is that of the logits also where scores
+        underflow (sigmoid is 0 from -104 on) or saturate. Weights that are divided by their sum keep their ratios
+        there.
+
+    Raises:
+        RuntimeError: a gradient would have to flow through the choice; there is none.
     """
     method = parse_method(method)
     if router_logits.dim() != 2:
@@ -149,6 +155,7 @@ def select_experts(
     groups = num_expert_group or 0
     if (groups > 1) != (topk_group is not None) and groups != 1:
         raise ValueError(f"num_expert_group={num_expert_group} with topk_group={topk_group}; give both or neither")
+    refuse_gradient(router_logits=router_logits, correction_bias=correction_bias)
     logits = router_logits
     if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         logits = logits.to(torch.float32)

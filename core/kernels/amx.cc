@@ -49,7 +49,7 @@ inline __attribute__((always_inline)) void add_scaled_rows(const std::int32_t* s
   }
 }
 
-template <int tiles, int subgroup>
+template <int subgroup, int tiles>
 void multiply_grouped(const Product& p) {
   constexpr int kPasses = subgroup == 32 ? 2 : 1;         // per record
   constexpr int kStepsPerTile = subgroup == 128 ? 1 : 2;  // one per half unless both halves share a scale
@@ -57,7 +57,7 @@ void multiply_grouped(const Product& p) {
   constexpr int kLinesPerSlot = (32 + kSlots - 1) / kSlots;
   static constexpr std::uint8_t kZeroScales[kBlockVectorBytes] = {};
   const int stride = record_bytes(p.format), scale_bytes = record_scale_bytes(p.format);
-  const int slot_bytes = kBlockColumns * static_cast<int>(p.format.scales);
+  const int slot_bytes = kBlockColumns * size_of(p.format.scales);
   const ScaleType type = p.format.scales;
   const ReadAhead ahead = p.ahead;
   const std::uint8_t* next_rows = p.next_rows;
@@ -156,16 +156,11 @@ void multiply_grouped(const Product& p) {
 
 template <int subgroup>
 void multiply_grouped_by_tiles(const Product& p) {
-  switch (p.tiles) {
-    case 1: return multiply_grouped<1, subgroup>(p);
-    case 2: return multiply_grouped<2, subgroup>(p);
-    case 3: return multiply_grouped<3, subgroup>(p);
-    case 4: return multiply_grouped<4, subgroup>(p);
-    case 5: return multiply_grouped<5, subgroup>(p);
-    case 6: return multiply_grouped<6, subgroup>(p);
-    case 7: return multiply_grouped<7, subgroup>(p);
-    default: return multiply_grouped<8, subgroup>(p);
-  }
+  static constexpr void (*kByTiles[kMaxRowTiles])(const Product&) = {
+      multiply_grouped<subgroup, 1>, multiply_grouped<subgroup, 2>, multiply_grouped<subgroup, 3>,
+      multiply_grouped<subgroup, 4>, multiply_grouped<subgroup, 5>, multiply_grouped<subgroup, 6>,
+      multiply_grouped<subgroup, 7>, multiply_grouped<subgroup, 8>};
+  kByTiles[p.tiles - 1](p);
 }
 
 // One scale per column: the sums stay in tiles over several records, 2 x 2 tiles at a time. `weights` are the tiles of
@@ -224,15 +219,18 @@ void multiply_per_column(const Product& p) {
   }
 }
 
-void multiply(const Product& p) {
-  if (p.tile_rows <= kMaxFewRows) return multiply_few_rows(p);
-  switch (p.format.subgroup) {
-    case 0: return p.format.weights == WeightType::kInt4 ? multiply_per_column<true>(p) : multiply_per_column<false>(p);
-    case 32: return multiply_grouped_by_tiles<32>(p);
-    case 64: return multiply_grouped_by_tiles<64>(p);
-    default: return multiply_grouped_by_tiles<128>(p);
+struct Amx {
+  template <WeightFormat format>
+  static void multiply(const Product& p) {
+    constexpr FormatTraits kTraits = traits_of(format);
+    if (p.tile_rows <= kMaxFewRows) return multiply_few_rows<format>(p);
+    if constexpr (kTraits.subgroup == 0) {
+      multiply_per_column<kTraits.bits == 4>(p);
+    } else {
+      multiply_grouped_by_tiles<kTraits.subgroup>(p);
+    }
   }
-}
+};
 
 double dot_peak(std::int64_t iterations) {
   configure_tiles();
@@ -247,11 +245,10 @@ double dot_peak(std::int64_t iterations) {
 }
 
 constexpr Kernels make_kernels() {
-  Kernels k = rowwise_kernels<F32x16>("amx");
+  Kernels k = kernels_of<F32x16, Amx>("amx");
   k.few_rows = kMaxFewRows;  // from 7 rows on a padded tile of 16 is faster
   k.thread_begin = configure_tiles;
   k.thread_end = release_tiles;
-  k.multiply = multiply;
   k.dot_peak = dot_peak;
   k.read_bytes = read_zmm;
   return k;

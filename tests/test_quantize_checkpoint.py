@@ -28,7 +28,7 @@ from cpumoe.expert_sources import Buffers
 from cpumoe.formats.compressed_tensors import FORMS
 from cpumoe.layer_writer import LayerWriter
 from cpumoe.loading import experts_of
-from cpumoe.quantize import quantize_weight, unpack_nibbles
+from cpumoe.quantize import quantize_weight
 
 
 @pytest.fixture(autouse=True)
@@ -101,31 +101,6 @@ def test_linears_have_a_scheme_of_their_own(float_model, tmp_path, linears):
     projection = model.model.layers[0].self_attn.q_proj
     assert type(projection) is torch.nn.Linear if linears == "float" else str(projection.scheme) == linears
     assert str(model.model.layers[0].mlp.experts.config.scheme) == "w4a8-g32"
-
-
-@pytest.mark.parametrize(
-    "scheme,form", [("w4a8-g32", "pack-quantized"), ("w4a8", "int-quantized"), ("w8a8", "pack-quantized")]
-)
-def test_compressed_tensors_reads_it(float_model, tmp_path, scheme, form):
-    """The values that the package of that name decompresses are those that we compute with."""
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationConfig
-
-    cpumoe.quantize_checkpoint(float_model, tmp_path / "q", scheme, form=form)
-    section = json.loads((tmp_path / "q/config.json").read_text())["quantization_config"]
-    config = QuantizationConfig.model_validate(section)
-    group = config.config_groups["group_0"]
-    compressor = BaseCompressor.get_value_from_registry(form)
-    prefix = "model.layers.1.mlp.experts.2.gate_proj."
-    stored = {k.removeprefix(prefix): t for k, t in all_tensors(tmp_path / "q").items() if k.startswith(prefix)}
-    decompressed = compressor.decompress(dict(stored), group)["weight"]
-    if form == "int-quantized":
-        values = stored["weight"]
-    elif scheme == "w8a8":
-        values = (stored["weight_packed"].view(torch.uint8) ^ 0x80).view(torch.int8)
-    else:
-        values = unpack_nibbles(stored["weight_packed"].view(torch.uint8))
-    assert torch.equal(decompressed.float(), reference.dequantize(values, stored["weight_scale"]))
 
 
 # ---- calibration ---------------------------------------------------------------------------------------------------

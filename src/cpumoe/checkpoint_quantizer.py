@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import shutil
 from pathlib import Path
 
@@ -27,6 +28,8 @@ from cpumoe.source_watch import SourceWatch, watched
 from cpumoe.unfinished_work import NOTES, ShardWriter, copy_durably, notes_of, sync, work_folder, write_durably
 
 __all__ = ["FLOAT", "Report", "quantize_checkpoint"]
+
+_log = logging.getLogger("cpumoe")
 
 #: What ``linears`` takes to leave all linears but those of the experts in float.
 FLOAT = "float"
@@ -54,7 +57,8 @@ def quantize_checkpoint(
         scheme: of the experts.
         linears: of the other linears of the decoder layers: a scheme, ``"float"`` to leave them, None for that of the
             experts. Routers, embeddings and the head stay in float.
-        form: ``"pack-quantized"`` (4 bits on disk) or ``"int-quantized"`` (a byte each).
+        form: ``"pack-quantized"`` (4 bits on disk, and what transformers reads without cpumoe) or ``"int-quantized"``
+            (a byte each).
         calibration: a text file, or JSON lines (``.jsonl``) with a ``text`` or a list of ``messages`` each. With it
             weights are chosen for the inputs they meet (GPTQ); without, rounded to nearest with the best of several
             scales. No more of it is read than :mod:`cpumoe.calibration_text` says.
@@ -79,6 +83,14 @@ def quantize_checkpoint(
                 f"cpumoe quantize FLOAT_MODEL {dst} --scheme {scheme}"
             )
         plan = QuantizationPlan(checkpoint, scheme, linear_scheme, form)
+        fused = checkpoint.architecture.fused
+        if fused is not None and fused.interleaved:
+            _log.warning(
+                "transformers without cpumoe knows experts of %s in one tensor only, and would make up those of %s; "
+                "load it with cpumoe.load_model, or import cpumoe first",
+                checkpoint.text_config["model_type"],
+                dst,
+            )
         ids = None  # before anything is written: what is wrong with the text must not be in the way of a better one
         if calibration is not None:
             ids = _calibration_ids(checkpoint, Path(calibration), calibration_samples, calibration_length)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import shutil
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 from tqdm import tqdm
@@ -25,7 +25,17 @@ from cpumoe.layer_writer import LayerWriter
 from cpumoe.quantization_plan import QuantizationPlan, Report
 from cpumoe.scheme import Scheme
 from cpumoe.source_watch import SourceWatch, watched
-from cpumoe.unfinished_work import NOTES, ShardWriter, copy_durably, notes_of, sync, work_folder, write_durably
+from cpumoe.unfinished_work import (
+    NOTES,
+    ShardWriter,
+    clear_notes,
+    copy_durably,
+    notes_of,
+    only_notes_left,
+    sync,
+    work_folder,
+    write_durably,
+)
 
 __all__ = ["FLOAT", "Report", "quantize_checkpoint"]
 
@@ -71,7 +81,8 @@ def quantize_checkpoint(
     linear_scheme = None if linears == FLOAT else scheme if linears is None else Scheme.parse(linears)
     if form not in FORMS:
         raise ValueError(f"form={form!r}; {' and '.join(FORMS)} are accepted")
-    if dst.exists():
+    stopped_at_the_end = (dst / NOTES).is_dir()
+    if dst.exists() and not stopped_at_the_end:
         raise FileExistsError(f"{dst} exists already; name a folder that does not")
     if not dst.absolute().parent.is_dir():
         raise FileNotFoundError(f"{dst}: there is no folder {dst.absolute().parent}")
@@ -102,13 +113,24 @@ def quantize_checkpoint(
             "calibration": None if ids is None else hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
             "calibration_size": None if ids is None else list(ids.shape),
         }
+        if stopped_at_the_end:
+            return _clear_up(dst, settings)
         with work_folder(work, settings):
             report = _quantize_layers(plan, work, watch, ids)
             _finish(plan, work, watch, report)
             work.rename(dst)
             sync(dst.absolute().parent)
-            shutil.rmtree(dst / NOTES)
+            clear_notes(dst)
     return report
+
+
+def _clear_up(dst: Path, settings: dict[str, Any]) -> Report:
+    """What a run has left that was stopped when everything was done but to clear its notes away."""
+    same = only_notes_left(dst, settings)
+    clear_notes(dst)
+    if not same:
+        raise FileExistsError(f"{dst} exists already; name a folder that does not")
+    return Report.from_json(json.loads((dst / _REPORT_FILE).read_text()))
 
 
 def _calibration_ids(checkpoint: Checkpoint, text: Path, samples: int, length: int) -> Tensor:

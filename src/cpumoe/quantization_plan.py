@@ -36,6 +36,15 @@ class Report:
             "experts_with_too_few_tokens": self.uncovered,
         }
 
+    @classmethod
+    def from_json(cls, told: dict[str, Any]) -> Report:
+        return cls(
+            told["matrices"],
+            told["calibrated_matrices"],
+            told["calibration_tokens"],
+            told["experts_with_too_few_tokens"],
+        )
+
 
 @dataclass(frozen=True)
 class LayerPlan:

@@ -51,6 +51,20 @@ def work_folder(work: Path, settings: dict[str, Any]) -> Iterator[None]:
         yield
 
 
+def clear_notes(folder: Path) -> None:
+    """Removes what was for the work alone; the settings last, by which ``only_notes_left`` knows."""
+    notes = folder / NOTES
+    for path in sorted(notes.iterdir(), key=lambda path: path.name == _SETTINGS_FILE):
+        path.unlink(missing_ok=True)
+    notes.rmdir()
+
+
+def only_notes_left(folder: Path, settings: dict[str, Any]) -> bool:
+    """Whether a run with these settings had finished ``folder``, and was stopped while it cleared its notes away."""
+    path = folder / NOTES / _SETTINGS_FILE
+    return path.exists() and _read_settings(path) == settings
+
+
 def _read_settings(path: Path) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))

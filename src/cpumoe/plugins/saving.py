@@ -51,7 +51,7 @@ def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None =
             ignore.append(inside(name))
     if not formats:
         raise UnsupportedScheme(
-            "no module of this model is packed: none of its linears has inputs that the scheme fits; a smaller group "
+            "no module of this model can be packed: its linears have no inputs that the scheme fits; a smaller group "
             'size may: cpumoe.load_model(path, scheme="w4a8-g32", linears="w4a8-g32")'
         )
     if architecture is not None:

@@ -231,6 +231,21 @@ def test_work_of_other_settings_is_not_mixed_in(float_model, tmp_path):
         cpumoe.quantize_checkpoint(float_model, tmp_path / "q", "w4a8-g32")
 
 
+def test_a_run_that_was_stopped_while_it_cleared_up_is_finished(float_model, tmp_path, monkeypatch):
+    def stopped(folder):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("cpumoe.checkpoint_quantizer.clear_notes", stopped)
+        cpumoe.quantize_checkpoint(float_model, tmp_path / "q", "w4a8-g32")
+    notes = sorted((tmp_path / "q/.work").iterdir())
+    with pytest.raises(FileExistsError):  # of another run: nothing is touched
+        cpumoe.quantize_checkpoint(float_model, tmp_path / "q", "w8a8")
+    assert sorted((tmp_path / "q/.work").iterdir()) == notes
+    report = cpumoe.quantize_checkpoint(float_model, tmp_path / "q", "w4a8-g32")
+    assert report.matrices == 24 and not (tmp_path / "q/.work").exists()
+
+
 def test_two_processes_do_not_write_the_same_folder(float_model, tmp_path):
     work = tmp_path / "q.partial"
     (work / ".work").mkdir(parents=True)

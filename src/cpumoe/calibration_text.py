@@ -59,7 +59,7 @@ def read_sequences(path: Path, tokenizer: Any, samples: int, length: int) -> Ten
     Raises ValueError for a file that is not text, has no tokens, or has lines that are not as above.
     """
     if samples < 1 or length < _MIN_TOKENS:
-        raise ValueError(f"{samples} sequences of {length} tokens; at least 1 of {_MIN_TOKENS} are accepted")
+        raise ValueError(f"{samples} sequences of {length} tokens; 1 or more of {_MIN_TOKENS} or more are accepted")
     if not path.is_file():
         seen = "is not a file" if path.exists() else "does not exist"
         raise FileNotFoundError(f"the calibration text {path} {seen}; a text file or JSON lines (.jsonl) are accepted")
@@ -99,7 +99,7 @@ def _of_places(
                 break
         done = file.tell()
     if not sequences:
-        raise ValueError(f"the calibration text {path} has fewer than {length} tokens; ask for shorter sequences")
+        raise ValueError(f"the calibration text {path} has no {length} tokens in a row; ask for shorter sequences")
     return torch.tensor(sequences)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ _log = logging.getLogger("cpumoe")
 FLOAT = "float"
 
 _REPORT_FILE = "quantization_report.json"
+_EXISTS = "{} exists already; name a folder that does not"
 
 
 def quantize_checkpoint(
@@ -83,9 +85,10 @@ def quantize_checkpoint(
         raise ValueError(f"form={form!r}; {' and '.join(FORMS)} are accepted")
     stopped_at_the_end = (dst / NOTES).is_dir()
     if dst.exists() and not stopped_at_the_end:
-        raise FileExistsError(f"{dst} exists already; name a folder that does not")
+        raise FileExistsError(_EXISTS.format(dst))
     if not dst.absolute().parent.is_dir():
-        raise FileNotFoundError(f"{dst}: there is no folder {dst.absolute().parent}")
+        folder = dst.absolute().parent
+        raise FileNotFoundError(f"{dst}: there is no folder {folder}; make it: mkdir -p {shlex.quote(str(folder))}")
     work = dst.with_name(dst.name + ".partial")
     with watched(src, work) as (checkpoint, watch):
         if checkpoint.quantization_section is not None:
@@ -126,10 +129,9 @@ def quantize_checkpoint(
 
 def _clear_up(dst: Path, settings: dict[str, Any]) -> Report:
     """What a run has left that was stopped when everything was done but to clear its notes away."""
-    same = only_notes_left(dst, settings)
+    if not only_notes_left(dst, settings):
+        raise FileExistsError(_EXISTS.format(dst))
     clear_notes(dst)
-    if not same:
-        raise FileExistsError(f"{dst} exists already; name a folder that does not")
     return Report.from_json(json.loads((dst / _REPORT_FILE).read_text()))
 
 

@@ -32,12 +32,12 @@ class Stopper:
         self.count = 0
         self.at, self.how = at, how
 
-    def before(self, operation: str, half=lambda: None) -> None:
+    def before(self, operation: str, path=None, half=lambda: None) -> None:
         self.count += 1
         if self.count - 1 != self.at:
             return
         if self.how == FULL and operation in WRITING:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
         if self.how == INTERRUPTED:
             raise KeyboardInterrupt
         half()
@@ -51,14 +51,14 @@ class Stopper:
         def counted_open(file, mode="r", *arguments, **options):
             if not set(mode) & set("wax+"):
                 return opened(file, mode, *arguments, **options)
-            self.before("open")
+            self.before("open", str(file))
             return CountedFile(opened(file, mode, *arguments, **options), self)
 
         io.open = builtins.open = counted_open
 
     def _counted(self, name, operation):
         def counted(*arguments, **options):
-            self.before(name)
+            self.before(name, str(arguments[0]) if name == "mkdir" else None)  # others take open files, or do not write
             return operation(*arguments, **options)
 
         return counted
@@ -86,7 +86,7 @@ class CountedFile:
             self._file.write(data[: len(data) // 2])
             self._file.flush()
 
-        self._stopper.before("write", half)
+        self._stopper.before("write", half=half)
         return self._file.write(data)
 
 
@@ -142,7 +142,7 @@ def drive(source: str, root: str, options: dict, examples: int) -> list[str]:
             left = {k: v for k, v in content(dst).items() if not k.startswith(".work/")} if dst.exists() else expected
             if left != expected:
                 problems.append(f"stopped at {at} and {when} of {total}: {dst} is not whole")
-            # what is stopped as with Ctrl-C at an operation that a full disk does not stop is a kill
+            # an operation that a full disk does not stop is one at which it was killed
             if code not in (KILLED, how, DONE, EXISTS) or (code == EXISTS and not dst.exists()):
                 problems.append(f"stopped at {at} and {when} of {total} by {how}: it ended with {code}")
         if not dst.exists() or content(dst) != expected or dst.with_name(f"{dst.name}.partial").exists():

@@ -35,6 +35,7 @@ from cpumoe.experts import Experts
 from cpumoe.formats.compressed_tensors import QuantizationConfig
 from cpumoe.packed_cache import PackedCache
 from cpumoe.plugins.decode import ATTENTION, register_attention, speed_up
+from cpumoe.plugins.handed_on import CURE, watched
 from cpumoe.plugins.llama4 import adapt_llama4
 from cpumoe.plugins.model_plan import (
     ModelPlan,
@@ -165,14 +166,20 @@ def make_config(section: dict[str, Any], stock: Any, **options: Any) -> Any:
         QuantizationConfig.parse(section)
     except UnsupportedScheme as problem:
         if _options.get().strict:
-            raise
-        _log.warning("cpumoe does not read this checkpoint (%s); transformers' own reader is used", problem)
+            raise UnsupportedScheme(f"{problem}; {CURE}") from None
+        _log.warning(
+            "cpumoe does not read this checkpoint (%s); transformers' own reader is used, which turns its experts into "
+            "floats. For one that cpumoe reads, %s",
+            problem,
+            CURE,
+        )
         return stock.from_dict(section, **options)
     return PackedConfig(section)
 
 
 def make_quantizer(config: Any, stock: Any, **options: Any) -> HfQuantizer:
-    return PackedQuantizer(config, **options) if isinstance(config, PackedConfig) else stock(config, **options)
+    """Ours for a configuration of ours; else transformers' own, watched so that it does not read wrong numbers."""
+    return PackedQuantizer(config, **options) if isinstance(config, PackedConfig) else watched(stock)(config, **options)
 
 
 class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base

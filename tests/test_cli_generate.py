@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -146,27 +144,6 @@ def test_refuses_files(folder: Path, tmp_path: Path, no_loading: None, capsys: p
     write_tiny_tokenizer(tmp_path, chat_template=None)
     (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
     assert "has no chat template" in told(str(tmp_path), "x", "--chat")
-
-
-def test_ctrl_c_keeps_what_was_printed(folder: Path) -> None:
-    program = "import sys; from cpumoe.cli import main; sys.exit(main())"
-    arguments = ["generate", str(folder), "The experts", "--scheme", "float", "--max-new-tokens", "2000"]
-    with subprocess.Popen(
-        [sys.executable, "-c", program, *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    ) as process:
-        try:
-            assert process.stdout is not None
-            first = process.stdout.read(1)
-            process.send_signal(signal.SIGINT)
-            out, err = process.communicate(timeout=120)
-        finally:
-            process.kill()
-    assert process.returncode == 130
-    assert first and (first + out).endswith(b"\n")
-    assert err.startswith(b"cpumoe generate: interrupted; 2 prompt tokens, ") and err.count(b"\n") == 1
 
 
 def test_pieces_are_whole_characters(folder: Path) -> None:

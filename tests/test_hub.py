@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from tiny_models import write_tiny_model
 pytest.importorskip("transformers")
 
 import cpumoe
+from cpumoe.cli import main
 from cpumoe.hub import NotDownloaded, find_model, is_model_id
 
 ID = "tiny-owner/Tiny-MoE.v1"
@@ -102,23 +104,37 @@ def test_downloads_when_asked_and_only_what_is_needed(downloaded: Path) -> None:
     assert not any(name.endswith((".py", ".bin", ".pt")) for name in names)
 
 
+@pytest.mark.parametrize("download", [[], ["--download"]])
+def test_what_is_in_the_cache_needs_no_network(download: list[str], downloaded: Path) -> None:
+    """The endpoint is one that nobody listens at."""
+    done = command("generate", ID, "The", "--scheme", "float", "--max-new-tokens", "2", *download, home=downloaded)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Sets the hub's cache for this process, which has read the environment long ago."""
+    from huggingface_hub import constants
+
+    return lambda home: monkeypatch.setattr(constants, "HF_HUB_CACHE", str(home / "hub"))
+
+
+Cache = Callable[[Path], None]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["generate", ID, "The", "--scheme", "float", "--max-new-tokens", "2"],
         ["eval", ID, "--text", "{text}", "--scheme", "w4a8-g32", "--against", ID],
         ["quantize", ID, "{out}", "--scheme", "w4a8-g32", "--linears", "float"],
         ["check", ID, "--scheme", "w4a8-g32"],
-        ["generate", ID, "The", "--scheme", "float", "--max-new-tokens", "2", "--download"],
     ],
 )
-def test_what_is_in_the_cache_needs_no_network(arguments: list[str], downloaded: Path, tmp_path: Path) -> None:
-    """The endpoint is one that nobody listens at."""
+def test_every_command_takes_ids(arguments: list[str], downloaded: Path, cache: Cache, tmp_path: Path) -> None:
+    cache(downloaded)
     text = tmp_path / "text.txt"
     text.write_text("The experts that a token does not choose cost it nothing.")
-    filled = [argument.format(text=text, out=tmp_path / "out") for argument in arguments]
-    done = command(*filled, home=downloaded)
-    assert done.returncode == 0, done.stderr
+    assert main([argument.format(text=text, out=tmp_path / "out") for argument in arguments]) == 0
 
 
 def test_the_cache_is_where_the_environment_says(downloaded: Path, tmp_path: Path) -> None:
@@ -126,34 +142,55 @@ def test_the_cache_is_where_the_environment_says(downloaded: Path, tmp_path: Pat
     assert done.returncode == 0, done.stderr
 
 
-def test_a_model_that_is_not_there(tmp_path: Path) -> None:
-    for arguments in (
+@pytest.mark.parametrize(
+    "arguments",
+    [
         ["generate", ID, "x"],
         ["chat", ID],
         ["serve", ID],
         ["inspect", ID],
         ["check", ID],
         ["explain", ID],
-    ):
-        done = command(*arguments, home=tmp_path)
-        assert done.returncode == 2 and done.stdout == ""
-        assert done.stderr == (
-            f"cpumoe {arguments[0]}: {ID}: there is no such folder, and no model of this id in the hub cache "
-            f"({tmp_path / 'hub'}); download it with: hf download {ID}, or add --download to this command\n"
-        )
+        ["quantize", ID, "x"],
+        ["eval", ID, "--text", __file__],
+        ["eval", "{folder}", "--against", ID, "--text", __file__],
+    ],
+)
+def test_a_model_that_is_not_there(
+    arguments: list[str], model: Path, cache: Cache, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cache(tmp_path)
+    assert main([argument.format(folder=model) for argument in arguments]) == 2
+    told = capsys.readouterr()
+    assert told.out == "" and told.err == (
+        f"cpumoe {arguments[0]}: {ID}: there is no such folder, and no model of this id in the hub cache "
+        f"({tmp_path / 'hub'}); download it with: hf download {ID}, or add --download to this command\n"
+    )
 
 
 @pytest.mark.parametrize("missing", [SHARDS[1], "config.json", "model.safetensors.index.json", "tokenizer.json"])
-def test_an_incomplete_cache(missing: str, downloaded: Path, served: Hub, tmp_path: Path) -> None:
+def test_an_incomplete_cache(
+    missing: str, downloaded: Path, cache: Cache, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     home = tmp_path / "home"
     shutil.copytree(downloaded, home, symlinks=True)
     (snapshot(home) / missing).unlink()
-    done = command("inspect", ID, home=home)
-    assert done.returncode == 2 and f"hf download {ID}, or add --download" in done.stderr
-    assert f"{ID} is not complete in the hub cache ({snapshot(home)}): {missing} missing" in done.stderr
+    cache(home)
+    assert main(["inspect", ID]) == 2
+    told = capsys.readouterr().err
+    assert f"{ID} is not complete in the hub cache ({snapshot(home)}): {missing} missing" in told
+    assert f"hf download {ID}, or add --download" in told
+
+
+def test_the_rest_is_downloaded(downloaded: Path, served: Hub, tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    shutil.copytree(downloaded, home, symlinks=True)
+    shard = snapshot(home) / SHARDS[1]
+    shard.resolve().unlink()
+    shard.unlink()
     served.served.clear()
     done = command("inspect", ID, "--download", home=home, endpoint=served.url)
-    assert done.returncode == 0 and served.served in ([missing], [])  # its content may still be there without a name
+    assert done.returncode == 0 and served.served == [SHARDS[1]]
 
 
 def test_a_folder_of_the_same_name_wins(downloaded: Path, model: Path, tmp_path: Path) -> None:
@@ -221,10 +258,9 @@ def test_ids_are_those_of_the_hub(name: str) -> None:
                 validate_repo_id(name)
 
 
-def test_from_python(downloaded: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(downloaded / "hub"))
+def test_from_python(downloaded: Path, cache: Cache) -> None:
+    cache(downloaded)
+    assert find_model(ID) == find_model(ID, revision="main") == find_model(ID, revision=COMMIT) == snapshot(downloaded)
     assert find_model(downloaded) == downloaded
     with pytest.raises(ValueError, match="revision='main' for the folder"):
         find_model(downloaded, revision="main")

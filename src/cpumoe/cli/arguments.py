@@ -96,7 +96,8 @@ def check_scheme_fits(said: str, scheme: Scheme, hidden: int, intermediate: int)
 def refuse_given(arguments: argparse.Namespace, reason: str, *names: str) -> None:
     """Refuses options that would be ignored. They are None (or False) where they are not given."""
     for name in names:
-        if getattr(arguments, name) not in (None, False):
+        value = getattr(arguments, name)
+        if value is not None and value is not False:  # "in" would take 0 for False
             raise ValueError(f"--{name.replace('_', '-')} has no effect {reason}")
 
 

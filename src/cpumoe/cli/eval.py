@@ -128,7 +128,7 @@ def _check_windows(arguments: argparse.Namespace, tokens: int) -> None:
     if window is not None and positions is not None and window > positions:
         raise ValueError(f"--window {window}: the model has {positions} positions; 1 to {positions} are accepted")
     if window is not None and window > tokens:
-        raise ValueError(f"--window {window}: the text has {tokens} tokens; leave it out to see all of them at a time")
+        raise ValueError(f"--window {window}: the text has {tokens} tokens; 1 to {tokens} are accepted")
     if arguments.stride is None:
         return
     window = window or min(DEFAULT_WINDOW, positions or DEFAULT_WINDOW)

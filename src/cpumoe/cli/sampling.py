@@ -94,6 +94,10 @@ def generation_config(folder: Path) -> GenerationConfig:
         own = GenerationConfig.from_pretrained(folder, local_files_only=True)
     except (ValueError, TypeError, OSError, json.JSONDecodeError) as problem:
         raise ValueError(f"{path} cannot be used: {problem}") from problem
+    for name in ("temperature", *_SHAPING, "repetition_penalty"):
+        value = getattr(own, name, None)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            raise ValueError(f"{path} cannot be used: {name} is {value!r}; a number is accepted")
     if (own.num_beams or 1) != 1:
         raise ValueError(f"{path}: num_beams is {own.num_beams}; 1 is accepted, since text is shown as it comes")
     return own

@@ -46,9 +46,10 @@ def _leave(*_: object) -> None:
     command = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), "")
     # On a terminal "^C", and maybe a progress bar, stand at the beginning of the line.
     line = f"{os.linesep if os.isatty(2) else ''}{interrupted(command)}\n"
-    # Not print: the interrupted code may be inside of stderr's lock.
-    os.write(2, line.encode(errors="replace"))
-    os._exit(INTERRUPTED)
+    try:
+        os.write(2, line.encode(errors="replace"))  # not print: the interrupted code may be inside of stderr's lock
+    finally:
+        os._exit(INTERRUPTED)
 
 
 @contextmanager

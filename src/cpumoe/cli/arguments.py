@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 
 from cpumoe import cpu
+from cpumoe.architectures import known_architecture
+from cpumoe.checkpoint import Checkpoint
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.hub import NotDownloaded, find_model
 from cpumoe.scheme import Scheme
@@ -93,6 +95,13 @@ def check_scheme_fits(said: str, scheme: Scheme, hidden: int, intermediate: int)
     )
 
 
+def check_scheme_fits_model(scheme: str, checkpoint: Checkpoint) -> None:
+    """Refuses a scheme for experts whose sizes its groups do not divide."""
+    if known_architecture(checkpoint.config) is not None:  # others are refused, or have no experts
+        facts = checkpoint.facts
+        check_scheme_fits(f"--scheme {scheme}", Scheme.parse(scheme), facts.hidden_size, facts.intermediate_size)
+
+
 def refuse_given(arguments: argparse.Namespace, reason: str, *names: str) -> None:
     """Refuses options that would be ignored. They are None (or False) where they are not given."""
     for name in names:
@@ -148,10 +157,11 @@ def add_download(parser: argparse.ArgumentParser) -> None:
 def find_models(arguments: argparse.Namespace, *names: str) -> None:
     """Puts the folder of each model in the place of what was typed, downloading what may be downloaded."""
     typed: dict[str, Path] = {name: model for name in names if (model := getattr(arguments, name)) is not None}
-    if arguments.download and all(model.expanduser().is_dir() for model in typed.values()):
+    folders = [str(model) for model in typed.values() if model.expanduser().is_dir()]
+    if arguments.download and len(folders) == len(typed):
+        are = "is a folder" if len(folders) == 1 else "are folders"
         raise ValueError(
-            f"--download has no effect: {' and '.join(map(str, typed.values()))} is a folder; it is for the id of a "
-            "model on the hub"
+            f"--download has no effect: {' and '.join(folders)} {are}; it is for the id of a model on the hub"
         )
     for name, model in typed.items():
         try:

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cpumoe.checkpoint import Checkpoint
-from cpumoe.cli.arguments import FLOAT, add_download, add_model, scheme_name, scheme_or_float
+from cpumoe.cli.arguments import (
+    FLOAT,
+    add_download,
+    add_model,
+    check_scheme_fits_model,
+    scheme_name,
+    scheme_or_float,
+)
 from cpumoe.errors import UnsupportedScheme
 
 if TYPE_CHECKING:
@@ -94,6 +101,9 @@ def check_schemes(arguments: argparse.Namespace) -> None:
         )
     if (scheme or os.environ["CPUMOE_SCHEME"]) == FLOAT and arguments.linears is None and arguments.cache is not None:
         raise ValueError(f"--cache has no effect with --scheme {FLOAT}, which packs nothing")
+    if scheme not in (None, FLOAT):
+        with Checkpoint.open(model) as checkpoint:
+            check_scheme_fits_model(scheme, checkpoint)
 
 
 def is_quantized(folder: Path) -> bool:

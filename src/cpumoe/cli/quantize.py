@@ -9,10 +9,12 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cpumoe.checkpoint import Checkpoint
 from cpumoe.checkpoint_quantizer import FLOAT, Report, quantize_checkpoint
 from cpumoe.cli.arguments import (
     add_download,
     add_model,
+    check_scheme_fits_model,
     find_models,
     positive,
     refuse_given,
@@ -66,6 +68,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.calibration is None:
         refuse_given(arguments, "without --calibration", "calibration_samples", "calibration_length")
     find_models(arguments, "src")
+    with Checkpoint.open(arguments.src) as checkpoint:
+        check_scheme_fits_model(arguments.scheme, checkpoint)
     start = time.perf_counter()
     report = quantize_checkpoint(
         arguments.src,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -32,12 +33,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 class Running:
     """A process, what it has mapped, and what it says."""
 
-    def __init__(self, arguments: list[str], stdin: int = subprocess.DEVNULL) -> None:
+    def __init__(self, arguments: list[str], stdin: int = subprocess.DEVNULL, stderr: int = subprocess.PIPE) -> None:
         self.process = subprocess.Popen(
             [sys.executable, *arguments],
             stdin=stdin,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=stderr,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             # A shell that runs these tests in the background may have told its jobs to ignore SIGINT.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
@@ -140,6 +141,17 @@ def test_while_layers_are_measured() -> None:
     running.until(lambda: running.has_mapped("libtorch_python"))
     time.sleep(4)
     assert running.stop() == (130, b"", b"cpumoe bench: interrupted\n")
+
+
+def test_on_a_terminal_the_line_stands_alone() -> None:
+    """The terminal has shown ``^C`` by then, and maybe a progress bar."""
+    master, slave = pty.openpty()
+    running = Running([*SCRIPT, "doctor"], stderr=slave)
+    os.close(slave)
+    running.until(lambda: running.has_mapped("libtorch_cpu"))
+    assert running.stop()[:2] == (130, b"")
+    with os.fdopen(master, "rb", buffering=0) as terminal:
+        assert terminal.read(1000) == b"\r\ncpumoe doctor: interrupted\r\n"
 
 
 def test_sigterm_ends_a_command_at_once(folder: Path) -> None:

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _STAT = Path("/proc/stat")
-_BUSY = 0.15  # share of our CPUs' time that others may take; an idle machine shows 0.00 to 0.03
-_SCATTERED = 0.5  # quartiles apart, as a share of the median; 0.02 to 0.2 are usual on an idle machine
+# Others that take a seventh of the CPUs' time cost one of two threads more than a quarter of its own, and the other
+# thread waits for it. Times whose quartiles are half a median apart would let a comparison come out either way.
+_BUSY = 0.15  # of the CPUs' time
+_SCATTERED = 0.5  # of the median
 
 
 class MachineLoad:

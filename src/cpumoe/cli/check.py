@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +17,7 @@ from torch import Tensor
 
 from cpumoe import cpu, reference
 from cpumoe.checkpoint import Checkpoint, TensorCheck
+from cpumoe.cli.arguments import add_download, add_model, find_models, instruction_set, scheme_name
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.expert_sources import ExpertSource, FloatPerExpert, FusedFloat, QuantizedPerExpert
 from cpumoe.experts import Experts
@@ -302,8 +302,11 @@ def add_command(commands: Commands) -> None:
         "weights with the file to the bit and their outputs with the arithmetic in plain PyTorch. Exit code 0: all "
         "agree; 1: some do not, the first is named; 2: there is nothing that could be checked.",
     )
-    parser.add_argument("model", type=Path, metavar="MODEL", help="checkpoint folder, quantised or float")
-    parser.add_argument("--scheme", help="for a float checkpoint: what to quantise its experts to, such as w4a8-g128")
+    add_model(parser)
+    parser.add_argument(
+        "--scheme", type=scheme_name, help="for a float checkpoint: what to quantise its experts to, such as w4a8-g128"
+    )
+    add_download(parser)
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens per layer (enough for every expert)")
     parser.add_argument("--layers", type=_layer_list, metavar="LIST", help="only these, such as 0,5 (all)")
     parser.add_argument(
@@ -313,7 +316,7 @@ def add_command(commands: Commands) -> None:
         help=f"relative difference of a token that is accepted ({_EXPERTS_TOLERANCE:g} for experts, which quantise "
         f"twice, {_LINEAR_TOLERANCE:g} for linears)",
     )
-    parser.add_argument("--isa", help="instruction set (the one in use)")
+    parser.add_argument("--isa", type=instruction_set, help="instruction set (the one in use)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -333,6 +336,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--tokens {arguments.tokens}; 3 or more are accepted (one is zero, one has an outlier)")
     if arguments.tolerance is not None and not 0 < arguments.tolerance < math.inf:
         raise ValueError(f"--tolerance {arguments.tolerance}; a positive number is accepted")
+    find_models(arguments, "model")
     scheme = None if arguments.scheme is None else Scheme.parse(arguments.scheme)
     using = nullcontext() if arguments.isa is None else using_isa(arguments.isa)
     with Checkpoint.open(arguments.model) as checkpoint, using:

@@ -32,7 +32,7 @@ struct Computation {
 };
 
 PackedMatrix packed_matrix(const Array& blob) {
-  blob.contiguous(1).expect<std::uint8_t>("uint8 (packed weights)").aligned(alignof(float));
+  blob.contiguous(1).expect<std::uint8_t>("uint8 (packed weights)");
   return open_packed(blob.data(), blob.dim(0), blob.name());
 }
 

@@ -200,7 +200,6 @@ def test_other_operators_refuse_them_too() -> None:
     calls = [
         ("x", lambda: linear(misaligned(x))),
         ("x", lambda: linear(misaligned(x.bfloat16()))),
-        ("weight_packed", lambda: cpumoe.QuantizedLinear(misaligned(linear.weight_packed))),
         ("router_logits", lambda: cpumoe.select_experts(misaligned(x), 2)),
         ("weight", lambda: torch.ops.cpumoe.rms_norm(x, misaligned(x[0]), 1e-6, True)),
         ("weight", lambda: torch.ops.cpumoe.router_logits(x, misaligned(x), None, True)),

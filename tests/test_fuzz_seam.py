@@ -87,7 +87,7 @@ offsets = st.sampled_from([0, 0, 0, 0, 1, 2, 3, 4, 8])
     wide=st.booleans(),
     threads=st.integers(1, 3),
     poison=st.sampled_from([0.0, float("nan"), float("inf"), 3e38, -3e38, 1e-40]),
-    shifts=st.tuples(offsets, offsets, offsets),
+    shifts=st.tuples(offsets, offsets, offsets, offsets),
     seed=st.integers(0, 99),
 )
 def test_layers(
@@ -106,7 +106,7 @@ def test_layers(
     wide: bool,
     threads: int,
     poison: float,
-    shifts: tuple[int, int, int],
+    shifts: tuple[int, int, int, int],
     seed: int,
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -118,7 +118,8 @@ def test_layers(
         x[0, 0] = poison
     ids = rng.integers(*id_range, (tokens, topk)).astype(np.int64 if wide else np.int32)
     weights = rng.uniform(size=(tokens, topk)).astype(np.float32)
-    x, ids, weights = (shifted(a, by) for a, by in zip((x, ids, weights), shifts, strict=True))
+    x, ids, weights = (shifted(a, by) for a, by in zip((x, ids, weights), shifts[:3], strict=True))
+    gate_up, down = shifted(gate_up, shifts[3]), shifted(down, shifts[3])  # packed weights need no alignment
     out = np.empty_like(x)
     core.use_isa(isa)
     core.set_thread_count(threads)

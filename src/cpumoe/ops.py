@@ -36,13 +36,14 @@ def wants_gradient(*tensors: object) -> bool:
 
 def refuse_gradient(**tensors: object) -> None:
     """Operators give no gradients; what would silently cut them says so instead, with the argument's name."""
-    if not wants_gradient(*tensors.values()):
+    if not torch.is_grad_enabled():
         return
-    name = next(name for name, tensor in tensors.items() if wants_gradient(tensor))
-    raise RuntimeError(
-        f"{name} requires a gradient, but packed weights and their routing are for inference: there is no gradient "
-        "through them; use torch.no_grad()"
-    )
+    for name, tensor in tensors.items():
+        if wants_gradient(tensor):
+            raise RuntimeError(
+                f"{name} requires a gradient, but packed weights and their routing are for inference: there is no "
+                "gradient through them; use torch.no_grad()"
+            )
 
 
 def _aligned(tensor: Tensor) -> Tensor:

@@ -225,6 +225,28 @@ def test_layers_for_further_tokens_are_left_out(models, tmp_path):
         load(unannounced)
 
 
+@pytest.mark.parametrize("further", [1, 10**18])
+def test_a_layer_of_the_model_is_not_taken_for_one_that_predicts_further_tokens(models, tmp_path, further):
+    """One layer too few in config.json would give a model that answers, and wrongly."""
+    shorter = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": further}
+    source = models.quantized("deepseek_v3")
+    folder = changed(source, tmp_path / "a", lambda tensors: None, lambda c: c.update(shorter))
+    for call in (load, load_stock):
+        with pytest.raises(CheckpointError, match="unexpected: .*model.layers.1.input_layernorm.weight"):
+            call(folder)
+    folder = changed(source, tmp_path / "b", config=lambda c: c.update(num_nextn_predict_layers=further))
+    assert_same_model(load(folder), load(source))
+
+
+def test_a_layer_that_transformers_leaves_out_by_its_number_is_not_lost(models, tmp_path):
+    """It skips model.layers.61 of every DeepSeek-V3, whatever num_hidden_layers says."""
+    name = "model.layers.61.input_layernorm.weight"
+    folder = changed(models.quantized("deepseek_v3"), tmp_path / "a", with_another(name)[1])
+    for call in (load, load_stock):
+        with pytest.raises(CheckpointError, match=f"unexpected: {name}"):
+            call(folder)
+
+
 @pytest.fixture(scope="module")
 def llama4_with_images(models, tmp_path_factory):
     """Llama 4 as it is published: the language model inside one that also sees."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, KeysView, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -11,9 +10,11 @@ from typing import Any
 from torch import Tensor
 
 from cpumoe.architectures import Architecture, ExpertsFacts, architecture_of, text_config
-from cpumoe.errors import CheckpointError
+from cpumoe.errors import CheckpointError, printable
 from cpumoe.formats.compressed_tensors import QuantizationConfig, StoredTensor
 from cpumoe.formats.tensor_file import TensorFile, TensorInfo
+from cpumoe.json_files import read_json as read_json  # also for those who have a folder and no checkpoint yet
+from cpumoe.regular_files import refuse_outside, refuse_special_files
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -31,6 +32,7 @@ class Checkpoint:
         self._file_of: dict[str, TensorFile] = {}
         try:
             for path in files:
+                refuse_outside(folder, path)
                 file = TensorFile(path)
                 self.files.append(file)
                 for name in file.tensors:
@@ -47,6 +49,7 @@ class Checkpoint:
         folder = Path(folder)
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a folder; a checkpoint is one with config.json and safetensors")
+        refuse_special_files(folder)
         config = read_json(folder / "config.json")
         index = folder / INDEX_FILE
         single = (folder / SINGLE_FILE).exists()  # before an index, as transformers has it
@@ -169,7 +172,8 @@ class TensorCheck:
     def raise_problems(self) -> None:
         parts = [
             f"{len(names)} {kind}: {listed(names)}"
-            for kind, names in (("missing", self.missing), ("of another kind", self.wrong), ("unexpected", self.extra))
+            for kind, found in (("missing", self.missing), ("of another kind", self.wrong), ("unexpected", self.extra))
+            for names in [list(dict.fromkeys(found))]  # two checks may find the same
             if names
         ]
         if parts:
@@ -185,18 +189,5 @@ def _is_file(path: Path) -> bool:
 
 def listed(names: list[str]) -> str:
     """Names for a message: the first of them, and how many more there are."""
-    shown = ", ".join(names[:_MAX_NAMES])
+    shown = ", ".join(map(printable, names[:_MAX_NAMES]))
     return shown if len(names) <= _MAX_NAMES else f"{shown} and {len(names) - _MAX_NAMES} more"
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as problem:
-        raise CheckpointError(f"{path} cannot be read as JSON: {problem}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}; a JSON object is accepted")
-    return value

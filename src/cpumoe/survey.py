@@ -28,10 +28,12 @@ from cpumoe.loading import (
     QUANTIZED_SUFFIXES,
     LinearSource,
     architecture_if_needed,
+    check_layers_behind,
     expert_prefixes,
     experts_of_layer,
     find_linears,
     layers_prefix,
+    prediction_layers,
     stored_weight_shape,
 )
 from cpumoe.scheme import Scheme
@@ -158,6 +160,7 @@ class Survey:
         self.sources = dict(self._find_experts()) if is_served else {}
         self.linears = (self._try(find_linears, checkpoint, self._check) if is_served else None) or {}
         if is_served:
+            self._try(check_layers_behind, checkpoint, self._check)
             self._try(self._check_tensors)
         self.parts = self._parts()
 
@@ -195,14 +198,8 @@ class Survey:
         return next((kind for kind, pattern in _KINDS if pattern.search(name)), _OTHER)
 
     def _mark_prediction_layers(self) -> None:
-        """Layers behind the last, which predict further tokens (DeepSeek-V3, GLM-4.5), are left where they are."""
-        count, further = self.config.get("num_hidden_layers"), self.config.get("num_nextn_predict_layers")
-        if not isinstance(count, int) or not isinstance(further, int):
-            return
-        # Only they join the hidden state with the embedding of the next token.
-        joining = (LAYER.match(name) for name in self._kinds if ".eh_proj." in name)
-        layers = {match[0]: int(match[2]) for match in joining if match and match[1] == self._prefix}
-        found = tuple(layer for layer, number in layers.items() if count <= number < count + further)
+        """Layers behind the last, which predict further tokens, are left where they are."""
+        found = self._try(prediction_layers, self.checkpoint) or ()
         self._kinds |= {name: NOT_LOADED for name in self._kinds if name.startswith(found)}
 
     def _parts(self) -> list[Part]:
@@ -382,7 +379,9 @@ class Survey:
                 continue
             layer, inside = int(match[2]), name[match.end() :]
             module, _, suffix = name.rpartition(".")
-            if layer >= count or kind == _OTHER or suffix not in _SUFFIXES:
+            if layer >= count:
+                continue  # what is there and should not be has been noted
+            if kind == _OTHER or suffix not in _SUFFIXES:
                 self._check.extra.append(name)
                 continue
             shape = self.checkpoint.info(name).shape

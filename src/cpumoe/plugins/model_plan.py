@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +21,12 @@ from cpumoe.loading import (
     FITS_ALL_SIZES,
     LAYER,
     LinearSource,
+    check_layers_behind,
     expert_prefixes,
     find_experts,
     layers_prefix,
     load_experts,
+    prediction_layers,
 )
 from cpumoe.quantize import quantize_weight
 from cpumoe.scheme import Scheme
@@ -132,7 +133,8 @@ def plan_model(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | None, 
             plan.modules[name] = packed
     check.nothing_else_under(*prefixes)
     plan.tensors = set(check.expected)
-    plan.left_out = _left_out(model, checkpoint, config)
+    plan.left_out = _left_out(model, checkpoint)
+    check_layers_behind(checkpoint, check)
     # transformers does not look at the shapes and dtypes of what it loads into a quantised model.
     for name, tensor in model.state_dict().items():
         disk = to_disk(name)
@@ -151,13 +153,10 @@ def _check_float_experts(
     source.check(check)
 
 
-def _left_out(model: nn.Module, checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Parts of the files that the model does not have: images, and layers that guess further tokens."""
+def _left_out(model: nn.Module, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Parts of the files that the model does not have: images, and layers that predict further tokens."""
     layers = layers_prefix(checkpoint)
-    first, count = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
-    parts = []
-    if isinstance(first, int) and isinstance(count, int):
-        parts += [f"{layers}{first + index}." for index in range(count)]
+    parts = list(prediction_layers(checkpoint))
     in_model = {name.partition(".")[0] for name, _ in model.named_modules()}
     if layers.partition(".")[0] not in in_model:  # the language model alone, out of a larger one
         on_disk = {name.partition(".")[0] for name in checkpoint.names}

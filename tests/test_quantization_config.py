@@ -288,7 +288,7 @@ def test_many_slow_patterns_are_refused_together(monkeypatch):
     """Each is quick enough for one name, and all of them for all names are not."""
     monkeypatch.setattr("cpumoe.formats.name_patterns._SECONDS", 0.5)
     slow = r"re:(.*)(.*)(.*)(.*)\1\2\3\4(?<!j)$"
-    config = QuantizationConfig.parse(base() | {"ignore": ["re:.*x", slow, "re:.*y"]})
+    config = QuantizationConfig.parse(base() | {"ignore": ["re:.*lm_head", slow, "re:.*router"]})
     with pytest.raises(CheckpointError, match="it takes too long .over 0.5 s for the names of this model") as refusal:
         for name in LINEAR_NAMES:
             config.format_of(name)

@@ -9,9 +9,11 @@ import logging
 import os
 import pickle
 import shutil
+import socket
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -762,17 +764,88 @@ def test_pickles_are_never_loaded(models, tmp_path):
             call(folder)
 
 
-def test_an_index_cannot_lead_out_of_its_folder(models, tmp_path):
-    folder = tmp_path / "model"
-    shutil.copytree(models.quantized("qwen3_moe"), folder)
+def with_shards_at(source: Path, folder: Path, place: Path, named: Callable[[str], str]) -> Path:
+    """A copy of a checkpoint whose shards lie in ``place``, and whose index has the names that ``named`` gives."""
+    shutil.copytree(source, folder)
+    place.mkdir(exist_ok=True)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
-    shard = next(iter(index["weight_map"].values()))
-    shutil.move(folder / shard, tmp_path / "outside.safetensors")
-    outside = {name: "../outside.safetensors" if file == shard else file for name, file in index["weight_map"].items()}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": outside}))
+    for shard in set(index["weight_map"].values()):
+        shutil.move(folder / shard, place / shard)
+    index["weight_map"] = {name: named(file) for name, file in index["weight_map"].items()}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.mark.parametrize("way", ["relative", "absolute", "subfolder", "linked subfolder"])
+def test_an_index_cannot_lead_out_of_its_folder(models, tmp_path, way):
+    folder, outside = tmp_path / "model", tmp_path / "outside"
+    names = {
+        "relative": lambda file: f"../outside/{file}",
+        "absolute": lambda file: str(outside / file),
+        "subfolder": lambda file: f"../outside/../outside/{file}",
+        "linked subfolder": lambda file: f"linked/{file}",
+    }
+    with_shards_at(models.quantized("qwen3_moe"), folder, outside, names[way])
+    (folder / "linked").symlink_to(outside)
     for call in (load, load_stock):
-        with pytest.raises(CheckpointError, match="folder"):
+        with pytest.raises(CheckpointError, match="files of the folder itself are accepted"):
             call(folder)
+
+
+def test_a_link_cannot_lead_out_of_the_folder(models, tmp_path):
+    folder, outside = tmp_path / "model", tmp_path / "outside"
+    with_shards_at(models.quantized("qwen3_moe"), folder, outside, lambda file: file)
+    for file in outside.iterdir():
+        (folder / file.name).symlink_to(file)
+    for call in (load, load_stock):
+        with pytest.raises(CheckpointError, match="is a link to .*outside.*; copy the file to its place: cp "):
+            call(folder)
+
+
+@pytest.mark.parametrize("place", ["blobs", "../models--other/blobs"])
+def test_the_links_of_the_hub_are_followed_within_one_model(models, tmp_path, monkeypatch, place):
+    """The hub's cache keeps files by their hashes in blobs/, and names them by links in snapshots/."""
+    repository = tmp_path / "hub" / "models--org--tiny"
+    snapshot, blobs = repository / "snapshots" / "0123abc", repository / place
+    shutil.copytree(models.quantized("qwen3_moe"), snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(snapshot.name)
+    blobs.resolve().mkdir(parents=True)
+    for number, file in enumerate(sorted(snapshot.iterdir())):
+        shutil.move(file, blobs / str(number))
+        file.symlink_to(os.path.relpath(blobs / str(number), snapshot))
+    (snapshot / "linked").symlink_to(snapshot / "config.json")
+    calls = [
+        lambda: load(snapshot),
+        lambda: load_stock(snapshot),
+        lambda: load_stock("org/tiny", cache_dir=tmp_path / "hub", local_files_only=True),
+    ]
+    for call in calls:
+        if place == "blobs":
+            assert_same_model(call(), load(models.quantized("qwen3_moe")))
+        else:
+            with pytest.raises(CheckpointError, match="is a link to .*models--other"):
+                call()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "generation_config.json"])
+@pytest.mark.parametrize("kind", ["pipe", "socket", "folder", "device"])
+def test_what_is_not_a_file_is_refused_by_name_and_not_waited_for(models, tmp_path, name, kind):
+    folder = changed(models.quantized("qwen3_moe"), tmp_path / "model")
+    (folder / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(folder / name)
+    elif kind == "folder":
+        (folder / name).mkdir()
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as at:
+            opened = os.open(folder, os.O_RDONLY)
+            at.bind(f"/proc/self/fd/{opened}/{name}")  # the length of such a name is limited
+            os.close(opened)
+    else:
+        (folder / name).symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match=name):
+        load(folder)
 
 
 # ---- float models in place -----------------------------------------------------------------------------------------

@@ -175,6 +175,28 @@ def make_quantizer(config: Any, stock: Any, **options: Any) -> HfQuantizer:
     return PackedQuantizer(config, **options) if isinstance(config, PackedConfig) else stock(config, **options)
 
 
+def _folder_of(files: list[Path], source: str) -> Path:
+    """The folder of the files that transformers has found for ``source``, a path or a name on the hub.
+
+    An index may name files anywhere, and transformers follows it; :class:`Checkpoint` sees to it that all of them are
+    in this folder.
+    """
+    home, folder = Path(source), files[0].parent
+    if home.is_file():
+        home = home.parent
+    if home.is_dir():  # itself, or a subfolder if the caller has named one
+        inside = folder.is_relative_to(home) and ".." not in folder.relative_to(home).parts
+        inside = inside and folder.resolve().is_relative_to(home.resolve())
+    else:
+        inside = any(p.name == "snapshots" and p.parent.name.startswith("models--") for p in folder.parents)
+        inside = inside and ".." not in folder.parts
+    if not inside:
+        raise CheckpointError(
+            f"{files[0]} is not in the folder of {source}; files of the folder itself are accepted in an index"
+        )
+    return folder
+
+
 class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
     """Takes the modules that become packed out of a model, and puts them back with their weights."""
 
@@ -210,10 +232,8 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         if not checkpoint_files or not all(str(f).endswith(".safetensors") for f in checkpoint_files):
             raise CheckpointError("weights come from safetensors files alone; pickles are never loaded")
         files = [Path(f) for f in checkpoint_files]
-        if outside := next((f for f in files if ".." in f.parts), None):
-            raise CheckpointError(f"{outside} is not a file of the checkpoint's own folder")
         config = model.config.to_dict() | {"quantization_config": self.quantization_config.section}
-        self._checkpoint = Checkpoint(files[0].parent, config, files)
+        self._checkpoint = Checkpoint(_folder_of(files, model.name_or_path), config, files)
         self._plan = plan_model(model, self._checkpoint, self._options.scheme, self._options.linears)
         for name in self._plan.modules:
             replace_module(model, name, Pending())

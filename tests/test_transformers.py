@@ -9,7 +9,9 @@ import logging
 import os
 import pickle
 import shutil
+import signal
 import socket
+import stat
 import subprocess
 import sys
 import weakref
@@ -19,8 +21,10 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from layers import relative_error
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from test_loading import EXAMPLES
 from tiny_architectures import ARCHITECTURES, apart, quantized_tensors, write_float, write_quantized, write_tensors
 from torch import nn
@@ -1021,19 +1025,164 @@ def with_a_tensor_renamed(file):
     file.write_bytes(content.replace(b"down_packed", b"dawn_packed", 1))
 
 
+def with_a_bit_changed(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 16
+    file.write_bytes(content)
+
+
+def with_two_tensors_exchanged(file):
+    content = file.read_bytes()
+    assert content.count(b"layers.0.") == content.count(b"layers.1.")
+    swapped = content.replace(b"layers.0.", b"layers.X.").replace(b"layers.1.", b"layers.0.")
+    file.write_bytes(swapped.replace(b"layers.X.", b"layers.1."))
+
+
+def with_other_checksums(file):
+    content = file.read_bytes()
+    start = content.index(b"checksums")
+    file.write_bytes(content[: start + 20] + b"0" + content[start + 21 :])
+
+
+def without_checksums(file):
+    file.write_bytes(file.read_bytes().replace(b'"checksums"', b'"checksumz"', 1))
+
+
 @pytest.mark.parametrize(
     "damage",
-    [cut_short, emptied, overwritten, with_another_header_of_packed_weights, with_a_tensor_renamed],
+    [
+        cut_short,
+        emptied,
+        overwritten,
+        with_another_header_of_packed_weights,
+        with_a_tensor_renamed,
+        with_a_bit_changed,
+        with_two_tensors_exchanged,
+        with_other_checksums,
+        without_checksums,
+    ],
     ids=lambda damage: damage.__name__,
 )
-def test_a_damaged_cache_is_replaced(models, tmp_path, damage):
+def test_a_damaged_cache_is_replaced(models, tmp_path, damage, caplog):
     folder = models.quantized("qwen3_moe")
     load(folder, cache=tmp_path)
     [file] = cache_files(tmp_path)
     whole = file.read_bytes()
+    file.chmod(0o644)
     damage(file)
+    assert file.read_bytes() != whole
     assert_same_model(load(folder, cache=tmp_path), load(folder))
-    assert file.read_bytes() == whole
+    assert file.read_bytes() == whole and f"{file.name}" in caplog.text
+
+
+@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_no_bit_of_a_cache_can_change_unseen(models, tmp_path, place, bit):
+    folder, cache = models.quantized("qwen3_moe"), tmp_path / "cache"
+    load(folder, cache=cache)
+    [file] = cache_files(cache)
+    whole = file.read_bytes()
+    content = bytearray(whole)
+    content[int(place * len(content))] ^= 1 << bit
+    file.chmod(0o644)
+    file.write_bytes(content)
+    model = load(folder, cache=cache)
+    assert file.read_bytes() == whole or not made(model, cache)  # one bit of the header's blanks may differ
+    assert_same_model(model, load(folder))
+
+
+def test_a_cache_of_a_source_that_was_rewritten_with_its_old_size_and_time_is_not_used(models, tmp_path):
+    folder = changed(models.quantized("qwen3_moe"), tmp_path / "model")
+    load(folder, cache=tmp_path / "cache")
+    file = folder / "model.safetensors"
+    before = file.stat()
+    tensors = load_file(file)
+    tensors[f"{EXPERT}.weight_scale"] *= 3
+    content = save(tensors, {"format": "pt"})
+    with file.open("r+b") as same_inode:
+        same_inode.write(content)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = file.stat()
+    assert (after.st_size, after.st_mtime_ns, after.st_ino) == (before.st_size, before.st_mtime_ns, before.st_ino)
+    model = load(folder, cache=tmp_path / "cache")
+    assert made(model, tmp_path / "cache")
+    assert_same_model(model, load(folder))
+
+
+def test_a_source_that_changes_while_it_is_loaded_is_refused(models, tmp_path, monkeypatch):
+    folder = changed(models.quantized("qwen3_moe"), tmp_path / "model")
+    read = TensorFile.read_into
+
+    def read_and_change(self, *arguments):
+        with self.path.open("r+b") as file:
+            file.write(file.read(8))  # what was there before; that is not known to who reads
+        return read(self, *arguments)
+
+    monkeypatch.setattr(TensorFile, "read_into", read_and_change)
+    with pytest.raises(CheckpointError, match="model.safetensors was changed while it was read; load it again"):
+        load(folder, cache=tmp_path / "cache")
+    assert not cache_files(tmp_path / "cache")
+
+
+def test_a_cache_can_be_read_and_not_written(models, tmp_path):
+    folder = models.quantized("qwen3_moe")
+    load(folder, cache=tmp_path)
+    [file] = cache_files(tmp_path)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o444
+    file.chmod(0o644)
+    os.truncate(file, 100)
+    load(folder, cache=tmp_path)  # it is replaced, with its permissions
+    assert stat.S_IMODE(file.stat().st_mode) == 0o444
+
+
+CUT_WHILE_MAPPED = """
+import faulthandler, os, pathlib, sys, torch, cpumoe
+if sys.argv[3] == "faulthandler":
+    faulthandler.enable()
+cpumoe.load_model(sys.argv[1], cache=sys.argv[2], dtype=torch.float32)
+model = cpumoe.load_model(sys.argv[1], cache=sys.argv[2], dtype=torch.float32)
+[file] = pathlib.Path(sys.argv[2]).iterdir()
+file.chmod(0o644)
+os.truncate(file, 100)
+model(torch.tensor([[1, 2, 3]]))
+print("went on")
+"""
+
+
+@pytest.mark.parametrize("handler", ["none", "faulthandler"])
+def test_a_cache_that_is_cut_while_it_is_used_ends_the_process_with_a_sentence(models, tmp_path, handler):
+    arguments = [sys.executable, "-c", CUT_WHILE_MAPPED, models.quantized("qwen3_moe"), tmp_path / "cache", handler]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    [file] = cache_files(tmp_path / "cache")
+    assert done.returncode == 2 and not done.stdout
+    assert f"cpumoe: {file} was cut short while it was in use" in done.stderr and "Start again" in done.stderr
+
+
+OTHER_BUS_ERRORS = """
+import faulthandler, mmap, os, pathlib, signal, sys, torch, cpumoe
+if sys.argv[3] == "faulthandler":
+    faulthandler.enable()
+for _ in range(2):
+    model = cpumoe.load_model(sys.argv[1], cache=sys.argv[2], dtype=torch.float32)
+if sys.argv[4] == "sent":
+    os.kill(os.getpid(), signal.SIGBUS)
+other = pathlib.Path(sys.argv[2]) / "other"
+other.write_bytes(bytes(20000))
+with other.open("rb") as file:
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+os.truncate(other, 10)
+print(mapped[15000])
+"""
+
+
+@pytest.mark.parametrize("handler", ["none", "faulthandler"])
+@pytest.mark.parametrize("way", ["sent", "another file"])
+def test_other_bus_errors_are_none_of_ours(models, tmp_path, handler, way):
+    folder = models.quantized("qwen3_moe")
+    arguments = [sys.executable, "-c", OTHER_BUS_ERRORS, folder, tmp_path / "cache", handler, way]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGBUS and "cut short" not in done.stderr
+    assert ("Fatal Python error: Bus error" in done.stderr) == (handler == "faulthandler")
 
 
 def test_a_cache_that_cannot_be_written_does_not_stop_the_load(models, tmp_path, caplog):

@@ -12,7 +12,7 @@ from torch import Tensor
 from cpumoe.architectures import Architecture, ExpertsFacts, architecture_of, text_config
 from cpumoe.errors import CheckpointError, printable
 from cpumoe.formats.compressed_tensors import QuantizationConfig, StoredTensor
-from cpumoe.formats.tensor_file import TensorFile, TensorInfo
+from cpumoe.formats.tensor_file import TensorFile, TensorInfo, identity
 from cpumoe.json_files import read_json as read_json  # also for those who have a folder and no checkpoint yet
 from cpumoe.regular_files import refuse_outside, refuse_special_files
 
@@ -124,13 +124,13 @@ class Checkpoint:
         self._file_of[name].read_into(name, out, first_byte)
 
     def fingerprint(self) -> list[list[str | int]]:
-        """What tells whether the files are still those that were opened: name, size, times and inode of each.
+        """What tells whether the files are still those that were opened: name, size, times and inode of each."""
+        return [[file.path.name, *identity(file.path.stat())] for file in self.files]
 
-        The time of the last change of an inode (ctime) cannot be set, so a file that was rewritten with its old size
-        and old modification time is noticed too.
-        """
-        stats = [(file.path.name, file.path.stat()) for file in self.files]
-        return [[name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for name, s in stats]
+    def refuse_changed(self) -> None:
+        """Raises CheckpointError if a file is not the one any more that was opened: what was read may be a mixture."""
+        for file in self.files:
+            file.refuse_changed()
 
     def close(self) -> None:
         for file in self.files:

@@ -69,6 +69,15 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
 
 
+def identity(stat: os.stat_result) -> list[int]:
+    """Size, times and inode of a file.
+
+    The time of the last change of an inode (ctime) cannot be set, so a file that was rewritten with its old size and
+    old modification time is noticed too.
+    """
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+
+
 class TensorFile:
     """One safetensors file, open for reading. Reads may come from several threads at once."""
 
@@ -77,6 +86,7 @@ class TensorFile:
         self._fd = -1
         try:
             self._fd = open_regular(path, _KIND)
+            self._opened = identity(os.fstat(self._fd))
             with safe_open(f"/proc/self/fd/{self._fd}", framework="pt"):  # checks the whole header of this very file
                 pass
             length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
@@ -115,6 +125,18 @@ class TensorFile:
             if count == 0:
                 raise CheckpointError(f"{self.path} ended while {name} was read; was it cut while being used?")
             done += count
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def refuse_changed(self) -> None:
+        """Raises CheckpointError if what has the file's name now is not what was opened."""
+        try:
+            changed = identity(self.path.stat()) != self._opened
+        except OSError:
+            changed = True
+        if changed:
+            raise CheckpointError(f"{self.path} was changed while it was read; load it again when it is whole")
 
     def close(self) -> None:
         if self._fd >= 0:

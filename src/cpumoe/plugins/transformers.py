@@ -295,6 +295,7 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
                 native &= not isinstance(module, Experts) or isinstance(module.backend, NativeBackend)
                 made |= {f"{name}.{key}": buffer for key, buffer in module.named_buffers()}
             replace_module(model, name, modules[name])
+        checkpoint.refuse_changed()
         if cache is not None and made:
             if not native:
                 _log.warning("nothing was written to the packed cache: it is for weights of the native backend")

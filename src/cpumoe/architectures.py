@@ -54,25 +54,28 @@ def _every_layer(config: Config) -> list[int]:
 
 
 def _qwen_layers(config: Config) -> list[int]:
-    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step", 1)
+    dense, step = set(config.get("mlp_only_layers") or []), config.get("decoder_sparse_step", 1)
     return [i for i in _every_layer(config) if i not in dense and (i + 1) % step == 0]
 
 
 def _after_dense_layers(config: Config) -> list[int]:
-    return _every_layer(config)[config.get("first_k_dense_replace") or 0 :]
+    dense = config.get("first_k_dense_replace") or 0
+    return [i for i in _every_layer(config) if i >= dense]
 
 
 def _llama4_layers(config: Config) -> list[int]:
     if (listed := config.get("moe_layers")) is not None:
-        return list(listed)
+        return [i for i in _every_layer(config) if i in set(listed)]
     step = config.get("interleave_moe_layer_step", 1)
     return list(range(step - 1, config["num_hidden_layers"], step))
 
 
 def _hidden_act(config: Config) -> Activation:
     name = config.get("hidden_act", "silu")
-    if name not in ACTIVATION_NAMES:
-        raise CheckpointError(f"hidden_act {name!r} is not served; {', '.join(ACTIVATION_NAMES)} are")
+    if not isinstance(name, str) or name not in ACTIVATION_NAMES:
+        raise CheckpointError(
+            f"config.json has hidden_act={name!r:.80}, which is not served; {', '.join(ACTIVATION_NAMES)} are"
+        )
     return Activation(ACTIVATION_NAMES[name], gated=True)  # all of these architectures have a gate
 
 
@@ -124,7 +127,9 @@ class Architecture:
                 value = config.get(name)
                 if value is not None:
                     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _LARGEST_SIZE:
-                        raise CheckpointError(f"config.json has {name}={value!r}; 1 to {_LARGEST_SIZE} are accepted")
+                        raise CheckpointError(
+                            f"config.json has {name}={value!r:.80}; 1 to {_LARGEST_SIZE} are accepted"
+                        )
                     return value
             raise CheckpointError(f"config.json has no {' or '.join(names)}")
 
@@ -134,7 +139,7 @@ class Architecture:
             layers, activation = tuple(self.layers(config)), self.activation(config)
         except CheckpointError:
             raise
-        except (TypeError, ValueError, ZeroDivisionError) as problem:
+        except (TypeError, ValueError, ZeroDivisionError, OverflowError) as problem:
             raise CheckpointError(f"config.json does not say which layers have experts, and how: {problem}") from None
         return ExpertsFacts(
             layers,
@@ -188,7 +193,7 @@ def architecture_of(config: Config) -> Architecture:
     architecture = known_architecture(config)
     if architecture is None:
         model_type = text_config(config).get("model_type")
-        raise CheckpointError(f"model_type {model_type!r} is not known; known are {', '.join(ARCHITECTURES)}")
+        raise CheckpointError(f"model_type {model_type!r:.80} is not known; known are {', '.join(ARCHITECTURES)}")
     return architecture
 
 

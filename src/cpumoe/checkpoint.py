@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, KeysView, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from cpumoe.architectures import Architecture, ExpertsFacts, architecture_of, text_config
+from cpumoe.config_fields import check_fields
 from cpumoe.errors import CheckpointError, printable
 from cpumoe.formats.compressed_tensors import QuantizationConfig, StoredTensor
 from cpumoe.formats.tensor_file import TensorFile, TensorInfo, identity
@@ -19,7 +21,11 @@ from cpumoe.regular_files import refuse_outside, refuse_special_files
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
+#: The part of a name that leads to the decoder layers, and the number of the layer.
+LAYER = re.compile(r"(.*?\blayers\.)([0-9]{1,9})\.")
+
 _MAX_NAMES = 12  # of one kind in a message
+_MANY_LAYERS = 64
 
 
 class Checkpoint:
@@ -86,9 +92,25 @@ class Checkpoint:
     def facts(self) -> ExpertsFacts:
         """What config.json says of the routed experts; absurd sizes are refused."""
         try:
+            self.check_config()
             return self.architecture.facts(self.text_config)
         except CheckpointError as problem:
             raise CheckpointError(f"{self.folder}: {problem}") from None
+
+    def check_config(self) -> None:
+        """Refuses fields of config.json that no model can have, and many more layers than the files have."""
+        check_fields(self.text_config)
+        layers, found = self.text_config.get("num_hidden_layers"), len(self._layers)
+        # A layer too many is found later, with what it lacks; here it is about those that would take long to build.
+        if isinstance(layers, int) and found and layers > _MANY_LAYERS + 2 * found:
+            raise CheckpointError(
+                f"config.json has num_hidden_layers={layers}, and the files have {found} layers; {found} is accepted"
+            )
+
+    @cached_property
+    def _layers(self) -> set[str]:
+        """What the names of layers start with: ``model.layers.3.``"""
+        return {match[0] for name in self.names if (match := LAYER.match(name))}
 
     @property
     def text_config(self) -> Mapping[str, Any]:
@@ -183,7 +205,7 @@ class TensorCheck:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # a name that no file can have
+    except (OSError, ValueError):  # a name that no file can have
         return False
 
 

@@ -11,7 +11,7 @@ from typing import TypeGuard
 
 from cpumoe.architectures import Architecture, ExpertsFacts, Projections, known_architecture
 from cpumoe.backends import QuantizedExperts
-from cpumoe.checkpoint import Checkpoint, TensorCheck
+from cpumoe.checkpoint import LAYER, Checkpoint, TensorCheck
 from cpumoe.config import MoEConfig
 from cpumoe.errors import CheckpointError, CpumoeError
 from cpumoe.expert_sources import (
@@ -152,9 +152,6 @@ def experts_of_layer(
 
 #: A scheme without groups: for any size that is served at all, where only names and shapes are of interest.
 FITS_ALL_SIZES = Scheme.parse("w8a8")
-
-#: The part of a name that leads to the decoder layers, and the number of the layer.
-LAYER = re.compile(r"(.*?\blayers\.)([0-9]{1,9})\.")
 
 #: Names of routed experts and of what is inside them; shared ones have another name.
 EXPERT = re.compile(r"(^|\.)experts(\.|$)")

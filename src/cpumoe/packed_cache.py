@@ -4,8 +4,8 @@ One safetensors file per model and options, with packed tensors at multiples of 
 made from (:meth:`Checkpoint.fingerprint` and the headers of the source files) and by which version, and has a checksum
 of every tensor: a file made from anything else, or whose bytes are not those that were written, is replaced.
 
-All checksums are compared at each start, which reads the file once: 0.06 to 0.1 s per GB in the page cache on two CPUs, and
-what the disk takes for the rest. Weights of which some bits are wrong would still give text.
+All checksums are compared at each start, which reads the file once: 0.06 to 0.1 s per GB in the page cache
+on two CPUs, and what the disk takes for the rest. Weights of which some bits are wrong would still give text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 from cpumoe import __version__, cpu
 from cpumoe.checkpoint import Checkpoint
 from cpumoe.errors import CheckpointError
-from cpumoe.formats.tensor_file import TensorFile, TensorFileWriter
+from cpumoe.formats.tensor_file import TensorFile, TensorFileWriter, bytes_of
 from cpumoe.mapped_file import map_file
 
 _log = logging.getLogger("cpumoe")
@@ -92,9 +92,8 @@ def _checked(file: TensorFile) -> dict[str, Tensor]:
 
 def _checksums(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     def checksum(name: str) -> str:
-        held = tensors[name].contiguous().view(-1).view(torch.uint8).numpy()
         seed = xxhash.xxh3_64_intdigest(name.encode())  # bytes under another name have another checksum
-        digest: str = xxhash.xxh3_64_hexdigest(held, seed)
+        digest: str = xxhash.xxh3_64_hexdigest(bytes_of(tensors[name].contiguous()), seed)
         return digest
 
     with ThreadPoolExecutor(min(_MOST_THREADS, cpu.get_num_threads())) as threads:

@@ -16,7 +16,7 @@ import torch
 
 from cpumoe import cpu, ops
 from cpumoe.architectures import ExpertsFacts
-from cpumoe.checkpoint import Checkpoint, TensorCheck
+from cpumoe.checkpoint import LAYER, Checkpoint, TensorCheck
 from cpumoe.config import MoEConfig
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.expert_sources import FLOAT_DTYPES, ExpertSource, QuantizedPerExpert
@@ -24,7 +24,6 @@ from cpumoe.formats.compressed_tensors import LinearFormat, StoredTensor
 from cpumoe.loading import (
     EXPERT,
     FITS_ALL_SIZES,
-    LAYER,
     QUANTIZED_SUFFIXES,
     LinearSource,
     architecture_if_needed,
@@ -153,7 +152,8 @@ class Survey:
         self.quantization = self._try(lambda: checkpoint.quantization)
         is_served = not self.is_quantized or self.quantization is not None
         self.architecture = self._try(architecture_if_needed, checkpoint)
-        self.facts = None if self.architecture is None else self._try(self.architecture.facts, self.config)
+        self._try(checkpoint.check_config)
+        self.facts = None if self.architecture is None else self._try(lambda: checkpoint.facts)
         self._prefix = self._try(layers_prefix, checkpoint)
         self._kinds = {name: self._kind(name) for name in checkpoint.names}
         self._mark_prediction_layers()

@@ -62,7 +62,7 @@ class TensorInfo:
         return f"{self.dtype} {list(self.shape)}"
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
     if tensor.numel() == 0:
         return memoryview(bytearray())
@@ -118,7 +118,7 @@ class TensorFile:
         wanted = out.numel() * out.element_size()
         if not out.is_contiguous() or first_byte + wanted > info.bytes:
             raise ValueError(f"{name}: {wanted} bytes from {first_byte} on do not lie in its {info.bytes}")
-        view = _bytes_of(out)
+        view = bytes_of(out)
         done = 0
         while done < wanted:
             count = os.preadv(self._fd, [view[done:]], info.start + first_byte + done)
@@ -205,7 +205,7 @@ class TensorFileWriter:
         if name != expected or tensor.numel() * tensor.element_size() != self._sizes[name]:
             raise ValueError(f"{name} {list(tensor.shape)} was not announced as the next tensor ({expected} was)")
         with self._naming_the_file():
-            self._file.write(_bytes_of(tensor.contiguous()))
+            self._file.write(bytes_of(tensor.contiguous()))
 
     def __enter__(self) -> TensorFileWriter:
         return self

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cpumoe.architectures import ARCHITECTURES, Architecture, ExpertsFacts, known_architecture, text_config
-from cpumoe.checkpoint import Checkpoint, TensorCheck
+from cpumoe.checkpoint import LAYER, Checkpoint, TensorCheck
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.expert_sources import FLOAT_DTYPES, ExpertSource
 from cpumoe.experts import Experts
@@ -19,7 +19,6 @@ from cpumoe.formats.tensor_file import DTYPES
 from cpumoe.linear import QuantizedLinear
 from cpumoe.loading import (
     FITS_ALL_SIZES,
-    LAYER,
     LinearSource,
     check_layers_behind,
     expert_prefixes,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -30,7 +31,7 @@ from cpumoe import cpu
 from cpumoe.architectures import known_architecture
 from cpumoe.backends import NativeBackend
 from cpumoe.checkpoint import Checkpoint, listed
-from cpumoe.errors import CheckpointError, UnsupportedScheme
+from cpumoe.errors import CheckpointError, CpumoeError, UnsupportedScheme
 from cpumoe.experts import Experts
 from cpumoe.formats.compressed_tensors import QuantizationConfig
 from cpumoe.packed_cache import PackedCache
@@ -94,10 +95,9 @@ def load_model(
     with Checkpoint.open(path) as checkpoint:
         quantized = checkpoint.quantization is not None
         kind = checkpoint.config.get("model_type")
-        if known_architecture(checkpoint.config) is not None:
-            _ = checkpoint.facts  # refuses absurd sizes before transformers sets out to build them
+        _refuse_absurd(checkpoint)
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        raise CheckpointError(f"{path}: model_type {kind!r} is not known to transformers {transformers_version}")
+        raise CheckpointError(f"{path}: model_type {kind!r:.80} is not known to transformers {transformers_version}")
     name = scheme if scheme is not None else (None if quantized else os.environ.get("CPUMOE_SCHEME"))
     if quantized and name is not None:
         raise UnsupportedScheme(f"scheme={str(name)!r} for a checkpoint that is quantised already; leave it out")
@@ -111,14 +111,13 @@ def load_model(
     if dtype is None:
         dtype, reason = cpu.float_dtype()
         _log.info("float parts run in %s: %s", dtype, reason)
-    if not quantized:
-        options["quantization_config"] = PackedConfig()
+    more = {} if quantized else {"quantization_config": PackedConfig()}
     token = _options.set(
         _Options(wanted, packed_linears, None if cache is None else Path(cache).expanduser(), strict=True)
     )
     try:
-        with _transformers_errors(path), _progress_on_terminals():
-            return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, **options)
+        with _transformers_errors(path, bool(options)), _progress_on_terminals():
+            return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, **more, **options)
     finally:
         _options.reset(token)
 
@@ -136,13 +135,47 @@ def _progress_on_terminals() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
+def _refuse_absurd(checkpoint: Checkpoint) -> None:
+    """Refuses what config.json cannot mean before transformers sets out to build it."""
+    if known_architecture(checkpoint.config) is not None:
+        _ = checkpoint.facts
+        return
+    try:
+        checkpoint.check_config()
+    except CheckpointError as problem:
+        raise CheckpointError(f"{checkpoint.folder}: {problem}") from None
+
+
+#: What transformers raises for bad arguments of from_pretrained as well as for bad configurations.
+_ABOUT_ARGUMENTS = (ValueError, ImportError, OSError, RuntimeError)
+
+
 @contextmanager
-def _transformers_errors(path: Path) -> Iterator[None]:
-    """What transformers says of a configuration that it cannot make a model from, as one of our sentences."""
+def _transformers_errors(path: Path, has_arguments: bool) -> Iterator[None]:
+    """What transformers says of a configuration that it cannot make a model from, as one of our sentences.
+
+    ``has_arguments``: whether the caller has passed some on to ``from_pretrained``, which may be what is wrong.
+    """
     try:
         yield
-    except (KeyError, TypeError, AttributeError, ZeroDivisionError, StrictDataclassError) as problem:
-        raise CheckpointError(f"{path}: transformers cannot make a model of it: {problem!r}") from problem
+    except (CpumoeError, MemoryError):
+        raise
+    except Exception as problem:
+        about_arguments = isinstance(problem, _ABOUT_ARGUMENTS) and not isinstance(problem, StrictDataclassError)
+        if _is_ours(problem) or (has_arguments and about_arguments):
+            raise
+        text = f"{problem!r:.500}"
+        raise CheckpointError(f"{path}: transformers cannot make a model of config.json: {text}") from problem
+
+
+def _is_ours(problem: BaseException) -> bool:
+    """Whether an exception comes out of this package's own code, and so from a mistake in it."""
+    owner = ""
+    for frame, _ in traceback.walk_tb(problem.__traceback__):
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package in ("cpumoe", "transformers", "huggingface_hub"):
+            owner = package  # the last is the innermost; PyTorch and others below it do what it asks
+    return owner == "cpumoe"
 
 
 # ---- what transformers calls ---------------------------------------------------------------------------------------

@@ -7,13 +7,20 @@ quantiser and the plug-ins ask this table and no one asks for a model's name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cpumoe.activation import Activation
 from cpumoe.errors import CheckpointError
-
-Config = Mapping[str, Any]
+from cpumoe.layer_shapes import (
+    Config,
+    Sizes,
+    gated_mlp,
+    grouped_attention,
+    grouped_attention_of_told_depth,
+    latent_attention,
+    nothing,
+)
 
 #: transformers' names of activation functions -> ours.
 ACTIVATION_NAMES = {
@@ -106,7 +113,8 @@ class Architecture:
     """One family of models.
 
     ``experts`` is the path of the experts inside a layer, first as transformers has it in memory, then as files may
-    have it. ``routers`` are linears that no tool quantises.
+    have it. ``routers`` are linears that no tool quantises. ``attention``, ``dense`` and ``shared`` give the sizes of
+    the linears of every layer, of layers without experts, and beside the experts.
     """
 
     experts: tuple[str, ...] = ("mlp.experts",)
@@ -118,6 +126,9 @@ class Architecture:
     activation: Callable[[Config], Activation] = _hidden_act
     routers: tuple[str, ...] = ("mlp.gate",)
     plain_attention: bool = True  # softmax over the keys and nothing else; gpt-oss adds a sink
+    attention: Callable[[Config], Sizes] = grouped_attention
+    dense: Callable[[Config], Sizes] = nothing
+    shared: Callable[[Config], Sizes] = nothing
 
     def facts(self, config: Config) -> ExpertsFacts:
         """Reads the sizes from a config.json (the part of it that describes the language model)."""
@@ -141,34 +152,58 @@ class Architecture:
             raise
         except (TypeError, ValueError, ZeroDivisionError, OverflowError) as problem:
             raise CheckpointError(f"config.json does not say which layers have experts, and how: {problem}") from None
-        return ExpertsFacts(
-            layers,
-            size(*_NAMES_OF_EXPERTS),
-            size("hidden_size"),
-            size(self.intermediate),
-            size("num_experts_per_tok"),
-            activation,
-        )
+        experts, topk = size(*_NAMES_OF_EXPERTS), size("num_experts_per_tok")
+        _check_routing(config, experts, topk)
+        return ExpertsFacts(layers, experts, size("hidden_size"), size(self.intermediate), topk, activation)
 
 
-_QWEN = Architecture(layers=_qwen_layers, routers=("mlp.gate", "mlp.shared_expert_gate"))
-_DEEPSEEK = Architecture(layers=_after_dense_layers)
+def _check_routing(config: Config, experts: int, topk: int) -> None:
+    """Groups of experts are equal, and those that are chosen hold enough of them."""
+    if topk > experts:
+        raise CheckpointError(f"config.json has num_experts_per_tok={topk}; 1 to {experts} are accepted")
+    groups, chosen = config.get("n_group"), config.get("topk_group")
+    if not isinstance(groups, int) or not isinstance(chosen, int):
+        return
+    if groups < 1 or experts % groups != 0:
+        raise CheckpointError(f"config.json has n_group={groups}, which does not divide {experts} experts")
+    if not 1 <= chosen <= groups:
+        raise CheckpointError(f"config.json has topk_group={chosen}; 1 to {groups} are accepted")
+    if topk > chosen * (experts // groups):
+        text = f"num_experts_per_tok={topk}, n_group={groups} and topk_group={chosen}"
+        raise CheckpointError(f"config.json has {text}: the chosen groups hold {chosen * (experts // groups)} experts")
+
+
+_QWEN3 = Architecture(
+    layers=_qwen_layers,
+    routers=("mlp.gate", "mlp.shared_expert_gate"),
+    dense=gated_mlp("mlp", "intermediate_size"),
+)
+_QWEN2 = replace(_QWEN3, shared=gated_mlp("mlp.shared_expert", "shared_expert_intermediate_size"))
+_GLM = Architecture(
+    layers=_after_dense_layers,
+    dense=gated_mlp("mlp", "intermediate_size"),
+    shared=gated_mlp("mlp.shared_experts", "moe_intermediate_size", "n_shared_experts"),
+)
+_DEEPSEEK = replace(_GLM, attention=latent_attention)
 _LLAMA4 = Architecture(
     experts=("feed_forward.experts",),
     fused=FusedLayout(interleaved=False),
     intermediate="intermediate_size",
     layers=_llama4_layers,
     routers=("feed_forward.router",),
+    attention=grouped_attention_of_told_depth,
+    dense=gated_mlp("feed_forward", "intermediate_size_mlp"),
+    shared=gated_mlp("feed_forward.shared_expert", "intermediate_size"),
 )
 
 #: ``model_type`` of a config.json -> its family.
 ARCHITECTURES: dict[str, Architecture] = {
-    "qwen2_moe": _QWEN,
-    "qwen3_moe": _QWEN,
+    "qwen2_moe": _QWEN2,
+    "qwen3_moe": _QWEN3,
     "olmoe": Architecture(intermediate="intermediate_size"),
     "deepseek_v2": _DEEPSEEK,
     "deepseek_v3": _DEEPSEEK,
-    "glm4_moe": _DEEPSEEK,
+    "glm4_moe": _GLM,
     "mixtral": Architecture(
         experts=("mlp.experts", "block_sparse_moe.experts"),
         projections=(_BY_FUNCTION, _BY_NUMBER),
@@ -182,6 +217,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         activation=_swiglu_oai,
         routers=("mlp.router",),
         plain_attention=False,
+        attention=grouped_attention_of_told_depth,
     ),
     "llama4": _LLAMA4,
     "llama4_text": _LLAMA4,

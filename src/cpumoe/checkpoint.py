@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cpumoe.architectures import Architecture, ExpertsFacts, architecture_of, text_config
 from cpumoe.config_fields import check_fields
-from cpumoe.errors import CheckpointError, printable
+from cpumoe.errors import CheckpointError, UnsupportedScheme, printable
 from cpumoe.formats.compressed_tensors import QuantizationConfig, StoredTensor
 from cpumoe.formats.tensor_file import TensorFile, TensorInfo, identity
 from cpumoe.json_files import read_json as read_json  # also for those who have a folder and no checkpoint yet
@@ -26,6 +26,7 @@ LAYER = re.compile(r"(.*?\blayers\.)([0-9]{1,9})\.")
 
 _MAX_NAMES = 12  # of one kind in a message
 _MANY_LAYERS = 64
+_LONGEST_NAME = 1000  # of a tensor; transformers reads the digits of names as numbers
 
 
 class Checkpoint:
@@ -42,6 +43,9 @@ class Checkpoint:
                 file = TensorFile(path)
                 self.files.append(file)
                 for name in file.tensors:
+                    if len(name) > _LONGEST_NAME:
+                        reason = f"{len(name)} characters; up to {_LONGEST_NAME} are accepted"
+                        raise CheckpointError(f"{path} has a tensor whose name, {name[:100]}..., has {reason}")
                     if name in self._file_of:
                         raise CheckpointError(f"{name} is in {self._file_of[name].path.name} and in {path.name}")
                     self._file_of[name] = file
@@ -125,7 +129,10 @@ class Checkpoint:
     def quantization(self) -> QuantizationConfig | None:
         """Which modules are quantised and how; None for a float checkpoint."""
         section = self.quantization_section
-        return None if section is None else QuantizationConfig.parse(section)
+        try:
+            return None if section is None else QuantizationConfig.parse(section)
+        except (CheckpointError, UnsupportedScheme) as problem:
+            raise type(problem)(f"{self.folder}: quantization_config in config.json: {problem}") from None
 
     @property
     def names(self) -> KeysView[str]:

@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from cpumoe import cpu, ops
-from cpumoe.architectures import ExpertsFacts
+from cpumoe.architectures import ExpertsFacts, text_config
 from cpumoe.checkpoint import LAYER, Checkpoint, TensorCheck
 from cpumoe.config import MoEConfig
 from cpumoe.errors import UnsupportedScheme
@@ -35,6 +35,7 @@ from cpumoe.loading import (
     prediction_layers,
     stored_weight_shape,
 )
+from cpumoe.plugins.model_config import completed_config
 from cpumoe.scheme import Scheme
 
 _T = TypeVar("_T")
@@ -142,7 +143,7 @@ class Survey:
     def __init__(self, checkpoint: Checkpoint, scheme: Scheme | None = None) -> None:
         """``scheme`` is what the experts of a float checkpoint would be quantised to."""
         self.checkpoint = checkpoint
-        self.config = checkpoint.text_config
+        self.config = checkpoint.text_config  # as it stands, or with all that transformers adds to it
         self._scheme = scheme
         self._sentences: list[str] = []
         self._check = TensorCheck(checkpoint)
@@ -153,7 +154,11 @@ class Survey:
         is_served = not self.is_quantized or self.quantization is not None
         self.architecture = self._try(architecture_if_needed, checkpoint)
         self._try(checkpoint.check_config)
-        self.facts = None if self.architecture is None else self._try(lambda: checkpoint.facts)
+        complete = self._try(completed_config, checkpoint.config)
+        self.config = text_config(complete or checkpoint.config)
+        self.facts = None
+        if self.architecture is not None and self._try(lambda: checkpoint.facts) is not None:
+            self.facts = self._try(self.architecture.facts, self.config)
         self._prefix = self._try(layers_prefix, checkpoint)
         self._kinds = {name: self._kind(name) for name in checkpoint.names}
         self._mark_prediction_layers()
@@ -254,6 +259,7 @@ class Survey:
         self._check_modules()
         if self.facts is not None and self._prefix is not None:
             self._check_experts(self._prefix, self.facts)
+            self._check_linears(self._prefix, set(self.facts.layers))
             self._check_routers(self._prefix, self.facts)
             self._check_dense(self._prefix, self.facts)
             self._check_ends(self._prefix, self.facts.hidden_size)
@@ -320,6 +326,19 @@ class Survey:
                 name = f"{found.removesuffix('weight')}{suffix}"
                 if name in self.checkpoint:
                     self._check.expect(name, StoredTensor(FLOAT_DTYPES, (facts.experts,)))
+
+    def _check_linears(self, prefix: str, expert_layers: set[int]) -> None:
+        """Attention, dense layers and shared experts: the sizes that follow from config.json."""
+        architecture = self.checkpoint.architecture
+        for layer in range(self.config["num_hidden_layers"]):
+            beside = architecture.shared if layer in expert_layers else architecture.dense
+            for path, size in (architecture.attention(self.config) | beside(self.config)).items():
+                name = f"{prefix}{layer}.{path}"
+                found = self._size(name)
+                if found is None:
+                    self._check.missing += self._stored(f"{name}.weight")
+                elif found != size:
+                    self._check.wrong.append(f"{name}.weight is {list(found)}, {list(size)} is accepted")
 
     def _check_dense(self, prefix: str, facts: ExpertsFacts) -> None:
         """Gate, up and down of the layers without experts and of shared experts: one size between them."""

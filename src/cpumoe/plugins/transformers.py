@@ -21,14 +21,13 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
-from transformers import __version__ as transformers_version
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from cpumoe import cpu
-from cpumoe.architectures import known_architecture
+from cpumoe.architectures import known_architecture, text_config
 from cpumoe.backends import NativeBackend
 from cpumoe.checkpoint import Checkpoint, listed
 from cpumoe.errors import CheckpointError, CpumoeError, UnsupportedScheme
@@ -37,6 +36,7 @@ from cpumoe.formats.compressed_tensors import QuantizationConfig
 from cpumoe.packed_cache import PackedCache
 from cpumoe.plugins.decode import ATTENTION, register_attention, speed_up
 from cpumoe.plugins.llama4 import adapt_llama4
+from cpumoe.plugins.model_config import completed_config
 from cpumoe.plugins.model_plan import (
     ModelPlan,
     Pending,
@@ -94,10 +94,7 @@ def load_model(
     path = Path(path)
     with Checkpoint.open(path) as checkpoint:
         quantized = checkpoint.quantization is not None
-        kind = checkpoint.config.get("model_type")
         _refuse_absurd(checkpoint)
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        raise CheckpointError(f"{path}: model_type {kind!r:.80} is not known to transformers {transformers_version}")
     name = scheme if scheme is not None else (None if quantized else os.environ.get("CPUMOE_SCHEME"))
     if quantized and name is not None:
         raise UnsupportedScheme(f"scheme={str(name)!r} for a checkpoint that is quantised already; leave it out")
@@ -137,11 +134,14 @@ def _progress_on_terminals() -> Iterator[None]:
 
 def _refuse_absurd(checkpoint: Checkpoint) -> None:
     """Refuses what config.json cannot mean before transformers sets out to build it."""
-    if known_architecture(checkpoint.config) is not None:
+    architecture = known_architecture(checkpoint.config)
+    if architecture is not None:
         _ = checkpoint.facts
-        return
     try:
         checkpoint.check_config()
+        complete = completed_config(checkpoint.config)
+        if architecture is not None and complete is not None:
+            architecture.facts(text_config(complete))
     except CheckpointError as problem:
         raise CheckpointError(f"{checkpoint.folder}: {problem}") from None
 
@@ -293,7 +293,8 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
             if parts:
                 assert self._checkpoint is not None
                 self._checkpoint.close()
-                raise CheckpointError("the checkpoint does not fit the model; tensors " + "; ".join(parts))
+                folder = self._checkpoint.folder
+                raise CheckpointError(f"{folder}: the checkpoint does not fit the model; tensors " + "; ".join(parts))
 
         model._adjust_missing_and_unexpected_keys = checked
 

@@ -734,6 +734,21 @@ def test_a_configuration_of_nonsense_is_refused(models, tmp_path, changes):
     assert str(folder) in str(refusal.value)
 
 
+def test_a_mistake_of_our_own_is_not_blamed_on_the_configuration(models, monkeypatch):
+    def mistaken(*_, **__):
+        raise TypeError("a mistake")
+
+    monkeypatch.setattr("cpumoe.plugins.transformers.plan_model", mistaken)
+    with pytest.raises(TypeError, match="a mistake"):
+        load(models.quantized("qwen3_moe"))
+
+
+def test_arguments_that_transformers_refuses_are_not_blamed_on_the_configuration(models):
+    with pytest.raises((ValueError, ImportError), match="no_such") as refusal:
+        load(models.quantized("qwen3_moe"), attn_implementation="no_such")
+    assert not isinstance(refusal.value, CheckpointError)
+
+
 def test_an_architecture_that_is_not_known_is_refused(models, tmp_path):
     """transformers knows it, and has experts there; we do not know where they are in the files."""
     config = transformers.AutoConfig.for_model(

@@ -41,6 +41,14 @@ class FusedLayout:
 
 
 @dataclass(frozen=True)
+class AttentionBiases:
+    """Which linears of the attention have a bias if config.json says so, and where it says that."""
+
+    field: str
+    linears: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class Projections:
     """Names of an expert's three linears."""
 
@@ -127,6 +135,8 @@ class Architecture:
     routers: tuple[str, ...] = ("mlp.gate",)
     plain_attention: bool = True  # softmax over the keys and nothing else; gpt-oss adds a sink
     attention: Callable[[Config], Sizes] = grouped_attention
+    topk_methods: tuple[str, ...] = ()  # what topk_method may be, where the family has it
+    biases: AttentionBiases = AttentionBiases("attention_bias", ("q_proj", "k_proj", "v_proj", "o_proj"))
     dense: Callable[[Config], Sizes] = nothing
     shared: Callable[[Config], Sizes] = nothing
 
@@ -153,6 +163,9 @@ class Architecture:
         except (TypeError, ValueError, ZeroDivisionError, OverflowError) as problem:
             raise CheckpointError(f"config.json does not say which layers have experts, and how: {problem}") from None
         experts, topk = size(*_NAMES_OF_EXPERTS), size("num_experts_per_tok")
+        if self.topk_methods and config.get("topk_method", self.topk_methods[0]) not in self.topk_methods:
+            accepted = " or ".join(self.topk_methods)
+            raise CheckpointError(f"config.json has topk_method={config['topk_method']!r:.80}; {accepted} is accepted")
         _check_routing(config, experts, topk)
         return ExpertsFacts(layers, experts, size("hidden_size"), size(self.intermediate), topk, activation)
 
@@ -178,13 +191,22 @@ _QWEN3 = Architecture(
     routers=("mlp.gate", "mlp.shared_expert_gate"),
     dense=gated_mlp("mlp", "intermediate_size"),
 )
-_QWEN2 = replace(_QWEN3, shared=gated_mlp("mlp.shared_expert", "shared_expert_intermediate_size"))
+_QWEN2 = replace(
+    _QWEN3,
+    biases=AttentionBiases("qkv_bias", ("q_proj", "k_proj", "v_proj")),
+    shared=gated_mlp("mlp.shared_expert", "shared_expert_intermediate_size"),
+)
 _GLM = Architecture(
     layers=_after_dense_layers,
+    biases=AttentionBiases("attention_bias", ("q_proj", "k_proj", "v_proj")),
     dense=gated_mlp("mlp", "intermediate_size"),
     shared=gated_mlp("mlp.shared_experts", "moe_intermediate_size", "n_shared_experts"),
 )
-_DEEPSEEK = replace(_GLM, attention=latent_attention)
+_DEEPSEEK = replace(
+    _GLM,
+    attention=latent_attention,
+    biases=AttentionBiases("attention_bias", ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")),
+)
 _LLAMA4 = Architecture(
     experts=("feed_forward.experts",),
     fused=FusedLayout(interleaved=False),
@@ -201,7 +223,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen2_moe": _QWEN2,
     "qwen3_moe": _QWEN3,
     "olmoe": Architecture(intermediate="intermediate_size"),
-    "deepseek_v2": _DEEPSEEK,
+    "deepseek_v2": replace(_DEEPSEEK, topk_methods=("greedy", "group_limited_greedy")),
     "deepseek_v3": _DEEPSEEK,
     "glm4_moe": _GLM,
     "mixtral": Architecture(
@@ -209,6 +231,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         projections=(_BY_FUNCTION, _BY_NUMBER),
         intermediate="intermediate_size",
         routers=("mlp.gate", "block_sparse_moe.gate"),
+        biases=AttentionBiases("", ()),
     ),
     "gpt_oss": Architecture(
         fused=FusedLayout(interleaved=True),

@@ -58,6 +58,21 @@ def check_fields(config: Mapping[str, Any]) -> None:
     """
     for name, least in _LEAST.items():
         _check_integer(config, name, least, _LARGEST)
+    _check_numbers(config)
+    rotation = config.get("rope_parameters")
+    if isinstance(rotation, Mapping):  # for all layers, or for each kind of layer
+        for part in (rotation, *rotation.values()):
+            if isinstance(part, Mapping):
+                _check_numbers(part)
+    for name in _SWITCHES:
+        if not isinstance(config.get(name), bool | None):
+            raise CheckpointError(f"config.json has {name}={config[name]!r:.80}; true or false is accepted")
+    vocabulary = config.get("vocab_size")
+    if isinstance(vocabulary, int):
+        _check_integer(config, "pad_token_id", -vocabulary, vocabulary - 1)
+
+
+def _check_numbers(config: Mapping[str, Any]) -> None:
     for name in (*_POSITIVE, *_NOT_NEGATIVE, *_FINITE):
         value = config.get(name)
         if value is None:
@@ -70,12 +85,6 @@ def check_fields(config: Mapping[str, Any]) -> None:
             fits, accepted = value >= 0, "a number from 0 on"
         if not fits:
             raise CheckpointError(f"config.json has {name}={value!r:.80}; {accepted} is accepted")
-    for name in _SWITCHES:
-        if not isinstance(config.get(name), bool | None):
-            raise CheckpointError(f"config.json has {name}={config[name]!r:.80}; true or false is accepted")
-    vocabulary = config.get("vocab_size")
-    if isinstance(vocabulary, int):
-        _check_integer(config, "pad_token_id", -vocabulary, vocabulary - 1)
 
 
 def _check_integer(config: Mapping[str, Any], name: str, least: int, most: int) -> None:

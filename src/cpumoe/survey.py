@@ -21,6 +21,7 @@ from cpumoe.config import MoEConfig
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.expert_sources import FLOAT_DTYPES, ExpertSource, QuantizedPerExpert
 from cpumoe.formats.compressed_tensors import LinearFormat, StoredTensor
+from cpumoe.layer_shapes import Sizes
 from cpumoe.loading import (
     EXPERT,
     FITS_ALL_SIZES,
@@ -332,13 +333,25 @@ class Survey:
         architecture = self.checkpoint.architecture
         for layer in range(self.config["num_hidden_layers"]):
             beside = architecture.shared if layer in expert_layers else architecture.dense
-            for path, size in (architecture.attention(self.config) | beside(self.config)).items():
+            attention = architecture.attention(self.config)
+            self._check_biases(f"{prefix}{layer}.", attention)
+            for path, size in (attention | beside(self.config)).items():
                 name = f"{prefix}{layer}.{path}"
                 found = self._size(name)
                 if found is None:
                     self._check.missing += self._stored(f"{name}.weight")
                 elif found != size:
                     self._check.wrong.append(f"{name}.weight is {list(found)}, {list(size)} is accepted")
+
+    def _check_biases(self, layer: str, sizes: Sizes) -> None:
+        biases = self.checkpoint.architecture.biases
+        told = self.config.get(biases.field)
+        for path in (f"self_attn.{linear}" for linear in biases.linears):
+            name = f"{layer}{path}.bias"
+            if told is True and path in sizes:
+                self._check.expect(name, StoredTensor(FLOAT_DTYPES, (sizes[path][0],)))
+            elif told is False and name in self.checkpoint:
+                self._check.extra.append(name)
 
     def _check_dense(self, prefix: str, facts: ExpertsFacts) -> None:
         """Gate, up and down of the layers without experts and of shared experts: one size between them."""
@@ -394,6 +407,8 @@ class Survey:
         found: dict[tuple[bool | None, str], dict[int, tuple[int, ...]]] = defaultdict(dict)
         for name, kind in self._kinds.items():
             match = LAYER.match(name)
+            if match is None and name.startswith(prefix):  # the number of no layer
+                self._check.extra.append(name)
             if match is None or match[1] != prefix or kind in ("experts", NOT_LOADED):
                 continue
             layer, inside = int(match[2]), name[match.end() :]

@@ -695,6 +695,11 @@ def test_the_router_of_mixtral_is_checked_under_its_name_on_disk(models, tmp_pat
     with pytest.raises(CheckpointError) as refusal:
         load(changed(models.quantized("mixtral"), tmp_path / "model", change))
     assert name in str(refusal.value)
+    example = tmp_path / "example"
+    name, change = in_another_dtype("model.layers.1.block_sparse_moe.gate.weight")
+    shutil.copytree(EXAMPLES / "mixtral-w4a8-channel", example, ignore=shutil.ignore_patterns("reference*"))
+    with pytest.raises(CheckpointError, match=f"{name} is I8"):
+        load(changed(example, tmp_path / "integers", change))
 
 
 def test_a_load_that_failed_leaves_no_file_open(models, tmp_path):

@@ -136,11 +136,19 @@ def plan_model(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | None, 
     check_layers_behind(checkpoint, check)
     # transformers does not look at the shapes and dtypes of what it loads into a quantised model.
     for name, tensor in model.state_dict().items():
-        disk = to_disk(name)
-        if disk in checkpoint and disk not in plan.tensors and tensor.is_floating_point():
-            check.expect(disk, StoredTensor(FLOAT_DTYPES, tuple(tensor.shape)))
+        for disk in _spellings(architecture, to_disk(name)):
+            if disk in checkpoint and disk not in plan.tensors and tensor.is_floating_point():
+                check.expect(disk, StoredTensor(FLOAT_DTYPES, tuple(tensor.shape)))
     check.raise_problems()
     return plan
+
+
+def _spellings(architecture: Architecture | None, name: str) -> list[str]:
+    """A name of transformers as files may have it: what is beside the experts, their router, is renamed with them."""
+    if architecture is None:
+        return [name]
+    first, *others = (path.rpartition(".")[0] for path in architecture.experts)
+    return [name, *(name.replace(f".{first}.", f".{other}.", 1) for other in others if f".{first}." in name)]
 
 
 def _check_float_experts(

@@ -14,6 +14,7 @@
 #include "check.h"
 #include "dispatch.h"
 #include "linear.h"
+#include "mapped_file.h"
 #include "memory.h"
 #include "moe.h"
 #include "packed.h"
@@ -399,4 +400,5 @@ NB_MODULE(_core, m) {
   m.def("amx_palette_hidden", &amx_palette_hidden);
   m.def("cpu_name", &cpu_name);
   m.def("advise_huge_pages", &advise, "data"_a);
+  m.def("guard_mapping", &guard_mapping, "address"_a, "bytes"_a, "path"_a);
 }

@@ -326,6 +326,15 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, inspect
     assert facts["memory_bytes"] == inspected(CHECKPOINTS / DEEPSEEK)[2]["memory_bytes"]
 
 
+@pytest.mark.parametrize("further", [1, 10**18])
+def test_a_layer_of_the_model_is_not_left_out(further: int, tmp_path: Path, inspected: Inspected) -> None:
+    def one_less(config: dict[str, object]) -> None:
+        config |= {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": further}
+
+    code, text, facts = inspected(changed_copy(tmp_path, DEEPSEEK, config=one_less))
+    assert code == 1 and "model.layers.1.input_layernorm.weight" in facts["problems"]["unexpected"], text
+
+
 @pytest.mark.parametrize("kind", ["absent", "empty", "no config", "pickle", "cut", "not JSON"])
 def test_a_folder_that_is_no_checkpoint(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "model"

@@ -21,14 +21,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from cpumoe.calibration_text import read_sequences
 from cpumoe.checkpoint import Checkpoint
 from cpumoe.errors import CheckpointError
-from cpumoe.formats.tensor_file import TensorFile
+from cpumoe.formats.tensor_file import TensorFile, TensorFileWriter
 from cpumoe.gptq import InputStatistics
 from cpumoe.layer_writer import LayerWriter
 from cpumoe.plugins.llama4 import adapt_llama4
 from cpumoe.plugins.model_plan import Pending, replace_module
 from cpumoe.quantization_plan import LayerPlan, QuantizationPlan, Report
 from cpumoe.source_watch import SourceWatch
-from cpumoe.unfinished_work import NOTES, ShardWriter
+from cpumoe.unfinished_work import NOTES
 
 _SEQUENCES_AT_ONCE = 8  # through a layer: bounds the memory of attention
 
@@ -195,7 +195,7 @@ class _Run:
 
     def _write_hidden(self, index: int, hidden: Tensor) -> None:
         specs = {"hidden": (hidden.dtype, tuple(hidden.shape))}
-        with ShardWriter(self._hidden_path(index), specs, {}) as writer:
+        with TensorFileWriter(self._hidden_path(index), specs, {}) as writer:
             writer.write("hidden", hidden)
 
     def _read_hidden(self, index: int) -> Tensor:

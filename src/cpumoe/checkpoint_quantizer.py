@@ -21,14 +21,13 @@ from tqdm import tqdm
 from cpumoe.checkpoint import INDEX_FILE, Checkpoint
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.formats.compressed_tensors import FORMS
-from cpumoe.formats.tensor_file import TensorFile
+from cpumoe.formats.tensor_file import TensorFile, TensorFileWriter
 from cpumoe.layer_writer import LayerWriter
 from cpumoe.quantization_plan import QuantizationPlan, Report
 from cpumoe.scheme import Scheme
 from cpumoe.source_watch import SourceWatch, watched
 from cpumoe.unfinished_work import (
     NOTES,
-    ShardWriter,
     clear_notes,
     copy_durably,
     notes_of,
@@ -150,7 +149,7 @@ def _quantize_layers(plan: QuantizationPlan, work: Path, watch: SourceWatch, ids
     report = Report()
     shards = [work / plan.shard_name(index) for index in range(len(plan.layers) + 1)]
     if not shards[0].exists():
-        with ShardWriter(shards[0], plan.stored(plan.outside), {"format": "pt"}) as shard:
+        with TensorFileWriter(shards[0], plan.stored(plan.outside), {"format": "pt"}) as shard:
             for name in plan.outside:
                 shard.write(name, plan.checkpoint.read(name))
             watch.check()

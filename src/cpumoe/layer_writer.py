@@ -12,12 +12,13 @@ from torch import Tensor
 from cpumoe import reference
 from cpumoe.expert_sources import Buffers
 from cpumoe.formats.compressed_tensors import LinearFormat
+from cpumoe.formats.tensor_file import TensorFileWriter
 from cpumoe.gptq import InputStatistics, quantize_with_statistics
 from cpumoe.quantization_plan import LayerPlan, Report
 from cpumoe.quantize import quantize_weight
 from cpumoe.scheme import Scheme
 from cpumoe.source_watch import SourceWatch
-from cpumoe.unfinished_work import ShardWriter, notes_of, write_durably
+from cpumoe.unfinished_work import notes_of, write_durably
 
 
 class LayerWriter:
@@ -30,7 +31,7 @@ class LayerWriter:
         self._told: dict[str, Any] = {"matrices": 0, "calibrated": 0, "uncovered": []}
         self._buffers = Buffers()
         self._path = path
-        self._writer = ShardWriter(path, layer.stored(), {"format": "pt"})
+        self._writer = TensorFileWriter(path, layer.stored(), {"format": "pt"})
 
     def __enter__(self) -> LayerWriter:
         return self

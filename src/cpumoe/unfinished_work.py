@@ -8,16 +8,10 @@ import logging
 import os
 import shlex
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
-
-import torch
-from torch import Tensor
-
-from cpumoe.formats.tensor_file import TensorFileWriter
 
 _log = logging.getLogger("cpumoe")
 
@@ -138,23 +132,3 @@ def naming_file(path: Path) -> Iterator[None]:
         if problem.filename is not None or problem.errno is None:
             raise
         raise OSError(problem.errno, problem.strerror, str(path)) from problem
-
-
-class ShardWriter(TensorFileWriter):
-    """A safetensors file of the unfinished work; what goes wrong with it names it."""
-
-    def __init__(
-        self, path: Path, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
-    ) -> None:
-        with naming_file(path):
-            super().__init__(path, tensors, metadata)
-
-    def write(self, name: str, tensor: Tensor) -> None:
-        with naming_file(self.path):
-            super().write(name, tensor)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        with naming_file(self.path):
-            super().__exit__(kind, error, trace)

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from cpumoe import cpu, reference
-from cpumoe.checkpoint import Checkpoint, TensorCheck
+from cpumoe.checkpoint import LAYER, Checkpoint, TensorCheck
 from cpumoe.cli.arguments import add_download, add_model, find_models, instruction_set, scheme_name
-from cpumoe.errors import CheckpointError, UnsupportedScheme
+from cpumoe.errors import CheckpointError, UnsupportedScheme, printable
 from cpumoe.expert_sources import ExpertSource, FloatPerExpert, FusedFloat, QuantizedPerExpert
 from cpumoe.experts import Experts
 from cpumoe.formats.compressed_tensors import LinearFormat
 from cpumoe.formats.tensor_file import DTYPES
-from cpumoe.loading import LAYER, LinearSource, architecture_if_needed, experts_of, find_linears, load_experts
+from cpumoe.loading import LinearSource, architecture_if_needed, experts_of, find_linears, load_experts
 from cpumoe.quantize import quantize_weight
 from cpumoe.scheme import Scheme
 from cpumoe.selftest import using_isa
@@ -438,7 +438,7 @@ def _layer_text(layer: str, results: list[Result]) -> str:
             lines += [f"    {title}{text}" for text in texts[:_MAX_LISTED]]
             if len(texts) > _MAX_LISTED:
                 lines.append(f"    {title}{result.name}: {len(texts) - _MAX_LISTED} more; --json lists all")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))  # names are those of the files, whatever they hold
 
 
 def _summary_text(facts: dict[str, Any]) -> str:
@@ -447,4 +447,4 @@ def _summary_text(facts: dict[str, Any]) -> str:
     text = f"{good} of {count} layers agree with the reference ({details})"
     if facts["warnings"]:
         text += f"; {facts['warnings']} warnings"
-    return text if facts["agrees"] else f"{text}\nthe first that differs: {facts['first_difference']}"
+    return text if facts["agrees"] else f"{text}\nthe first that differs: {printable(facts['first_difference'])}"

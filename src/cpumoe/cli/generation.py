@@ -18,6 +18,7 @@ from cpumoe.cli.arguments import (
     scheme_or_float,
 )
 from cpumoe.errors import UnsupportedScheme
+from cpumoe.regular_files import refuse_special_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -48,6 +49,7 @@ def check_folder(folder: Path) -> None:
     """Raises for what is no checkpoint with a tokenizer, before anything is loaded."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: there is no such folder; a downloaded checkpoint is needed")
+    refuse_special_files(folder)  # transformers would open, and wait for, whatever has a tokenizer's name
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder}: there is no config.json, so this is no checkpoint")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from cpumoe.checkpoint import Checkpoint
 from cpumoe.cli.arguments import add_download, add_model, find_models, scheme_name
+from cpumoe.errors import printable
 from cpumoe.scheme import Scheme
 from cpumoe.survey import Survey
 
@@ -82,7 +83,7 @@ def report(facts: dict[str, Any]) -> str:
             lines += [f"  {title} ({len(found)})", *(f"    {text}" for text in found[:_MAX_LISTED])]
             if len(found) > _MAX_LISTED:
                 lines.append(f"    and {len(found) - _MAX_LISTED} more; --json lists all")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))  # names are those of the files, whatever they hold
 
 
 def _table(facts: dict[str, Any]) -> list[str]:

@@ -78,18 +78,15 @@ const Array& Array::contiguous(int rank) const {
   for (int i = 0; i < rank; ++i) room /= std::max<std::int64_t>(shape_[i], 1);
   CPUMOE_REQUIRE(room > 0, name_, " is ", shape_text(), "; sizes with a product of up to 2^44 are accepted");
   if (size() == 0) return *this;
-  if (strides_ == nullptr) return aligned(dtype_.bits / 8u);
+  const std::uintptr_t bytes = dtype_.bits / 8u;
+  CPUMOE_REQUIRE(bytes == 0 || reinterpret_cast<std::uintptr_t>(data_) % bytes == 0, name_,
+                 " does not begin at a multiple of ", bytes, " bytes in memory; use its .clone()");
+  if (strides_ == nullptr) return *this;
   std::int64_t expected = 1;
   for (int i = rank; i-- > 0;) {
     CPUMOE_REQUIRE(shape_[i] == 1 || strides_[i] == expected, name_, " is not contiguous");
     expected *= shape_[i];
   }
-  return aligned(dtype_.bits / 8u);
-}
-
-const Array& Array::aligned(std::size_t bytes) const {
-  CPUMOE_REQUIRE(bytes == 0 || size() == 0 || reinterpret_cast<std::uintptr_t>(data_) % bytes == 0, name_,
-                 " does not begin at a multiple of ", bytes, " bytes in memory; use its .clone()");
   return *this;
 }
 

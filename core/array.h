@@ -23,8 +23,6 @@ class Array {
   // Refuses other devices, other ranks, strides that are not those of a contiguous array, sizes that no memory has (an
   // array without elements may claim them), and elements that do not lie at multiples of their size.
   const Array& contiguous(int rank) const;
-  // Refuses data that does not begin at a multiple of so many bytes.
-  const Array& aligned(std::size_t bytes) const;
   // Refuses memory that must not be written.
   const Array& writable() const;
 

@@ -17,6 +17,7 @@
 #include "dispatch.h"
 #include "formats.h"
 #include "linear.h"
+#include "mapped_file.h"
 #include "measure.h"
 #include "memory.h"
 #include "moe.h"
@@ -37,7 +38,7 @@ struct Computation {
 };
 
 PackedMatrix packed_matrix(const Array& blob) {
-  blob.contiguous(1).expect<std::uint8_t>("uint8 (packed weights)").aligned(alignof(float));
+  blob.contiguous(1).expect<std::uint8_t>("uint8 (packed weights)");
   return open_packed(blob.data(), blob.dim(0), blob.name());
 }
 
@@ -468,4 +469,5 @@ NB_MODULE(_core, m) {
   m.def("amx_palette_hidden", &amx_palette_hidden);
   m.def("cpu_name", &cpu_name);
   m.def("advise_huge_pages", &advise, "data"_a);
+  m.def("guard_mapping", &guard_mapping, "address"_a, "bytes"_a, "path"_a);
 }

@@ -22,8 +22,8 @@ class TokenRouter {
  public:
   TokenRouter(const Kernels& kernels, const RouteCall& call)
       : k_(kernels), c_(call), experts_(static_cast<int>(call.experts)) {
-    logits_.resize(static_cast<std::size_t>(experts_ + 32));  // scoring works in whole vectors
-    scores_.resize(logits_.size());
+    scores_.resize(static_cast<std::size_t>(experts_ + 32));  // scoring works in whole vectors
+    if (call.type != DType::kF32) converted_.resize(scores_.size());
     choice_.resize(static_cast<std::size_t>(experts_));
     group_open_.resize(static_cast<std::size_t>(std::max<std::int64_t>(call.groups, 1)));
     groups_.resize(group_open_.size());
@@ -31,9 +31,14 @@ class TokenRouter {
   }
 
   void route_token(std::int64_t token) {
-    const auto* logits = static_cast<const std::uint8_t*>(c_.logits) + token * c_.experts * size_of(c_.type);
-    k_.load_row(logits, c_.type, experts_, logits_.data());
-    std::copy_n(logits_.data(), experts_, scores_.data());
+    if (c_.type == DType::kF32) {
+      logits_ = static_cast<const float*>(c_.logits) + token * c_.experts;
+    } else {
+      const auto* logits = static_cast<const std::uint16_t*>(c_.logits) + token * c_.experts;
+      k_.load_row(logits, c_.type, experts_, converted_.data());
+      logits_ = converted_.data();
+    }
+    std::copy_n(logits_, experts_, scores_.data());
     if (!c_.score_chosen) k_.score(scores_.data(), experts_, c_.scoring);
     for (int e = 0; e < experts_; ++e) {
       const float bias = c_.bias == nullptr ? 0.0f : c_.bias[e];
@@ -61,7 +66,7 @@ class TokenRouter {
   // weights[i] = the scoring of the i-th chosen expert's logit times `factor`, among the chosen.
   void score_chosen(const std::int32_t* ids, float factor, Scoring scoring, float* weights) {
     for (std::int64_t i = 0; i < c_.topk; ++i) {
-      chosen_[static_cast<std::size_t>(i)] = logits_[static_cast<std::size_t>(ids[i])] * factor;
+      chosen_[static_cast<std::size_t>(i)] = logits_[ids[i]] * factor;
     }
     k_.score(chosen_.data(), static_cast<int>(c_.topk), scoring);
     std::copy_n(chosen_.data(), c_.topk, weights);
@@ -82,7 +87,7 @@ class TokenRouter {
   // are equal because they are rounded or have underflowed; equal logits leave the lower id first.
   bool before(int a, int b) const {
     const float x = choice_[static_cast<std::size_t>(a)], y = choice_[static_cast<std::size_t>(b)];
-    return better(x, y) || (x == y && logits_[static_cast<std::size_t>(a)] > logits_[static_cast<std::size_t>(b)]);
+    return better(x, y) || (x == y && logits_[a] > logits_[b]);
   }
 
   int group_size() const { return experts_ / static_cast<int>(c_.groups); }
@@ -92,6 +97,7 @@ class TokenRouter {
     const int first = group * group_size();
     int best = first, second = -1;
     for (int e = first + 1; e < first + group_size(); ++e) {
+      if (second >= 0 && choice_[static_cast<std::size_t>(e)] < choice_[static_cast<std::size_t>(second)]) continue;
       if (before(e, best)) {
         second = best;
         best = e;
@@ -142,7 +148,8 @@ class TokenRouter {
   const Kernels& k_;
   const RouteCall& c_;
   int experts_;
-  std::vector<float> logits_, scores_, choice_, chosen_;
+  const float* logits_ = nullptr;  // of the token being routed
+  std::vector<float> converted_, scores_, choice_, chosen_;
   std::vector<Group> groups_;
   std::vector<char> group_open_;
 };

@@ -25,8 +25,7 @@ class Barrier {
 
 // While it lives, the thread computes as IEEE 754 has it by default: subnormal numbers are numbers, rounding is to
 // nearest even. A caller may have switched its own thread to something else (torch.set_flush_denormal), and not those
-// of the team: results would depend on which of them computed a value. Restored at the end; 2 ns where nothing has to
-// change.
+// of the team: results would depend on which of them computed a value. The mode found is restored at the end. 15 ns.
 class IeeeArithmetic {
  public:
   IeeeArithmetic();

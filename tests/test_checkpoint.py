@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -18,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from cpumoe import CheckpointError
 from cpumoe.architectures import ARCHITECTURES
 from cpumoe.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json
+from cpumoe.errors import printable
 from cpumoe.formats.tensor_file import ALIGNMENT, DTYPES, TensorFile, TensorFileWriter
 
 TENSORS = {
@@ -315,9 +317,9 @@ def full_disk():
     ("tensors", "rows"), [(1, 4 << 20), (400, 1 << 14), (4000, 100)], ids=["one large", "many", "a large header"]
 )
 def test_a_full_disk_leaves_nothing_behind(tmp_path, full_disk, tensors, rows):
-    with pytest.raises(OSError, match="File too large"):
+    with pytest.raises(OSError, match="File too large: .*out.safetensors") as problem:
         write(tmp_path / "out.safetensors", {f"{n:0100}": torch.zeros(rows, dtype=torch.uint8) for n in range(tensors)})
-    assert not list(tmp_path.iterdir())
+    assert problem.value.errno == errno.EFBIG and not list(tmp_path.iterdir())
 
 
 # ---- folders -------------------------------------------------------------------------------------------------------
@@ -369,7 +371,7 @@ def test_an_index_that_names_missing_files_is_refused_with_their_names(tmp_path,
     write_folder(tmp_path, {"1.safetensors": {"a": torch.ones(1)}}, {"a": "1.safetensors", "b": name})
     with pytest.raises(CheckpointError, match="lacks .*which model.safetensors.index.json names") as refusal:
         Checkpoint.open(tmp_path)
-    assert name in str(refusal.value)
+    assert printable(name) in str(refusal.value)
 
 
 def test_an_index_that_names_missing_tensors_is_refused_with_their_names(tmp_path):
@@ -414,6 +416,67 @@ def test_json_that_is_not_what_it_says_is_refused(tmp_path, content, reason):
     if content is not None:
         (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=f"config.json {reason}"):
+        Checkpoint.open(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'{"a": {"size": ' + b"9" * 5000 + b"}}", "size is an integer of 5000 digits; up to 40 are accepted"),
+        (b'{"sizes": [[1, ' + b"9" * 50 + b"]]}", "sizes is an integer of 50 digits"),
+        (b'{"size": -' + b"9" * 50 + b"}", "size is an integer of 50 digits"),
+        (b'{"size": 1, "other": 2, "size": 3}', "'size' is there twice; leave one of them"),
+    ],
+    ids=["many digits", "in lists", "negative", "twice"],
+)
+def test_json_that_no_one_means_is_refused_with_the_file_and_the_field(tmp_path, content, reason):
+    (tmp_path / "x.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match="x.json cannot be read as JSON: ") as refusal:
+        read_json(tmp_path / "x.json")
+    assert reason in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"vocab_size": 0}, "config.json has vocab_size=0; 1 to 2147483647 are accepted"),
+        ({"pad_token_id": 10**18}, "config.json has pad_token_id=1000000000000000000; -100 to 99 are accepted"),
+        ({"head_dim": float("inf")}, "config.json has head_dim=inf; 1 to "),
+        ({"rms_norm_eps": float("nan")}, "config.json has rms_norm_eps=nan; a finite number is accepted"),
+        ({"rope_parameters": {"rope_theta": 0}}, "config.json has rope_theta=0; a number above 0 is accepted"),
+        ({"tie_word_embeddings": "yes"}, "config.json has tie_word_embeddings='yes'; true or false is accepted"),
+        ({"num_hidden_layers": 10**6}, "config.json has num_hidden_layers=1000000, and the files have 1 layers"),
+        ({"num_experts_per_tok": 9}, "config.json has num_experts_per_tok=9; 1 to 8 are accepted"),
+        ({"n_group": 3, "topk_group": 1}, "config.json has n_group=3, which does not divide 8 experts"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_fields_that_no_model_can_have_are_refused_by_name(tmp_path, changes, sentence):
+    write_folder(tmp_path, {SINGLE_FILE: {"model.layers.0.x": torch.ones(1)}})
+    config = {"model_type": "qwen3_moe", "vocab_size": 100, **SIZES, **changes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with Checkpoint.open(tmp_path) as checkpoint, pytest.raises(CheckpointError) as refusal:
+        checkpoint.facts  # noqa: B018  # a property
+    assert sentence in str(refusal.value) and str(tmp_path) in str(refusal.value)
+
+
+def test_names_from_files_reach_no_terminal_raw(tmp_path):
+    names = ["\x1b[2J\x1b[31mred", "two\nlines", "turned\u202eround", "bell\a"]
+    write_folder(
+        tmp_path, {"1.safetensors": {"a": torch.ones(1)}}, dict.fromkeys([*names, "half\ud800"], "1.safetensors")
+    )
+    with pytest.raises(CheckpointError) as refusal:
+        Checkpoint.open(tmp_path)
+    message = str(refusal.value)
+    assert message.isprintable() and message.encode()
+    for escaped in (r"\x1b[2J\x1b[31mred", r"two\nlines", r"turned\u202eround", r"bell\x07", r"half\ud800"):
+        assert escaped in message
+    assert pickle.loads(pickle.dumps(refusal.value)).args == refusal.value.args
+
+
+def test_a_tensor_with_an_endless_name_is_refused(tmp_path):
+    write_folder(tmp_path, {SINGLE_FILE: {f"model.layers.{'9' * 5000}.x": torch.ones(1)}})
+    with pytest.raises(CheckpointError, match="has 5015 characters; up to 1000 are accepted"):
         Checkpoint.open(tmp_path)
 
 

@@ -15,7 +15,7 @@ TINY = ["--hidden", "64", "--intermediate", "32", "--experts", "4", "--topk", "2
 
 
 def cpumoe_command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    program = "import sys; from cpumoe.cli import main; sys.exit(main())"
+    program = "import sys; from cpumoe_command import main; sys.exit(main())"
     return subprocess.run(
         [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=300, check=False
     )

@@ -68,7 +68,7 @@ def chat(*arguments: str) -> Iterator[Terminal]:
     # Ctrl-C reaches a process only from its controlling terminal.
     program = (
         "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
-        "from cpumoe.cli import main; sys.exit(main())"
+        "from cpumoe_command import main; sys.exit(main())"
     )
     master, slave = pty.openpty()
     process = subprocess.Popen(
@@ -126,7 +126,7 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(folder: Path) -> None
 
 
 def test_reads_a_pipe(folder: Path) -> None:
-    program = "import sys; from cpumoe.cli import main; sys.exit(main())"
+    program = "import sys; from cpumoe_command import main; sys.exit(main())"
     done = subprocess.run(
         [sys.executable, "-c", program, "chat", str(folder), "--scheme", "float", "--max-new-tokens", "4"],
         input=b"hello\n\n\xff\n/reset\nhello",

@@ -326,6 +326,15 @@ def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path, inspect
     assert facts["memory_bytes"] == inspected(CHECKPOINTS / DEEPSEEK)[2]["memory_bytes"]
 
 
+@pytest.mark.parametrize("further", [1, 10**18])
+def test_a_layer_of_the_model_is_not_left_out(further: int, tmp_path: Path, inspected: Inspected) -> None:
+    def one_less(config: dict[str, object]) -> None:
+        config |= {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": further}
+
+    code, text, facts = inspected(changed_copy(tmp_path, DEEPSEEK, config=one_less))
+    assert code == 1 and "model.layers.1.input_layernorm.weight" in facts["problems"]["unexpected"], text
+
+
 @pytest.mark.parametrize("kind", ["absent", "empty", "no config", "pickle", "cut", "not JSON"])
 def test_a_folder_that_is_no_checkpoint(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "model"
@@ -382,8 +391,9 @@ def test_schemes_that_do_not_fit(tmp_path: Path, inspected: Inspected, capsys: p
     folder = float_copy(tmp_path, PACKED)
     code, text, _ = inspected(folder, "--scheme", "w4a8-g128")
     assert code == 1 and "group_size=128 does not divide in_features=64; use 32, 64" in text
-    assert cli.main(["inspect", str(folder), "--scheme", "w3a8"]) == 2
-    assert "scheme 'w3a8' is not known" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["inspect", str(folder), "--scheme", "w3a8"])
+    assert "argument --scheme: scheme 'w3a8' is not known" in capsys.readouterr().err
     assert cli.main(["inspect", str(CHECKPOINTS / PACKED), "--scheme", "w8a8"]) == 2
     assert "quantised already" in capsys.readouterr().err
 

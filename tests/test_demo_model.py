@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from cpumoe.checkpoint import Checkpoint
 from cpumoe.cli import main
 from cpumoe.evaluate import compare
 from cpumoe.loading import experts_of
+from cpumoe.quantization_plan import QuantizationPlan
+from cpumoe.scheme import Scheme
 
 HELD_OUT = Path(__file__).parent / "data" / "heldout.txt"
 MASTER = Path(__file__).parent.parent / "models" / "python-stdlib" / "checkpoint"
@@ -37,6 +40,15 @@ def test_it_is_small_and_whole():
         sources = experts_of(checkpoint)
     assert {str(source.config.scheme) for source in sources.values()} == {"w4a8-g128"}
     assert len(sources) == 7
+
+
+def test_its_config_is_what_the_quantiser_writes():
+    """Tensors stay as they are, since they are calibrated; what is said of them is said as for any other model."""
+    shipped = json.loads((demo_model.FOLDER / "config.json").read_text())
+    with Checkpoint.open(MASTER) as checkpoint:
+        plan = QuantizationPlan(checkpoint, Scheme.parse("w4a8-g128"), Scheme.parse("w4a8-g128"), "pack-quantized")
+        assert shipped == dict(checkpoint.config) | {"quantization_config": plan.quantization_config()}
+    assert "lm_head" in shipped["quantization_config"]["ignore"]
 
 
 def test_it_loses_little_against_its_float_original(model, tokenizer):

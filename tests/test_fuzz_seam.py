@@ -34,6 +34,19 @@ ISAS = [name for name, supported, _ in core.instruction_sets() if supported]
 EXAMPLES = int(os.environ.get("CPUMOE_FUZZ_EXAMPLES", "150"))
 
 
+def make_spec(weights: Any, group: Any, scales: Any, experts: Any, out: Any, inputs: Any, gated: Any, bias: Any) -> Any:
+    return core.PackedSpec(
+        weights=weights,
+        group_size=group,
+        scales=scales,
+        experts=experts,
+        out_features=out,
+        in_features=inputs,
+        gated=gated,
+        has_bias=bias,
+    )
+
+
 def packed(
     rng: np.random.Generator,
     bits: int,
@@ -44,9 +57,9 @@ def packed(
     gated: bool,
     bias: bool,
 ) -> np.ndarray:
-    size = (bits, 4, group, experts, columns, depth, gated, bias)
-    blob = np.full(core.packed_bytes(*size), 255, np.uint8)
-    core.write_packed_header(blob, *size)
+    spec = make_spec(f"int{bits}", group or None, "float32", experts, columns, depth, gated, bias)
+    blob = np.full(spec.packed_bytes, 255, np.uint8)
+    core.write_packed_header(blob, spec)
     limit = 1 << (bits - 1)
     values = rng.integers(-limit, limit, (experts, columns, depth)).astype(np.int8)
     scales = rng.uniform(0.01, 0.1, (experts, columns, depth // group if group else 1)).astype(np.float32)
@@ -87,7 +100,7 @@ offsets = st.sampled_from([0, 0, 0, 0, 1, 2, 3, 4, 8])
     wide=st.booleans(),
     threads=st.integers(1, 3),
     poison=st.sampled_from([0.0, float("nan"), float("inf"), 3e38, -3e38, 1e-40]),
-    shifts=st.tuples(offsets, offsets, offsets),
+    shifts=st.tuples(offsets, offsets, offsets, offsets),
     seed=st.integers(0, 99),
 )
 def test_layers(
@@ -106,7 +119,7 @@ def test_layers(
     wide: bool,
     threads: int,
     poison: float,
-    shifts: tuple[int, int, int],
+    shifts: tuple[int, int, int, int],
     seed: int,
 ) -> None:
     rng = np.random.default_rng(seed)
@@ -118,7 +131,8 @@ def test_layers(
         x[0, 0] = poison
     ids = rng.integers(*id_range, (tokens, topk)).astype(np.int64 if wide else np.int32)
     weights = rng.uniform(size=(tokens, topk)).astype(np.float32)
-    x, ids, weights = (shifted(a, by) for a, by in zip((x, ids, weights), shifts, strict=True))
+    x, ids, weights = (shifted(a, by) for a, by in zip((x, ids, weights), shifts[:3], strict=True))
+    gate_up, down = shifted(gate_up, shifts[3]), shifted(down, shifts[3])  # packed weights need no alignment
     out = np.empty_like(x)
     core.use_isa(isa)
     core.set_thread_count(threads)
@@ -179,10 +193,12 @@ def test_any_arguments(things: list[Any], numbers: list[int], flag: bool) -> Non
     calls = [
         lambda: core.moe(*things, numbers[0], flag, 1.0, 1.0, flag),
         lambda: core.linear(*things[:3]),
-        lambda: core.describe(things[0]),
+        lambda: core.read_spec(things[0]),
+        lambda: core.unpack_into(things[0], numbers[0], things[1], things[2], things[3]),
         lambda: core.pack_into(things[0], numbers[0], things[1], things[2], things[3], numbers[1], "w"),
-        lambda: core.write_packed_header(things[0], *numbers[:6], flag, flag),
-        lambda: core.packed_bytes(*numbers[:6], flag, flag),
+        lambda: core.write_packed_header(things[0], make_spec("int4", None, "float32", *numbers[:3], flag, flag)),
+        lambda: make_spec(f"int{numbers[0]}", numbers[1], "bfloat16", *numbers[2:5], flag, flag),
+        lambda: make_spec(things[0], things[1], things[2], *numbers[:3], flag, flag),
         lambda: core.select_experts(
             things[0], things[1], things[2], numbers[0], flag, things[3], numbers[1], numbers[2], flag, 1.0
         ),

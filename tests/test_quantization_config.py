@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from hypothesis import strategies as st
 
 from cpumoe import CheckpointError, Scheme, UnsupportedScheme
 from cpumoe.formats.compressed_tensors import LinearFormat, QuantizationConfig, write_config
+from cpumoe.formats.name_patterns import NamePatterns
 
 #: The ``quantization_config`` of checkpoints as llm-compressor, GPTQ, AWQ and OpenAI wrote them.
 CONFIGS = json.loads((Path(__file__).parent / "data" / "quantization_configs.json").read_text())
@@ -242,6 +245,77 @@ def test_patterns_that_are_none_are_refused_with_the_pattern(pattern, place):
         config["config_groups"]["group_0"]["targets"] = [pattern]
     with pytest.raises(CheckpointError, match="quantization_config has the pattern"):
         QuantizationConfig.parse(config).format_of("model.layers.0")
+
+
+LINEAR_NAMES = [
+    f"model.layers.{layer}.mlp.experts.{expert}.{name}"
+    for layer in range(40)
+    for expert in range(64)
+    for name in ("gate_proj", "up_proj", "down_proj")
+]
+
+
+@pytest.mark.parametrize(
+    ("place", "pattern"),
+    [
+        ("ignore", r"(?:.|.)+(?<!j)$"),
+        ("ignore", r"^(?:.*?.*?)+(?<=q)$"),
+        ("targets", r"(.*)(.*)(.*)(.*)(.*)(.*)(.*)(.*)\1\2\3\4\5\6\7\8(?<!j)$"),
+        ("targets", r"(?:(?:a{100}){100}){100}"),
+        ("ignore", r"((((((a{9,99}){9,99}){9,99}){9,99}){9,99}){9,99})"),
+        ("ignore", "x" * 5000),
+        ("targets", "(?:proj){e<=2}"),
+    ],
+)
+def test_patterns_that_take_too_long_are_refused_with_the_pattern(place, pattern):
+    config = base()
+    if place == "ignore":
+        config["ignore"] = [f"re:{pattern}"]
+    else:
+        config["config_groups"]["group_0"]["targets"] = [f"re:{pattern}"]
+    start = time.monotonic()
+    with pytest.raises(CheckpointError, match="quantization_config has the pattern") as refusal:
+        parsed = QuantizationConfig.parse(config)
+        for name in LINEAR_NAMES:
+            parsed.format_of(name)
+    assert time.monotonic() - start < 20
+    assert repr(f"re:{pattern}"[:100])[:-1] in str(refusal.value) and "a simpler one, or the names" in str(
+        refusal.value
+    )
+
+
+def test_many_slow_patterns_are_refused_together(monkeypatch):
+    """Each is quick enough for one name, and all of them for all names are not."""
+    monkeypatch.setattr("cpumoe.formats.name_patterns._SECONDS", 0.5)
+    slow = r"re:(.*)(.*)(.*)(.*)\1\2\3\4(?<!j)$"
+    config = QuantizationConfig.parse(base() | {"ignore": ["re:.*lm_head", slow, "re:.*router"]})
+    with pytest.raises(CheckpointError, match="it takes too long .over 0.5 s for the names of this model") as refusal:
+        for name in LINEAR_NAMES:
+            config.format_of(name)
+    assert repr(slow) in str(refusal.value)
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(x+x+)+y", "(.*)*(.*)*#", r"(\w+[.]?)+[!?]"])
+def test_patterns_that_others_hang_on_are_answered(pattern):
+    config = QuantizationConfig.parse(base() | {"ignore": [f"re:{pattern}"]})
+    assert config.format_of("model." + "a" * 60) is not None
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    pattern=st.lists(
+        st.sampled_from([*"abl.|^$", ".*", "[.]", r"\d", "+", "?", "(?:", "(", ")", "(?!", "{1,3}", "[a-l]", "layers"])
+    ).map("".join),
+    name=st.sampled_from(["model.layers.0.mlp.gate", "lm_head", "a.b", "ab", ""]),
+)
+def test_patterns_mean_what_they_mean_to_python(pattern, name):
+    try:
+        expected = re.match(pattern, name) is not None
+    except re.error:
+        with pytest.raises(CheckpointError):
+            NamePatterns([f"re:{pattern}"])
+        return
+    assert NamePatterns([f"re:{pattern}"]).match(name) == expected
 
 
 @pytest.mark.parametrize("value", [None, {}, [], "group_0"])

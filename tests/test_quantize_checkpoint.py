@@ -6,9 +6,11 @@ import fcntl
 import json
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,12 +21,14 @@ from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 import cpumoe
 from cpumoe import CheckpointError, UnsupportedScheme, calibration, reference
+from cpumoe.calibration_text import read_sequences
 from cpumoe.checkpoint import Checkpoint
 from cpumoe.cli import main
 from cpumoe.expert_sources import Buffers
 from cpumoe.formats.compressed_tensors import FORMS
+from cpumoe.layer_writer import LayerWriter
 from cpumoe.loading import experts_of
-from cpumoe.quantize import quantize_weight, unpack_nibbles
+from cpumoe.quantize import quantize_weight
 
 
 @pytest.fixture(autouse=True)
@@ -99,31 +103,6 @@ def test_linears_have_a_scheme_of_their_own(float_model, tmp_path, linears):
     assert str(model.model.layers[0].mlp.experts.config.scheme) == "w4a8-g32"
 
 
-@pytest.mark.parametrize(
-    "scheme,form", [("w4a8-g32", "pack-quantized"), ("w4a8", "int-quantized"), ("w8a8", "pack-quantized")]
-)
-def test_compressed_tensors_reads_it(float_model, tmp_path, scheme, form):
-    """The values that the package of that name decompresses are those that we compute with."""
-    from compressed_tensors.compressors import BaseCompressor
-    from compressed_tensors.quantization import QuantizationConfig
-
-    cpumoe.quantize_checkpoint(float_model, tmp_path / "q", scheme, form=form)
-    section = json.loads((tmp_path / "q/config.json").read_text())["quantization_config"]
-    config = QuantizationConfig.model_validate(section)
-    group = config.config_groups["group_0"]
-    compressor = BaseCompressor.get_value_from_registry(form)
-    prefix = "model.layers.1.mlp.experts.2.gate_proj."
-    stored = {k.removeprefix(prefix): t for k, t in all_tensors(tmp_path / "q").items() if k.startswith(prefix)}
-    decompressed = compressor.decompress(dict(stored), group)["weight"]
-    if form == "int-quantized":
-        values = stored["weight"]
-    elif scheme == "w8a8":
-        values = (stored["weight_packed"].view(torch.uint8) ^ 0x80).view(torch.int8)
-    else:
-        values = unpack_nibbles(stored["weight_packed"].view(torch.uint8))
-    assert torch.equal(decompressed.float(), reference.dequantize(values, stored["weight_scale"]))
-
-
 # ---- calibration ---------------------------------------------------------------------------------------------------
 
 
@@ -145,8 +124,6 @@ def test_calibration_runs_the_model_that_is_on_disk(float_model, tmp_path, text,
     """With nothing rounded, what goes from layer to layer is what transformers computes."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from cpumoe.checkpoint_quantizer import LayerWriter
-
     def exact(self, weight, statistics, scheme, name):
         self._told["matrices"] += 1
         values, scales = quantize_weight(weight, scheme, name)
@@ -161,7 +138,7 @@ def test_calibration_runs_the_model_that_is_on_disk(float_model, tmp_path, text,
     cpumoe.quantize_checkpoint(
         float_model, tmp_path / "q", "w4a8-g32", calibration=text, calibration_samples=3, calibration_length=40
     )
-    ids = calibration.sequences([text.read_text()], AutoTokenizer.from_pretrained(float_model), 3, 40)
+    ids = read_sequences(text, AutoTokenizer.from_pretrained(float_model), 3, 40)
     model = AutoModelForCausalLM.from_pretrained(float_model, dtype=torch.float32)
     with torch.no_grad():
         expected = model(ids, output_hidden_states=True).hidden_states
@@ -180,33 +157,6 @@ def test_experts_that_saw_few_tokens_are_named_and_rounded(float_model, tmp_path
     assert all(torch.equal(calibrated[name], plain[name]) for name in plain)
 
 
-@pytest.mark.parametrize(
-    "name,content,problem",
-    [
-        ("a.jsonl", b'{"text": "fine"}\n{"words": 3}\n', "line 2"),
-        ("b.jsonl", b"not json\n", "line 1"),
-        ("c.txt", b"\xff\xfe\x00", "UTF-8"),
-        ("d.txt", b"", "0 tokens"),
-    ],
-)
-def test_bad_calibration_text_is_refused(float_model, tmp_path, name, content, problem):
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=problem):
-        cpumoe.quantize_checkpoint(float_model, tmp_path / "q", "w4a8-g32", calibration=tmp_path / name)
-    assert not (tmp_path / "q").exists()
-
-
-def test_jsonl_and_text_of_the_same_words_give_the_same_sequences(float_model, tmp_path):
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(float_model)
-    (tmp_path / "a.jsonl").write_text('{"text": "one two"}\n\n{"text": "three"}\n')
-    texts = calibration.read_texts(tmp_path / "a.jsonl")
-    assert texts == ["one two", "three"]
-    ids = calibration.sequences(["word " * 500], tokenizer, 4, 16)
-    assert ids.shape == (4, 16)
-
-
 # ---- unfinished work -----------------------------------------------------------------------------------------------
 
 _RUN = "import sys, cpumoe; cpumoe.quantize_checkpoint(*sys.argv[1:4], **eval(sys.argv[4]))"
@@ -214,7 +164,7 @@ _RUN = "import sys, cpumoe; cpumoe.quantize_checkpoint(*sys.argv[1:4], **eval(sy
 # Stops in the second layer, with some of its tensors written, and waits to be killed.
 _RUN_AND_WAIT = """
 import time
-from cpumoe.checkpoint_quantizer import LayerWriter
+from cpumoe.layer_writer import LayerWriter
 quantize_expert = LayerWriter.quantize_expert
 def wait_in_second_layer(self, expert, inputs):
     if self._layer.index == 1 and expert == 2:
@@ -270,19 +220,30 @@ def test_a_run_that_was_killed_at_its_very_end_is_taken_up(float_model, tmp_path
     assert report.matrices == 24 and not list((tmp_path / "q").rglob(".work"))
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model_is_named(tmp_path, text):
-    source = write_float(tmp_path / "float", "qwen3_moe", vocab_size=128)
-    write_tiny_tokenizer(source)
-    with pytest.raises(CheckpointError, match="the model knows 128"):
-        cpumoe.quantize_checkpoint(source, tmp_path / "q", "w4a8-g32", calibration=text)
-
-
 def test_work_of_other_settings_is_not_mixed_in(float_model, tmp_path):
     work = tmp_path / "q.partial"
     (work / ".work").mkdir(parents=True)
     (work / ".work/settings.json").write_text('{"scheme": "w8a8"}')
-    with pytest.raises(RuntimeError, match="other settings"):
+    with pytest.raises(RuntimeError, match=r"settings: .*scheme \(w8a8 there, w4a8-g32 now\).*rm -r .*q\.partial"):
         cpumoe.quantize_checkpoint(float_model, tmp_path / "q", "w4a8-g32")
+    (work / ".work/settings.json").write_text("{")
+    with pytest.raises(RuntimeError, match=r"settings.json is damaged; .*rm -r .*q\.partial"):
+        cpumoe.quantize_checkpoint(float_model, tmp_path / "q", "w4a8-g32")
+
+
+def test_a_run_that_was_stopped_while_it_cleared_up_is_finished(float_model, tmp_path, monkeypatch):
+    def stopped(folder):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr("cpumoe.checkpoint_quantizer.clear_notes", stopped)
+        cpumoe.quantize_checkpoint(float_model, tmp_path / "q", "w4a8-g32")
+    notes = sorted((tmp_path / "q/.work").iterdir())
+    with pytest.raises(FileExistsError):  # of another run: nothing is touched
+        cpumoe.quantize_checkpoint(float_model, tmp_path / "q", "w8a8")
+    assert sorted((tmp_path / "q/.work").iterdir()) == notes
+    report = cpumoe.quantize_checkpoint(float_model, tmp_path / "q", "w4a8-g32")
+    assert report.matrices == 24 and not (tmp_path / "q/.work").exists()
 
 
 def test_two_processes_do_not_write_the_same_folder(float_model, tmp_path):
@@ -305,6 +266,7 @@ def test_a_full_disk_leaves_nothing_that_looks_whole(float_model, tmp_path):
     command = [sys.executable, "-c", code, "quantize", float_model, tmp_path / "q", "--scheme", "w4a8-g32"]
     done = subprocess.run(command, preexec_fn=limit, capture_output=True, text=True)
     assert done.returncode == 2 and "too large" in done.stderr.lower()
+    assert str(tmp_path / "q.partial" / "model-0000") in done.stderr, "the file is named"
     assert not (tmp_path / "q").exists()
     assert not list((tmp_path / "q.partial").rglob("*.partial"))
     cpumoe.quantize_checkpoint(float_model, tmp_path / "q", "w4a8-g32")  # with room, it goes on
@@ -332,6 +294,94 @@ def test_memory_stays_below_two_layers(tmp_path):
     assert int(out) * 1024 < 2 * layer
 
 
+# ---- a source that does not stay as it is --------------------------------------------------------------------------
+
+
+def overwritten(path, what=b"<"):
+    """Puts other numbers into a weight file, with its old size and times."""
+    stat = path.stat()
+    with path.open("r+b") as file:
+        file.seek(-200_000, os.SEEK_END)
+        file.write(what * 51_200)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def replaced(path):
+    """As a download does it: another file takes the name."""
+    other = path.with_name("other")
+    other.write_bytes(path.read_bytes()[:-4] + b"abcd")
+    other.replace(path)
+
+
+CHANGES = {
+    "model.safetensors": [
+        overwritten,
+        partial(overwritten, what=b"\xff"),  # NaN: refused as such otherwise
+        replaced,
+        lambda path: path.unlink(),
+    ],
+    "tokenizer.json": [lambda path: path.write_text(path.read_text() + " "), lambda path: path.unlink()],
+    "config.json": [lambda path: path.write_text(path.read_text() + " ")],
+}
+
+
+@pytest.mark.parametrize("name,change", [(name, change) for name, changes in CHANGES.items() for change in changes])
+@pytest.mark.parametrize("layer,expert", [(0, 0), (1, 3)])
+def test_a_source_that_changes_meanwhile_is_noticed(tmp_path, monkeypatch, name, change, layer, expert):
+    source = write_tiny_model(tmp_path / "float")
+    quantize_expert = LayerWriter.quantize_expert
+
+    def meanwhile(self, number, inputs):
+        if (self._layer.index, number) == (layer, expert) and not changed:
+            changed.append(change(source / name))
+        return quantize_expert(self, number, inputs)
+
+    changed = []
+    monkeypatch.setattr(LayerWriter, "quantize_expert", meanwhile)
+    with pytest.raises(CheckpointError, match=f"{name}.*rm -r .*q.partial"):
+        cpumoe.quantize_checkpoint(source, tmp_path / "q", "w4a8-g32")
+    assert not (tmp_path / "q").exists()
+    # the layer in which it happened has no file under its name
+    assert not (tmp_path / "q.partial" / f"model-0000{layer + 2}-of-00003.safetensors").exists()
+    if not (source / "model.safetensors").exists():
+        return
+    with pytest.raises(RuntimeError, match=r"source has changed since; .*rm -r .*q\.partial"):
+        cpumoe.quantize_checkpoint(source, tmp_path / "q", "w4a8-g32")
+    shutil.rmtree(tmp_path / "q.partial")  # what it says
+    if not isinstance(change, partial):
+        cpumoe.quantize_checkpoint(source, tmp_path / "q", "w4a8-g32")
+        cpumoe.load_model(tmp_path / "q")
+
+
+def test_a_tokenizer_that_changes_at_the_very_end_is_noticed(tmp_path, monkeypatch):
+    source = write_tiny_model(tmp_path / "float")
+
+    def copy_and_change(path, copy):
+        shutil.copyfile(path, copy)
+        if path.name == "tokenizer.json":
+            path.write_text(path.read_text() + " ")
+
+    monkeypatch.setattr("cpumoe.checkpoint_quantizer.copy_durably", copy_and_change)
+    with pytest.raises(CheckpointError, match="tokenizer.json changed"):
+        cpumoe.quantize_checkpoint(source, tmp_path / "q", "w4a8-g32")
+    assert not (tmp_path / "q").exists() and not (tmp_path / "q.partial/config.json").exists()
+
+
+def test_a_source_that_changes_while_it_is_opened_is_noticed(tmp_path, monkeypatch):
+    source = write_tiny_model(tmp_path / "float")
+    opened = Checkpoint.open
+
+    def slowly(folder):
+        checkpoint = opened(folder)
+        replaced(source / "model.safetensors")  # now the open file is not the one of that name
+        return checkpoint
+
+    monkeypatch.setattr(Checkpoint, "open", slowly)
+    with pytest.raises(CheckpointError, match="model.safetensors changed while it was being opened"):
+        cpumoe.quantize_checkpoint(source, tmp_path / "q", "w4a8-g32")
+    assert not (tmp_path / "q.partial").exists()
+
+
 # ---- bad input -----------------------------------------------------------------------------------------------------
 
 
@@ -345,7 +395,7 @@ def test_bad_arguments_are_named(float_model, tmp_path):
     with pytest.raises(UnsupportedScheme, match="group_size=128 does not divide"):
         cpumoe.quantize_checkpoint(float_model, tmp_path / "q", "w4a8-g128")
     cpumoe.quantize_checkpoint(float_model, tmp_path / "q", "w4a8-g32")
-    with pytest.raises(UnsupportedScheme, match="quantised already"):
+    with pytest.raises(UnsupportedScheme, match="quantised already.*cpumoe quantize FLOAT_MODEL"):
         cpumoe.quantize_checkpoint(tmp_path / "q", tmp_path / "again", "w4a8-g32")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["q"]
 
@@ -363,13 +413,6 @@ def test_missing_tensors_stop_it_before_it_starts(float_model, tmp_path):
     with pytest.raises(CheckpointError, match="model.layers.1.mlp.experts.3.up_proj.weight"):
         cpumoe.quantize_checkpoint(broken, tmp_path / "q", "w4a8-g32")
     assert not (tmp_path / "q.partial").exists()
-
-
-def test_calibration_without_transformers_names_the_cure(float_model, tmp_path, text):
-    code = "import sys; sys.modules['transformers'] = None\nfrom cpumoe.cli import main; sys.exit(main(sys.argv[1:]))"
-    arguments = ["quantize", float_model, tmp_path / "q", "--scheme", "w4a8-g32", "--calibration", text]
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
-    assert done.returncode == 2 and "pip install 'cpumoe[transformers]'" in done.stderr
 
 
 def test_command_line(float_model, tmp_path, text, capsys):

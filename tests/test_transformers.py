@@ -9,16 +9,22 @@ import logging
 import os
 import pickle
 import shutil
+import signal
+import socket
+import stat
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from layers import relative_error
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from test_loading import EXAMPLES
 from tiny_architectures import ARCHITECTURES, apart, quantized_tensors, write_float, write_quantized, write_tensors
 from torch import nn
@@ -27,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Llama4Config, Llam
 import cpumoe
 from cpumoe import CheckpointError, Experts, QuantizedLinear, UnsupportedScheme
 from cpumoe.formats.tensor_file import TensorFile
-from cpumoe.unpack import unpack
+from cpumoe.ops import unpack
 
 transformers.logging.disable_progress_bar()
 
@@ -223,6 +229,28 @@ def test_layers_for_further_tokens_are_left_out(models, tmp_path):
     unannounced = changed(folder, tmp_path / "b", add_layer, lambda c: c.update(num_nextn_predict_layers=0))
     with pytest.raises(CheckpointError, match="unexpected: model.layers.2.eh_proj.weight"):
         load(unannounced)
+
+
+@pytest.mark.parametrize("further", [1, 10**18])
+def test_a_layer_of_the_model_is_not_taken_for_one_that_predicts_further_tokens(models, tmp_path, further):
+    """One layer too few in config.json would give a model that answers, and wrongly."""
+    shorter = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "num_nextn_predict_layers": further}
+    source = models.quantized("deepseek_v3")
+    folder = changed(source, tmp_path / "a", lambda tensors: None, lambda c: c.update(shorter))
+    for call in (load, load_stock):
+        with pytest.raises(CheckpointError, match="unexpected: .*model.layers.1.input_layernorm.weight"):
+            call(folder)
+    folder = changed(source, tmp_path / "b", config=lambda c: c.update(num_nextn_predict_layers=further))
+    assert_same_model(load(folder), load(source))
+
+
+def test_a_layer_that_transformers_leaves_out_by_its_number_is_not_lost(models, tmp_path):
+    """It skips model.layers.61 of every DeepSeek-V3, whatever num_hidden_layers says."""
+    name = "model.layers.61.input_layernorm.weight"
+    folder = changed(models.quantized("deepseek_v3"), tmp_path / "a", with_another(name)[1])
+    for call in (load, load_stock):
+        with pytest.raises(CheckpointError, match=f"unexpected: {name}"):
+            call(folder)
 
 
 @pytest.fixture(scope="module")
@@ -667,6 +695,11 @@ def test_the_router_of_mixtral_is_checked_under_its_name_on_disk(models, tmp_pat
     with pytest.raises(CheckpointError) as refusal:
         load(changed(models.quantized("mixtral"), tmp_path / "model", change))
     assert name in str(refusal.value)
+    example = tmp_path / "example"
+    name, change = in_another_dtype("model.layers.1.block_sparse_moe.gate.weight")
+    shutil.copytree(EXAMPLES / "mixtral-w4a8-channel", example, ignore=shutil.ignore_patterns("reference*"))
+    with pytest.raises(CheckpointError, match=f"{name} is I8"):
+        load(changed(example, tmp_path / "integers", change))
 
 
 def test_a_load_that_failed_leaves_no_file_open(models, tmp_path):
@@ -706,6 +739,21 @@ def test_a_configuration_of_nonsense_is_refused(models, tmp_path, changes):
     assert str(folder) in str(refusal.value)
 
 
+def test_a_mistake_of_our_own_is_not_blamed_on_the_configuration(models, monkeypatch):
+    def mistaken(*_, **__):
+        raise TypeError("a mistake")
+
+    monkeypatch.setattr("cpumoe.plugins.transformers.plan_model", mistaken)
+    with pytest.raises(TypeError, match="a mistake"):
+        load(models.quantized("qwen3_moe"))
+
+
+def test_arguments_that_transformers_refuses_are_not_blamed_on_the_configuration(models):
+    with pytest.raises((ValueError, ImportError), match="no_such") as refusal:
+        load(models.quantized("qwen3_moe"), attn_implementation="no_such")
+    assert not isinstance(refusal.value, CheckpointError)
+
+
 def test_an_architecture_that_is_not_known_is_refused(models, tmp_path):
     """transformers knows it, and has experts there; we do not know where they are in the files."""
     config = transformers.AutoConfig.for_model(
@@ -740,17 +788,88 @@ def test_pickles_are_never_loaded(models, tmp_path):
             call(folder)
 
 
-def test_an_index_cannot_lead_out_of_its_folder(models, tmp_path):
-    folder = tmp_path / "model"
-    shutil.copytree(models.quantized("qwen3_moe"), folder)
+def with_shards_at(source: Path, folder: Path, place: Path, named: Callable[[str], str]) -> Path:
+    """A copy of a checkpoint whose shards lie in ``place``, and whose index has the names that ``named`` gives."""
+    shutil.copytree(source, folder)
+    place.mkdir(exist_ok=True)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
-    shard = next(iter(index["weight_map"].values()))
-    shutil.move(folder / shard, tmp_path / "outside.safetensors")
-    outside = {name: "../outside.safetensors" if file == shard else file for name, file in index["weight_map"].items()}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": outside}))
+    for shard in set(index["weight_map"].values()):
+        shutil.move(folder / shard, place / shard)
+    index["weight_map"] = {name: named(file) for name, file in index["weight_map"].items()}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+@pytest.mark.parametrize("way", ["relative", "absolute", "subfolder", "linked subfolder"])
+def test_an_index_cannot_lead_out_of_its_folder(models, tmp_path, way):
+    folder, outside = tmp_path / "model", tmp_path / "outside"
+    names = {
+        "relative": lambda file: f"../outside/{file}",
+        "absolute": lambda file: str(outside / file),
+        "subfolder": lambda file: f"../outside/../outside/{file}",
+        "linked subfolder": lambda file: f"linked/{file}",
+    }
+    with_shards_at(models.quantized("qwen3_moe"), folder, outside, names[way])
+    (folder / "linked").symlink_to(outside)
     for call in (load, load_stock):
-        with pytest.raises(CheckpointError, match="folder"):
+        with pytest.raises(CheckpointError, match="files of the folder itself are accepted"):
             call(folder)
+
+
+def test_a_link_cannot_lead_out_of_the_folder(models, tmp_path):
+    folder, outside = tmp_path / "model", tmp_path / "outside"
+    with_shards_at(models.quantized("qwen3_moe"), folder, outside, lambda file: file)
+    for file in outside.iterdir():
+        (folder / file.name).symlink_to(file)
+    for call in (load, load_stock):
+        with pytest.raises(CheckpointError, match="is a link to .*outside.*; copy the file to its place: cp "):
+            call(folder)
+
+
+@pytest.mark.parametrize("place", ["blobs", "../models--other/blobs"])
+def test_the_links_of_the_hub_are_followed_within_one_model(models, tmp_path, monkeypatch, place):
+    """The hub's cache keeps files by their hashes in blobs/, and names them by links in snapshots/."""
+    repository = tmp_path / "hub" / "models--org--tiny"
+    snapshot, blobs = repository / "snapshots" / "0123abc", repository / place
+    shutil.copytree(models.quantized("qwen3_moe"), snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(snapshot.name)
+    blobs.resolve().mkdir(parents=True)
+    for number, file in enumerate(sorted(snapshot.iterdir())):
+        shutil.move(file, blobs / str(number))
+        file.symlink_to(os.path.relpath(blobs / str(number), snapshot))
+    (snapshot / "linked").symlink_to(snapshot / "config.json")
+    calls = [
+        lambda: load(snapshot),
+        lambda: load_stock(snapshot),
+        lambda: load_stock("org/tiny", cache_dir=tmp_path / "hub", local_files_only=True),
+    ]
+    for call in calls:
+        if place == "blobs":
+            assert_same_model(call(), load(models.quantized("qwen3_moe")))
+        else:
+            with pytest.raises(CheckpointError, match="is a link to .*models--other"):
+                call()
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "generation_config.json"])
+@pytest.mark.parametrize("kind", ["pipe", "socket", "folder", "device"])
+def test_what_is_not_a_file_is_refused_by_name_and_not_waited_for(models, tmp_path, name, kind):
+    folder = changed(models.quantized("qwen3_moe"), tmp_path / "model")
+    (folder / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(folder / name)
+    elif kind == "folder":
+        (folder / name).mkdir()
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as at:
+            opened = os.open(folder, os.O_RDONLY)
+            at.bind(f"/proc/self/fd/{opened}/{name}")  # the length of such a name is limited
+            os.close(opened)
+    else:
+        (folder / name).symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match=name):
+        load(folder)
 
 
 # ---- float models in place -----------------------------------------------------------------------------------------
@@ -926,19 +1045,164 @@ def with_a_tensor_renamed(file):
     file.write_bytes(content.replace(b"down_packed", b"dawn_packed", 1))
 
 
+def with_a_bit_changed(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 16
+    file.write_bytes(content)
+
+
+def with_two_tensors_exchanged(file):
+    content = file.read_bytes()
+    assert content.count(b"layers.0.") == content.count(b"layers.1.")
+    swapped = content.replace(b"layers.0.", b"layers.X.").replace(b"layers.1.", b"layers.0.")
+    file.write_bytes(swapped.replace(b"layers.X.", b"layers.1."))
+
+
+def with_other_checksums(file):
+    content = file.read_bytes()
+    start = content.index(b"checksums")
+    file.write_bytes(content[: start + 20] + b"0" + content[start + 21 :])
+
+
+def without_checksums(file):
+    file.write_bytes(file.read_bytes().replace(b'"checksums"', b'"checksumz"', 1))
+
+
 @pytest.mark.parametrize(
     "damage",
-    [cut_short, emptied, overwritten, with_another_header_of_packed_weights, with_a_tensor_renamed],
+    [
+        cut_short,
+        emptied,
+        overwritten,
+        with_another_header_of_packed_weights,
+        with_a_tensor_renamed,
+        with_a_bit_changed,
+        with_two_tensors_exchanged,
+        with_other_checksums,
+        without_checksums,
+    ],
     ids=lambda damage: damage.__name__,
 )
-def test_a_damaged_cache_is_replaced(models, tmp_path, damage):
+def test_a_damaged_cache_is_replaced(models, tmp_path, damage, caplog):
     folder = models.quantized("qwen3_moe")
     load(folder, cache=tmp_path)
     [file] = cache_files(tmp_path)
     whole = file.read_bytes()
+    file.chmod(0o644)
     damage(file)
+    assert file.read_bytes() != whole
     assert_same_model(load(folder, cache=tmp_path), load(folder))
-    assert file.read_bytes() == whole
+    assert file.read_bytes() == whole and f"{file.name}" in caplog.text
+
+
+@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+def test_no_bit_of_a_cache_can_change_unseen(models, tmp_path, place, bit):
+    folder, cache = models.quantized("qwen3_moe"), tmp_path / "cache"
+    load(folder, cache=cache)
+    [file] = cache_files(cache)
+    whole = file.read_bytes()
+    content = bytearray(whole)
+    content[int(place * len(content))] ^= 1 << bit
+    file.chmod(0o644)
+    file.write_bytes(content)
+    model = load(folder, cache=cache)
+    assert file.read_bytes() == whole or not made(model, cache)  # one bit of the header's blanks may differ
+    assert_same_model(model, load(folder))
+
+
+def test_a_cache_of_a_source_that_was_rewritten_with_its_old_size_and_time_is_not_used(models, tmp_path):
+    folder = changed(models.quantized("qwen3_moe"), tmp_path / "model")
+    load(folder, cache=tmp_path / "cache")
+    file = folder / "model.safetensors"
+    before = file.stat()
+    tensors = load_file(file)
+    tensors[f"{EXPERT}.weight_scale"] *= 3
+    content = save(tensors, {"format": "pt"})
+    with file.open("r+b") as same_inode:
+        same_inode.write(content)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    after = file.stat()
+    assert (after.st_size, after.st_mtime_ns, after.st_ino) == (before.st_size, before.st_mtime_ns, before.st_ino)
+    model = load(folder, cache=tmp_path / "cache")
+    assert made(model, tmp_path / "cache")
+    assert_same_model(model, load(folder))
+
+
+def test_a_source_that_changes_while_it_is_loaded_is_refused(models, tmp_path, monkeypatch):
+    folder = changed(models.quantized("qwen3_moe"), tmp_path / "model")
+    read = TensorFile.read_into
+
+    def read_and_change(self, *arguments):
+        with self.path.open("r+b") as file:
+            file.write(file.read(8))  # what was there before; that is not known to who reads
+        return read(self, *arguments)
+
+    monkeypatch.setattr(TensorFile, "read_into", read_and_change)
+    with pytest.raises(CheckpointError, match="model.safetensors was changed while it was read; load it again"):
+        load(folder, cache=tmp_path / "cache")
+    assert not cache_files(tmp_path / "cache")
+
+
+def test_a_cache_can_be_read_and_not_written(models, tmp_path):
+    folder = models.quantized("qwen3_moe")
+    load(folder, cache=tmp_path)
+    [file] = cache_files(tmp_path)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o444
+    file.chmod(0o644)
+    os.truncate(file, 100)
+    load(folder, cache=tmp_path)  # it is replaced, with its permissions
+    assert stat.S_IMODE(file.stat().st_mode) == 0o444
+
+
+CUT_WHILE_MAPPED = """
+import faulthandler, os, pathlib, sys, torch, cpumoe
+if sys.argv[3] == "faulthandler":
+    faulthandler.enable()
+cpumoe.load_model(sys.argv[1], cache=sys.argv[2], dtype=torch.float32)
+model = cpumoe.load_model(sys.argv[1], cache=sys.argv[2], dtype=torch.float32)
+[file] = pathlib.Path(sys.argv[2]).iterdir()
+file.chmod(0o644)
+os.truncate(file, 100)
+model(torch.tensor([[1, 2, 3]]))
+print("went on")
+"""
+
+
+@pytest.mark.parametrize("handler", ["none", "faulthandler"])
+def test_a_cache_that_is_cut_while_it_is_used_ends_the_process_with_a_sentence(models, tmp_path, handler):
+    arguments = [sys.executable, "-c", CUT_WHILE_MAPPED, models.quantized("qwen3_moe"), tmp_path / "cache", handler]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    [file] = cache_files(tmp_path / "cache")
+    assert done.returncode == 2 and not done.stdout
+    assert f"cpumoe: {file} was cut short while it was in use" in done.stderr and "Start again" in done.stderr
+
+
+OTHER_BUS_ERRORS = """
+import faulthandler, mmap, os, pathlib, signal, sys, torch, cpumoe
+if sys.argv[3] == "faulthandler":
+    faulthandler.enable()
+for _ in range(2):
+    model = cpumoe.load_model(sys.argv[1], cache=sys.argv[2], dtype=torch.float32)
+if sys.argv[4] == "sent":
+    os.kill(os.getpid(), signal.SIGBUS)
+other = pathlib.Path(sys.argv[2]) / "other"
+other.write_bytes(bytes(20000))
+with other.open("rb") as file:
+    mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+os.truncate(other, 10)
+print(mapped[15000])
+"""
+
+
+@pytest.mark.parametrize("handler", ["none", "faulthandler"])
+@pytest.mark.parametrize("way", ["sent", "another file"])
+def test_other_bus_errors_are_none_of_ours(models, tmp_path, handler, way):
+    folder = models.quantized("qwen3_moe")
+    arguments = [sys.executable, "-c", OTHER_BUS_ERRORS, folder, tmp_path / "cache", handler, way]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
+    assert done.returncode == -signal.SIGBUS and "cut short" not in done.stderr
+    assert ("Fatal Python error: Bus error" in done.stderr) == (handler == "faulthandler")
 
 
 def test_a_cache_that_cannot_be_written_does_not_stop_the_load(models, tmp_path, caplog):

@@ -24,11 +24,18 @@ struct F32x1 {
   float v;
 
   static F32x1 set(float f) { return {f}; }
-  static F32x1 load(const float* p) { return {*p}; }
+  // What is loaded may be packed weights, which need no alignment.
+  template <class T>
+  static T read(const T* p) {
+    T value;
+    memcpy(&value, p, sizeof(value));
+    return value;
+  }
+  static F32x1 load(const float* p) { return {read(p)}; }
   static void store(float* p, F32x1 x) { *p = x.v; }
-  static F32x1 load_int(const std::int32_t* p) { return {static_cast<float>(*p)}; }
+  static F32x1 load_int(const std::int32_t* p) { return {static_cast<float>(read(p))}; }
   static void store_scaled_int(const std::int32_t* sums, std::int32_t factor, std::int32_t* dst) {
-    *dst = static_cast<std::int32_t>(static_cast<std::uint32_t>(*sums) * static_cast<std::uint32_t>(factor));
+    *dst = static_cast<std::int32_t>(static_cast<std::uint32_t>(read(sums)) * static_cast<std::uint32_t>(factor));
   }
   friend F32x1 operator+(F32x1 a, F32x1 b) { return {a.v + b.v}; }
   friend F32x1 operator-(F32x1 a, F32x1 b) { return {a.v - b.v}; }

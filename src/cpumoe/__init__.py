@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+import cpumoe_command.python_m  # noqa: F401  # before PyTorch is imported: Ctrl-C in "python -m cpumoe"
 from cpumoe import cpu  # first: it guards oneDNN and looks whether PyTorch was imported before
 from cpumoe.activation import Activation
 from cpumoe.backends import explain, select_backend

@@ -8,8 +8,6 @@ layer meets.
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -20,54 +18,56 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from cpumoe.calibration_text import read_sequences
 from cpumoe.checkpoint import Checkpoint
-from cpumoe.checkpoint_quantizer import LayerPlan, LayerWriter, QuantizationPlan, Report
 from cpumoe.errors import CheckpointError
 from cpumoe.formats.tensor_file import TensorFile, TensorFileWriter
 from cpumoe.gptq import InputStatistics
+from cpumoe.layer_writer import LayerWriter
 from cpumoe.plugins.llama4 import adapt_llama4
 from cpumoe.plugins.model_plan import Pending, replace_module
+from cpumoe.quantization_plan import LayerPlan, QuantizationPlan, Report
+from cpumoe.source_watch import SourceWatch
 from cpumoe.unfinished_work import NOTES
 
-_log = logging.getLogger("cpumoe")
-
 _SEQUENCES_AT_ONCE = 8  # through a layer: bounds the memory of attention
-_MIN_TOKENS = 2
 
 
-def read_texts(path: Path) -> list[str]:
-    """The texts of a ``.jsonl`` file (one object with ``text`` a line) or of any other text file (one)."""
+def calibration_ids(checkpoint: Checkpoint, text: Path, samples: int, length: int) -> Tensor:
+    """Token ids [samples, length] int64 of the text, by the checkpoint's own tokenizer; fewer if there are no more.
+
+    Everything that can be wrong with the text or the tokenizer is found here.
+    """
+    source = checkpoint.folder
+    config = _text_config(checkpoint)
+    tokenizer = _tokenizer(source)
+    length = min(length, getattr(config, "max_position_embeddings", length))
+    ids = read_sequences(text, tokenizer, samples, length)
+    if (largest := int(ids.max())) >= (known := config.vocab_size):
+        raise CheckpointError(
+            f"{source}: the tokenizer gives token {largest}, and the model knows {known}; "
+            f"put the tokenizer of this model into {source}"
+        )
+    return ids
+
+
+def _tokenizer(source: Path) -> Any:
     try:
-        content = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as problem:
-        raise ValueError(f"{path} is not UTF-8 text: {problem}") from None
-    if path.suffix != ".jsonl":
-        return [content]
-    texts: list[str] = []
-    for number, line in enumerate(content.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            text = json.loads(line)["text"]
-        except (json.JSONDecodeError, KeyError, TypeError):
-            text = None
-        if not isinstance(text, str):
-            raise ValueError(f'{path}, line {number}: an object such as {{"text": "..."}} is accepted')
-        texts.append(text)
-    return texts
+        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
+        # Where there are no files of a tokenizer, transformers makes one that knows nothing but special tokens.
+        problem = None if len(tokenizer) > len(tokenizer.added_tokens_decoder) else "it has no vocabulary"
+    except (OSError, ValueError) as found:
+        problem = str(found)
+    if problem is not None:
+        raise CheckpointError(
+            f"{source} has no tokenizer that transformers can read, which calibration needs ({problem}); copy "
+            f"tokenizer.json and tokenizer_config.json of the model into {source}, or leave the calibration out"
+        )
+    return tokenizer
 
 
-def sequences(texts: list[str], tokenizer: Any, samples: int, length: int) -> Tensor:
-    """Token ids [samples, length] int64: the texts one after another, cut. Spread over all of it if there is more."""
-    if samples < 1 or length < _MIN_TOKENS:
-        raise ValueError(f"{samples} sequences of {length} tokens; at least 1 of {_MIN_TOKENS} are accepted")
-    ids: list[int] = [token for text in texts for token in tokenizer(text)["input_ids"]]
-    if len(ids) < _MIN_TOKENS:
-        raise ValueError(f"the calibration text has {len(ids)} tokens; {_MIN_TOKENS} or more are accepted")
-    length = min(length, len(ids))
-    whole = torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
-    step = max(1, len(whole) // samples)
-    return whole[::step][:samples]
+def _text_config(checkpoint: Checkpoint) -> Any:
+    return AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True).get_text_config()
 
 
 class ExpertRecorder(Pending):
@@ -113,19 +113,10 @@ class ExpertRecorder(Pending):
 
 
 def run_calibrated(
-    plan: QuantizationPlan, shards: list[Path], work: Path, report: Report, text: Path, samples: int, length: int
+    plan: QuantizationPlan, shards: list[Path], work: Path, report: Report, ids: Tensor, watch: SourceWatch
 ) -> None:
-    """Quantises every layer whose file is not there yet, with the inputs that it meets."""
-    source = plan.checkpoint.folder
-    config = AutoConfig.from_pretrained(source, local_files_only=True).get_text_config()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
-    except (OSError, ValueError) as problem:
-        raise CheckpointError(f"{source} has no tokenizer, which calibration needs: {problem}") from None
-    length = min(length, getattr(config, "max_position_embeddings", length))
-    ids = sequences(read_texts(text), tokenizer, samples, length)
-    if (largest := int(ids.max())) >= (known := config.vocab_size):
-        raise CheckpointError(f"{source}: the tokenizer gives token {largest}, and the model knows {known}")
+    """Quantises every layer whose file is not there yet, with the inputs that it meets for ids [samples, length]."""
+    config = _text_config(plan.checkpoint)
     report.tokens = ids.numel()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -133,7 +124,7 @@ def run_calibrated(
     decoder = model.model
     decoder.rotary_emb = type(decoder.rotary_emb)(config=config)  # again, on the CPU: its buffers are not stored
     decoder.norm = nn.Identity()  # only the layers are of interest
-    run = _Run(plan, shards, work, report)
+    run = _Run(plan, shards, work, report, watch)
     with tqdm(total=len(plan.layers), desc="Calibrating", unit="layer", disable=None) as bar:
         for index, layer in enumerate(decoder.layers):
             layer.forward = partial(run.layer, index, layer, layer.forward, bar)
@@ -152,8 +143,11 @@ def _embeddings(plan: QuantizationPlan, ids: Tensor) -> Tensor:
 class _Run:
     """The state of one pass over the layers."""
 
-    def __init__(self, plan: QuantizationPlan, shards: list[Path], work: Path, report: Report) -> None:
+    def __init__(
+        self, plan: QuantizationPlan, shards: list[Path], work: Path, report: Report, watch: SourceWatch
+    ) -> None:
         self._plan = plan
+        self._watch = watch
         self._shards = shards
         self._work = work
         self._report = report
@@ -170,7 +164,7 @@ class _Run:
         _materialize(layer, plan)
         recorder = self._place_recorder(layer, plan)
         run = partial(_in_parts, forward, hidden, options)
-        with LayerWriter(plan, self._shards[index], self._report) as writer:
+        with LayerWriter(plan, self._shards[index], self._report, self._watch) as writer:
             statistics = _observe(layer, plan, run)
             for name in plan.linears:
                 linear = layer.get_submodule(_in_layer(plan, name))

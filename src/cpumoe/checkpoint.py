@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Iterable, KeysView, Mapping
 from functools import cached_property
 from pathlib import Path
@@ -11,14 +11,22 @@ from typing import Any
 from torch import Tensor
 
 from cpumoe.architectures import Architecture, ExpertsFacts, architecture_of, text_config
-from cpumoe.errors import CheckpointError
+from cpumoe.config_fields import check_fields
+from cpumoe.errors import CheckpointError, UnsupportedScheme, printable
 from cpumoe.formats.compressed_tensors import QuantizationConfig, StoredTensor
-from cpumoe.formats.tensor_file import TensorFile, TensorInfo
+from cpumoe.formats.tensor_file import TensorFile, TensorInfo, identity
+from cpumoe.json_files import read_json as read_json  # also for those who have a folder and no checkpoint yet
+from cpumoe.regular_files import refuse_outside, refuse_special_files
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
+#: The part of a name that leads to the decoder layers, and the number of the layer.
+LAYER = re.compile(r"(.*?\blayers\.)([0-9]{1,9})\.")
+
 _MAX_NAMES = 12  # of one kind in a message
+_MANY_LAYERS = 64
+_LONGEST_NAME = 1000  # of a tensor; transformers reads the digits of names as numbers
 
 
 class Checkpoint:
@@ -31,9 +39,13 @@ class Checkpoint:
         self._file_of: dict[str, TensorFile] = {}
         try:
             for path in files:
+                refuse_outside(folder, path)
                 file = TensorFile(path)
                 self.files.append(file)
                 for name in file.tensors:
+                    if len(name) > _LONGEST_NAME:
+                        reason = f"{len(name)} characters; up to {_LONGEST_NAME} are accepted"
+                        raise CheckpointError(f"{path} has a tensor whose name, {name[:100]}..., has {reason}")
                     if name in self._file_of:
                         raise CheckpointError(f"{name} is in {self._file_of[name].path.name} and in {path.name}")
                     self._file_of[name] = file
@@ -47,6 +59,7 @@ class Checkpoint:
         folder = Path(folder)
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a folder; a checkpoint is one with config.json and safetensors")
+        refuse_special_files(folder)
         config = read_json(folder / "config.json")
         index = folder / INDEX_FILE
         single = (folder / SINGLE_FILE).exists()  # before an index, as transformers has it
@@ -83,9 +96,25 @@ class Checkpoint:
     def facts(self) -> ExpertsFacts:
         """What config.json says of the routed experts; absurd sizes are refused."""
         try:
+            self.check_config()
             return self.architecture.facts(self.text_config)
         except CheckpointError as problem:
             raise CheckpointError(f"{self.folder}: {problem}") from None
+
+    def check_config(self) -> None:
+        """Refuses fields of config.json that no model can have, and many more layers than the files have."""
+        check_fields(self.text_config)
+        layers, found = self.text_config.get("num_hidden_layers"), len(self._layers)
+        # A layer too many is found later, with what it lacks; here it is about those that would take long to build.
+        if isinstance(layers, int) and found and layers > _MANY_LAYERS + 2 * found:
+            raise CheckpointError(
+                f"config.json has num_hidden_layers={layers}, and the files have {found} layers; {found} is accepted"
+            )
+
+    @cached_property
+    def _layers(self) -> set[str]:
+        """What the names of layers start with: ``model.layers.3.``"""
+        return {match[0] for name in self.names if (match := LAYER.match(name))}
 
     @property
     def text_config(self) -> Mapping[str, Any]:
@@ -100,7 +129,10 @@ class Checkpoint:
     def quantization(self) -> QuantizationConfig | None:
         """Which modules are quantised and how; None for a float checkpoint."""
         section = self.quantization_section
-        return None if section is None else QuantizationConfig.parse(section)
+        try:
+            return None if section is None else QuantizationConfig.parse(section)
+        except (CheckpointError, UnsupportedScheme) as problem:
+            raise type(problem)(f"{self.folder}: quantization_config in config.json: {problem}") from None
 
     @property
     def names(self) -> KeysView[str]:
@@ -121,13 +153,13 @@ class Checkpoint:
         self._file_of[name].read_into(name, out, first_byte)
 
     def fingerprint(self) -> list[list[str | int]]:
-        """What tells whether the files are still those that were opened: name, size, times and inode of each.
+        """What tells whether the files are still those that were opened: name, size, times and inode of each."""
+        return [[file.path.name, *identity(file.path.stat())] for file in self.files]
 
-        The time of the last change of an inode (ctime) cannot be set, so a file that was rewritten with its old size
-        and old modification time is noticed too.
-        """
-        stats = [(file.path.name, file.path.stat()) for file in self.files]
-        return [[name, s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino] for name, s in stats]
+    def refuse_changed(self) -> None:
+        """Raises CheckpointError if a file is not the one any more that was opened: what was read may be a mixture."""
+        for file in self.files:
+            file.refuse_changed()
 
     def close(self) -> None:
         for file in self.files:
@@ -169,7 +201,8 @@ class TensorCheck:
     def raise_problems(self) -> None:
         parts = [
             f"{len(names)} {kind}: {listed(names)}"
-            for kind, names in (("missing", self.missing), ("of another kind", self.wrong), ("unexpected", self.extra))
+            for kind, found in (("missing", self.missing), ("of another kind", self.wrong), ("unexpected", self.extra))
+            for names in [list(dict.fromkeys(found))]  # two checks may find the same
             if names
         ]
         if parts:
@@ -179,24 +212,11 @@ class TensorCheck:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # a name that no file can have
+    except (OSError, ValueError):  # a name that no file can have
         return False
 
 
 def listed(names: list[str]) -> str:
     """Names for a message: the first of them, and how many more there are."""
-    shown = ", ".join(names[:_MAX_NAMES])
+    shown = ", ".join(map(printable, names[:_MAX_NAMES]))
     return shown if len(names) <= _MAX_NAMES else f"{shown} and {len(names) - _MAX_NAMES} more"
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} does not exist") from None
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as problem:
-        raise CheckpointError(f"{path} cannot be read as JSON: {problem}") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} holds a {type(value).__name__}; a JSON object is accepted")
-    return value

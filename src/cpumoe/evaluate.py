@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int, int], None]  # predictions done, predictions in all
 
+#: Tokens that a model sees at a time, unless it has fewer positions or the caller has chosen.
+DEFAULT_WINDOW = 1024
+
 # Rows of logits that are turned into float64 at a time: 16 x 200 000 tokens of vocabulary are 26 MB.
 _ROWS = 16
 
@@ -128,7 +131,7 @@ def perplexity(
     tokenizer: PreTrainedTokenizerBase,
     text: str,
     *,
-    window: int = 1024,
+    window: int | None = None,
     stride: int | None = None,
     progress: Progress | None = None,
 ) -> Evaluation:
@@ -138,7 +141,8 @@ def perplexity(
         model: a causal language model of transformers.
         tokenizer: the model's; its special tokens (begin of text, where it has one) are used.
         text: at least two tokens long.
-        window: most tokens that the model sees at a time; no more than its positions are used.
+        window: most tokens that the model sees at a time, 1 to its positions; None is 1024, or its positions if these
+            are fewer.
         stride: tokens between the ends of two windows, 1 to ``window``; None is half a window. Every token is predicted
             from more than ``window - stride`` tokens, once so many have gone before it. A smaller stride gives more
             context and takes longer.
@@ -162,7 +166,7 @@ def compare(
     tokenizer: PreTrainedTokenizerBase,
     text: str,
     *,
-    window: int = 1024,
+    window: int | None = None,
     stride: int | None = None,
     progress: Progress | None = None,
 ) -> Comparison:
@@ -313,12 +317,15 @@ def _encode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: st
     return ids.to(model.device)
 
 
-def _window_and_stride(models: list[PreTrainedModel], window: int, stride: int | None) -> tuple[int, int]:
-    """The window cut to the models' positions, and the stride that goes with it."""
-    if window < 1:
-        raise ValueError(f"window={window}; 1 or more is accepted")
-    for model in models:
-        window = min(window, getattr(model.config.get_text_config(), "max_position_embeddings", None) or window)
+def _window_and_stride(models: list[PreTrainedModel], window: int | None, stride: int | None) -> tuple[int, int]:
+    """The window, or what it is by default for these models, and the stride that goes with it."""
+    known = [getattr(model.config.get_text_config(), "max_position_embeddings", None) for model in models]
+    positions = min((count for count in known if count is not None), default=None)
+    if window is None:
+        window = min(DEFAULT_WINDOW, positions or DEFAULT_WINDOW)
+    if window < 1 or (positions is not None and window > positions):
+        most = "or more" if positions is None else f"to {positions} (the model's positions)"
+        raise ValueError(f"window={window}; 1 {most} is accepted")
     if stride is None:
         stride = max(1, window // 2)
     if not 1 <= stride <= window:

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from typing import TypeGuard
 
 from cpumoe.architectures import Architecture, ExpertsFacts, Projections, known_architecture
-from cpumoe.backends import QuantizedExperts
-from cpumoe.checkpoint import Checkpoint, TensorCheck
+from cpumoe.checkpoint import LAYER, Checkpoint, TensorCheck
 from cpumoe.config import MoEConfig
 from cpumoe.errors import CheckpointError, CpumoeError
 from cpumoe.expert_sources import (
@@ -26,6 +26,7 @@ from cpumoe.expert_sources import (
 from cpumoe.experts import Experts
 from cpumoe.formats.compressed_tensors import LinearFormat, StoredTensor
 from cpumoe.linear import QuantizedLinear
+from cpumoe.quantized_experts import QuantizedExperts
 from cpumoe.scheme import Scheme
 
 _CHUNK_BYTES = 64 << 20  # read at once: enough for all threads to pack, little beside a layer
@@ -33,7 +34,7 @@ _CHUNK_BYTES = 64 << 20  # read at once: enough for all threads to pack, little 
 
 def read_chunks(source: ExpertSource) -> Iterator[QuantizedExperts]:
     """All experts of a layer, some megabytes at a time; the next are read from disk while these are packed."""
-    experts = source.config.experts
+    experts = source.config.local_experts
     # Two chunks are in memory: a quarter of a small layer at most.
     step = max(1, min(experts // 8, _CHUNK_BYTES // source.expert_bytes))
     buffers = (Buffers(), Buffers())  # one is packed while the other is filled
@@ -131,6 +132,7 @@ def experts_of(checkpoint: Checkpoint, scheme: Scheme | None = None) -> dict[str
             sources[module] = source
     under = (p for module in sources for p in expert_prefixes(checkpoint.architecture, module))
     check.nothing_else_under(*(f"{path}." for path in under))
+    check_layers_behind(checkpoint, check)
     check.raise_problems()
     return sources
 
@@ -150,9 +152,6 @@ def experts_of_layer(
 
 #: A scheme without groups: for any size that is served at all, where only names and shapes are of interest.
 FITS_ALL_SIZES = Scheme.parse("w8a8")
-
-#: The part of a name that leads to the decoder layers, and the number of the layer.
-LAYER = re.compile(r"(.*?\blayers\.)(\d+)\.")
 
 #: Names of routed experts and of what is inside them; shared ones have another name.
 EXPERT = re.compile(r"(^|\.)experts(\.|$)")
@@ -174,6 +173,42 @@ def layers_prefix(checkpoint: Checkpoint) -> str:
     if not counts:
         raise CheckpointError(f"{checkpoint.folder}: no tensor belongs to a decoder layer (model.layers.N.)")
     return counts.most_common(1)[0][0]
+
+
+def prediction_layers(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """What the names of those layers start with that predict further tokens; they are left where they are.
+
+    DeepSeek-V3 and GLM-4.5 have them behind the last layer. They are known by ``eh_proj``, which joins the hidden state
+    with the embedding of the next token: a layer without it is a layer of the model, whatever its number.
+    """
+    layers = checkpoint.text_config.get("num_hidden_layers")
+    further = checkpoint.text_config.get("num_nextn_predict_layers")
+    if not _is_count(layers) or not _is_count(further):
+        return ()
+    prefix = layers_prefix(checkpoint)
+    joining = (LAYER.match(name) for name in checkpoint.names if ".eh_proj." in name)
+    found = {match[0]: int(match[2]) for match in joining if match and match[1] == prefix}
+    return tuple(layer for layer, number in found.items() if layers <= number < layers + further)
+
+
+def check_layers_behind(checkpoint: Checkpoint, check: TensorCheck) -> None:
+    """Adds the tensors of layers behind the last to ``check``, but for layers that predict further tokens.
+
+    transformers leaves out some by their number alone, and a num_hidden_layers that is too small would cut a model.
+    """
+    layers = checkpoint.text_config.get("num_hidden_layers")
+    if not _is_count(layers):
+        return
+    prefix, left_out = layers_prefix(checkpoint), prediction_layers(checkpoint)
+    for name in sorted(checkpoint.names):
+        match = LAYER.match(name)
+        behind = match is not None and match[1] == prefix and int(match[2]) >= layers
+        if behind and not name.startswith(left_out):
+            check.extra.append(name)
+
+
+def _is_count(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _common_format(checkpoint: Checkpoint, prefix: str, projections: Projections, experts: int) -> LinearFormat | None:
@@ -237,7 +272,7 @@ def find_linears(checkpoint: Checkpoint, check: TensorCheck) -> dict[str, Linear
         return {}
     architecture = known_architecture(checkpoint.config)
     routers = () if architecture is None else architecture.routers
-    layers = checkpoint.text_config.get("num_hidden_layers")
+    left_out = prediction_layers(checkpoint)
     linears: dict[str, LinearSource] = {}
     for tensor in checkpoint.names:
         name, _, suffix = tensor.rpartition(".")
@@ -247,9 +282,8 @@ def find_linears(checkpoint: Checkpoint, check: TensorCheck) -> dict[str, Linear
         form = checkpoint.quantization.format_of(name)
         if form is None or EXPERT.search(name) or _NOT_LINEAR.search(name) or name.endswith(routers):
             continue
-        layer = LAYER.match(name)
-        if layer is not None and isinstance(layers, int) and int(layer[2]) >= layers:
-            continue  # a layer behind the last predicts further tokens, and is not loaded
+        if name.startswith(left_out):
+            continue
         rows, columns = _stored_size(checkpoint, name, form)
         linears[name] = LinearSource(checkpoint, name, rows, columns, form, f"{name}.bias" in checkpoint)
         linears[name].check(check)

@@ -14,26 +14,30 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from cpumoe import cpu, ops
-from cpumoe.architectures import ExpertsFacts
-from cpumoe.checkpoint import Checkpoint, TensorCheck
+from cpumoe import cpu
+from cpumoe.architectures import ExpertsFacts, text_config
+from cpumoe.checkpoint import LAYER, Checkpoint, TensorCheck
 from cpumoe.config import MoEConfig
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.expert_sources import FLOAT_DTYPES, ExpertSource, QuantizedPerExpert
 from cpumoe.formats.compressed_tensors import LinearFormat, StoredTensor
+from cpumoe.layer_shapes import Sizes
 from cpumoe.loading import (
     EXPERT,
     FITS_ALL_SIZES,
-    LAYER,
     QUANTIZED_SUFFIXES,
     LinearSource,
     architecture_if_needed,
+    check_layers_behind,
     expert_prefixes,
     experts_of_layer,
     find_linears,
     layers_prefix,
+    prediction_layers,
     stored_weight_shape,
 )
+from cpumoe.packed_weights import packed_spec
+from cpumoe.plugins.model_config import completed_config
 from cpumoe.scheme import Scheme
 
 _T = TypeVar("_T")
@@ -114,25 +118,28 @@ class Problems:
 def experts_weights(config: MoEConfig) -> int:
     """Number of weights of one layer's experts."""
     rows = config.activation.gate_up_rows(config.intermediate_size)
-    return config.experts * config.hidden_size * (rows + config.intermediate_size)
+    return config.local_experts * config.hidden_size * (rows + config.intermediate_size)
 
 
 def experts_bytes(config: MoEConfig) -> int:
     """Bytes of the packed experts of one layer."""
     rows, gated = config.activation.gate_up_rows(config.intermediate_size), bool(config.activation.gated)
     sizes = ((rows, config.hidden_size, gated), (config.hidden_size, config.intermediate_size, False))
-    scale_bytes = 2 if config.scale_dtype == torch.bfloat16 else 4
-    bits, group = config.scheme.weights.bits, config.scheme.group_size or 0
-    return sum(ops.packed_bytes(bits, scale_bytes, group, config.experts, *size, config.has_bias) for size in sizes)
+    specs = (
+        packed_spec(
+            config.scheme, config.scale_dtype, config.local_experts, *size, gated=gated, has_bias=config.has_bias
+        )
+        for *size, gated in sizes
+    )
+    return sum(spec.packed_bytes for spec in specs)
 
 
 def linear_bytes(checkpoint: Checkpoint, linear: LinearSource) -> int:
     """Bytes of a packed linear."""
     scheme, scale = linear.format.scheme, f"{linear.name}.weight_scale"
     scheme.check_inputs(linear.columns, linear.name)
-    scale_bytes = 2 if scale in checkpoint and checkpoint.info(scale).dtype == "BF16" else 4
-    size = (1, linear.rows, linear.columns, False, linear.has_bias)
-    return ops.packed_bytes(scheme.weights.bits, scale_bytes, scheme.group_size or 0, *size)
+    dtype = torch.bfloat16 if scale in checkpoint and checkpoint.info(scale).dtype == "BF16" else torch.float32
+    return packed_spec(scheme, dtype, 1, linear.rows, linear.columns, has_bias=linear.has_bias).packed_bytes
 
 
 class Survey:
@@ -141,7 +148,7 @@ class Survey:
     def __init__(self, checkpoint: Checkpoint, scheme: Scheme | None = None) -> None:
         """``scheme`` is what the experts of a float checkpoint would be quantised to."""
         self.checkpoint = checkpoint
-        self.config = checkpoint.text_config
+        self.config = checkpoint.text_config  # as it stands, or with all that transformers adds to it
         self._scheme = scheme
         self._sentences: list[str] = []
         self._check = TensorCheck(checkpoint)
@@ -151,13 +158,19 @@ class Survey:
         self.quantization = self._try(lambda: checkpoint.quantization)
         is_served = not self.is_quantized or self.quantization is not None
         self.architecture = self._try(architecture_if_needed, checkpoint)
-        self.facts = None if self.architecture is None else self._try(self.architecture.facts, self.config)
+        self._try(checkpoint.check_config)
+        complete = self._try(completed_config, checkpoint.config)
+        self.config = text_config(complete or checkpoint.config)
+        self.facts = None
+        if self.architecture is not None and self._try(lambda: checkpoint.facts) is not None:
+            self.facts = self._try(self.architecture.facts, self.config)
         self._prefix = self._try(layers_prefix, checkpoint)
         self._kinds = {name: self._kind(name) for name in checkpoint.names}
         self._mark_prediction_layers()
         self.sources = dict(self._find_experts()) if is_served else {}
         self.linears = (self._try(find_linears, checkpoint, self._check) if is_served else None) or {}
         if is_served:
+            self._try(check_layers_behind, checkpoint, self._check)
             self._try(self._check_tensors)
         self.parts = self._parts()
 
@@ -195,14 +208,8 @@ class Survey:
         return next((kind for kind, pattern in _KINDS if pattern.search(name)), _OTHER)
 
     def _mark_prediction_layers(self) -> None:
-        """Layers behind the last, which predict further tokens (DeepSeek-V3, GLM-4.5), are left where they are."""
-        count, further = self.config.get("num_hidden_layers"), self.config.get("num_nextn_predict_layers")
-        if not isinstance(count, int) or not isinstance(further, int):
-            return
-        # Only they join the hidden state with the embedding of the next token.
-        joining = (LAYER.match(name) for name in self._kinds if ".eh_proj." in name)
-        layers = {match[0]: int(match[2]) for match in joining if match and match[1] == self._prefix}
-        found = tuple(layer for layer, number in layers.items() if count <= number < count + further)
+        """Layers behind the last, which predict further tokens, are left where they are."""
+        found = self._try(prediction_layers, self.checkpoint) or ()
         self._kinds |= {name: NOT_LOADED for name in self._kinds if name.startswith(found)}
 
     def _parts(self) -> list[Part]:
@@ -257,6 +264,7 @@ class Survey:
         self._check_modules()
         if self.facts is not None and self._prefix is not None:
             self._check_experts(self._prefix, self.facts)
+            self._check_linears(self._prefix, set(self.facts.layers))
             self._check_routers(self._prefix, self.facts)
             self._check_dense(self._prefix, self.facts)
             self._check_ends(self._prefix, self.facts.hidden_size)
@@ -277,7 +285,7 @@ class Survey:
             if isinstance(source, QuantizedPerExpert):
                 hidden, inner = source.config.hidden_size, source.config.intermediate_size
                 sizes = ((inner, hidden), (inner, hidden), (hidden, inner))
-                for expert in range(source.config.experts):
+                for expert in range(source.config.local_experts):
                     expected.update(zip(source.linear_names(expert), sizes, strict=True))
         for name, size in expected.items():
             told = stored_weight_shape(self.checkpoint, name)
@@ -323,6 +331,31 @@ class Survey:
                 name = f"{found.removesuffix('weight')}{suffix}"
                 if name in self.checkpoint:
                     self._check.expect(name, StoredTensor(FLOAT_DTYPES, (facts.experts,)))
+
+    def _check_linears(self, prefix: str, expert_layers: set[int]) -> None:
+        """Attention, dense layers and shared experts: the sizes that follow from config.json."""
+        architecture = self.checkpoint.architecture
+        for layer in range(self.config["num_hidden_layers"]):
+            beside = architecture.shared if layer in expert_layers else architecture.dense
+            attention = architecture.attention(self.config)
+            self._check_biases(f"{prefix}{layer}.", attention)
+            for path, size in (attention | beside(self.config)).items():
+                name = f"{prefix}{layer}.{path}"
+                found = self._size(name)
+                if found is None:
+                    self._check.missing += self._stored(f"{name}.weight")
+                elif found != size:
+                    self._check.wrong.append(f"{name}.weight is {list(found)}, {list(size)} is accepted")
+
+    def _check_biases(self, layer: str, sizes: Sizes) -> None:
+        biases = self.checkpoint.architecture.biases
+        told = self.config.get(biases.field)
+        for path in (f"self_attn.{linear}" for linear in biases.linears):
+            name = f"{layer}{path}.bias"
+            if told is True and path in sizes:
+                self._check.expect(name, StoredTensor(FLOAT_DTYPES, (sizes[path][0],)))
+            elif told is False and name in self.checkpoint:
+                self._check.extra.append(name)
 
     def _check_dense(self, prefix: str, facts: ExpertsFacts) -> None:
         """Gate, up and down of the layers without experts and of shared experts: one size between them."""
@@ -378,11 +411,15 @@ class Survey:
         found: dict[tuple[bool | None, str], dict[int, tuple[int, ...]]] = defaultdict(dict)
         for name, kind in self._kinds.items():
             match = LAYER.match(name)
+            if match is None and name.startswith(prefix):  # the number of no layer
+                self._check.extra.append(name)
             if match is None or match[1] != prefix or kind in ("experts", NOT_LOADED):
                 continue
             layer, inside = int(match[2]), name[match.end() :]
             module, _, suffix = name.rpartition(".")
-            if layer >= count or kind == _OTHER or suffix not in _SUFFIXES:
+            if layer >= count:
+                continue  # what is there and should not be has been noted
+            if kind == _OTHER or suffix not in _SUFFIXES:
                 self._check.extra.append(name)
                 continue
             shape = self.checkpoint.info(name).shape

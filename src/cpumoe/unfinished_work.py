@@ -6,6 +6,8 @@ import fcntl
 import json
 import logging
 import os
+import shlex
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +19,9 @@ _log = logging.getLogger("cpumoe")
 NOTES = ".work"
 _SETTINGS_FILE = "settings.json"
 _LOCK_FILE = "lock"
+
+# Settings that are hashes and lists: their names say enough in a message.
+_LONG_SETTINGS = ("source", "calibration")
 
 
 @contextmanager
@@ -31,14 +36,57 @@ def work_folder(work: Path, settings: dict[str, Any]) -> Iterator[None]:
             raise RuntimeError(f"another process is writing {work}; wait for it or name another folder") from None
         path = notes / _SETTINGS_FILE
         if path.exists():
-            if json.loads(path.read_text()) != settings:
-                raise RuntimeError(f"{work} holds the work of a run with other settings or another source; remove it")
+            _refuse_other_settings(work, _read_settings(path), settings)
             _log.info("going on with the unfinished work in %s", work)
         else:
             write_durably(path, settings)
         for left in work.rglob("*.partial"):  # of a process that was killed
             left.unlink()
         yield
+
+
+def clear_notes(folder: Path) -> None:
+    """Removes what was for the work alone; the settings last, by which ``only_notes_left`` knows."""
+    notes = folder / NOTES
+    for path in sorted(notes.iterdir(), key=lambda path: path.name == _SETTINGS_FILE):
+        path.unlink(missing_ok=True)
+    notes.rmdir()
+
+
+def only_notes_left(folder: Path, settings: dict[str, Any]) -> bool:
+    """Whether a run with these settings had finished ``folder``, and was stopped while it cleared its notes away."""
+    path = folder / NOTES / _SETTINGS_FILE
+    return path.exists() and _read_settings(path) == settings
+
+
+def _read_settings(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise RuntimeError(f"{path} is damaged; {removal(path.parent.parent)}")
+    return found
+
+
+def _refuse_other_settings(work: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Work of one run goes on only with what that run was asked to do."""
+    names = [name for name in now | before if before.get(name) != now.get(name)]
+    if not names:
+        return
+    if names == ["source"]:
+        raise RuntimeError(f"{work} holds the work of a run whose source has changed since; {removal(work)}")
+    differences = ", ".join(
+        f"{name} ({before.get(name)} there, {now.get(name)} now)" for name in names if name not in _LONG_SETTINGS
+    )
+    others = ", ".join(name for name in names if name in _LONG_SETTINGS)
+    told = "; ".join(part for part in (differences, others) if part)
+    raise RuntimeError(f"{work} holds the work of a run with other settings: {told}; use those, or {removal(work)}")
+
+
+def removal(work: Path) -> str:
+    """The command that makes way for a new start."""
+    return f"to start anew, remove that work: rm -r {shlex.quote(str(work))}"
 
 
 def notes_of(shard: Path) -> Path:
@@ -49,16 +97,38 @@ def notes_of(shard: Path) -> Path:
 def write_durably(path: Path, content: object) -> None:
     """Writes JSON that is on disk, whole, before its name is."""
     temporary = path.with_name(f"{path.name}.partial")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
+    with naming_file(temporary):
+        temporary.write_text(json.dumps(content, indent=2) + "\n")
     sync(temporary)
     temporary.rename(path)
     sync(path.parent)
+
+
+def copy_durably(source: Path, path: Path) -> None:
+    """Copies the content of a file; the copy is on disk, whole, before its name is."""
+    temporary = path.with_name(f"{path.name}.partial")
+    with naming_file(temporary):
+        shutil.copyfile(source, temporary)
+    sync(temporary)
+    temporary.rename(path)
 
 
 def sync(path: Path) -> None:
     """Waits until a file or the names in a folder are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming_file(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextmanager
+def naming_file(path: Path) -> Iterator[None]:
+    """What goes wrong when an open file is written (a full disk) says how, and not where; here it is told that too."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.filename is not None or problem.errno is None:
+            raise
+        raise OSError(problem.errno, problem.strerror, str(path)) from problem

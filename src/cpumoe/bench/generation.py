@@ -19,10 +19,15 @@ _PROFILED = 8  # tokens under the profiler, which slows them; only shares are ta
 
 @dataclass(frozen=True)
 class DecodeTimes:
-    """Seconds of one decoded token, and its shares by kind of work; ``Python`` is what no operator accounts for."""
+    """Seconds of each decoded token, and their shares by kind of work; ``Python`` is what no operator accounts for."""
 
-    seconds: float
+    all_seconds: tuple[float, ...]
     shares: dict[str, float]
+
+    @property
+    def seconds(self) -> float:
+        """Of a usual token."""
+        return statistics.median(self.all_seconds)
 
     @property
     def outside(self) -> float:
@@ -75,7 +80,7 @@ def decode_times(model: Any, prompt: Tensor, tokens: int) -> DecodeTimes:
     for event in profiler.key_averages():
         kinds[_kind(event.key)] += event.self_cpu_time_total * 1e-6 / profiled
     kinds["Python"] = max(0.0, 1 - sum(kinds.values()))
-    return DecodeTimes(statistics.median(times), dict(sorted(kinds.items(), key=lambda item: -item[1])))
+    return DecodeTimes(tuple(times), dict(sorted(kinds.items(), key=lambda item: -item[1])))
 
 
 def _kind(operator: str) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cpumoe import _core
-from cpumoe.bench.workload import Shape, fitting_scheme, random_routing, rotating_experts
+from cpumoe.bench.workload import Shape, random_routing, rotating_experts
 from cpumoe.experts import Experts
 from cpumoe.scheme import Scheme
 
@@ -151,8 +151,7 @@ def _packed(experts: Experts) -> Tensor:
 
 
 def bench_shape(shape: Shape, scheme: Scheme, tokens: list[int], dtype: torch.dtype, budget: float) -> Iterator[Row]:
-    """Rows of cpumoe itself for one shape and scheme."""
-    scheme = fitting_scheme(scheme, shape)
+    """Rows of cpumoe itself for one shape and a scheme that fits it."""
     layers = rotating_experts(shape, scheme)
     bytes_per_expert = layers[0].packed_bytes / shape.experts
     for count in tokens:

@@ -10,26 +10,46 @@ from collections.abc import Sequence
 
 from cpumoe import __version__
 from cpumoe.cli import bench, chat, check, demo, doctor, eval, explain, generate, inspect, quantize, serve
+from cpumoe.cli.arguments import add_threads, use_threads
+from cpumoe_command import INTERRUPTED, interrupted
 
 _COMMANDS = (demo, generate, chat, serve, quantize, inspect, check, eval, explain, bench, doctor)
+_COMPUTE_NOTHING = ("inspect", "explain")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Exit codes: 0 done, 1 the command found something wrong, 2 bad arguments."""
-    parser = argparse.ArgumentParser(prog="cpumoe", description="Quantised mixture-of-experts models on CPUs.")
-    parser.add_argument("--version", action="version", version=f"cpumoe {__version__}")
-    parser.add_argument("-v", "--verbose", action="store_true", help="show what is chosen and why")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in _COMMANDS:
-        module.add_command(commands)
-    arguments = parser.parse_args(argv)
+    """Runs one command.
+
+    Exit codes: 0 done, 1 the command found something wrong, 2 bad arguments, 130 ended by Ctrl-C.
+    """
+    arguments = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, format="%(name)s: %(message)s")
+    if getattr(arguments, "threads", None) is not None:
+        use_threads(arguments.threads)
     try:
         code: int = arguments.run(arguments)
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit succeeds
         return 0
+    except KeyboardInterrupt:  # where the process does not leave at once, as when Python code calls this
+        print(interrupted(arguments.command), file=sys.stderr)
+        return INTERRUPTED
     except (ValueError, RuntimeError, OSError) as problem:
         print(f"cpumoe {arguments.command}: {problem}", file=sys.stderr)
         return 2
     return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="cpumoe", description="Quantised mixture-of-experts models on CPUs.")
+    parser.add_argument("--version", action="version", version=f"cpumoe {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for module in _COMMANDS:
+        module.add_command(commands)
+    # Before the command or behind it: a parser of a command must not put its default over what was given before.
+    for each, default in ((parser, False), *((of, argparse.SUPPRESS) for of in commands.choices.values())):
+        each.add_argument("-v", "--verbose", action="store_true", default=default, help="show what is chosen and why")
+    for name, of in commands.choices.items():
+        if name not in _COMPUTE_NOTHING:
+            add_threads(of)
+    return parser

@@ -13,14 +13,22 @@ import torch
 from cpumoe import _core
 from cpumoe.bench.measure import Row, bench_shape
 from cpumoe.bench.report import plot, table, write_json
-from cpumoe.bench.workload import SHAPES, Shape
-from cpumoe.cpu import set_num_threads
+from cpumoe.bench.workload import SHAPES, Shape, fitting_scheme
+from cpumoe.cli.arguments import (
+    check_scheme_fits,
+    instruction_set,
+    positive,
+    scheme_name,
+    seconds,
+    size_in_features,
+)
 from cpumoe.demo_model import measured_load
 from cpumoe.scheme import Scheme
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
+_DEFAULT_SCHEME = Scheme.parse("w4a8-g128")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -32,9 +40,15 @@ def add_command(commands: Commands) -> None:
         "the instruction set in use. Weights rotate through more than 1 GB, so that decode reads DRAM.",
     )
     parser.add_argument("--shape", action="append", choices=sorted(SHAPES), help="known model; may be repeated")
-    for name in ("hidden", "intermediate", "experts", "topk"):
-        parser.add_argument(f"--{name}", type=int, help="a shape of your own (give all four)")
-    parser.add_argument("--scheme", action="append", help="scheme; may be repeated (w4a8-g128)")
+    sizes = {"hidden": size_in_features, "intermediate": size_in_features, "experts": positive, "topk": positive}
+    for name, kind in sizes.items():
+        parser.add_argument(f"--{name}", type=kind, metavar="N", help="a shape of your own (give all four)")
+    parser.add_argument(
+        "--scheme",
+        type=scheme_name,
+        action="append",
+        help="scheme; may be repeated (w4a8-g128, or the largest groups that fit the shape)",
+    )
     parser.add_argument("--tokens", type=_token_list, default=[1, 8, 64, 512, 2048], help="such as 1,8,64,512,2048")
     parser.add_argument(
         "--routing",
@@ -42,10 +56,11 @@ def add_command(commands: Commands) -> None:
         default="uniform",
         help="how tokens choose experts: all alike, or as in the model that comes with the package",
     )
-    parser.add_argument("--isa", action="append", help="instruction set; may be repeated (the one in use)")
-    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument(
+        "--isa", type=instruction_set, action="append", help="instruction set; may be repeated (the one in use)"
+    )
     parser.add_argument("--dtype", choices=sorted(_DTYPES), default="bf16", help="of the hidden states")
-    parser.add_argument("--seconds", type=float, default=2.0, help="time for each row")
+    parser.add_argument("--seconds", type=seconds, metavar="F", default=2.0, help="time for each row (2)")
     parser.add_argument("--peers", action="store_true", help="also other systems, where they are installed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a roofline (PNG) to FILE")
@@ -69,7 +84,7 @@ def _shapes(arguments: argparse.Namespace) -> list[Shape]:
         if None in sizes:
             raise ValueError("a shape of your own needs --hidden, --intermediate, --experts and --topk")
         hidden, intermediate, experts, topk = sizes
-        if not 1 <= topk <= experts:
+        if topk > experts:
             raise ValueError(f"--topk {topk}; 1 to {experts} are accepted")
         shapes.append(Shape(f"{hidden}x{intermediate}x{experts}x{topk}", *sizes))
     shapes = shapes or [SHAPES["qwen3-30b-a3b"]]
@@ -84,7 +99,10 @@ def _note(line: str) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     shapes = _shapes(arguments)
-    schemes = [Scheme.parse(name) for name in arguments.scheme or ["w4a8-g128"]]
+    schemes = [Scheme.parse(name) for name in arguments.scheme or []]
+    for shape in shapes:
+        for scheme in schemes:
+            check_scheme_fits(f"--scheme {scheme} for {shape.name}", scheme, shape.hidden, shape.intermediate)
     dtype = _DTYPES[arguments.dtype]
     if arguments.plot is not None:
         try:
@@ -94,12 +112,11 @@ def run(arguments: argparse.Namespace) -> int:
     for path in (arguments.json, arguments.plot):
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"{path}: there is no folder {path.absolute().parent}")
-    set_num_threads(arguments.threads)
     rows: list[Row] = []
     for isa in arguments.isa or [""]:
         _core.use_isa(isa)
         for shape in shapes:
-            for scheme in schemes:
+            for scheme in schemes or [fitting_scheme(_DEFAULT_SCHEME, shape)]:
                 for row in bench_shape(shape, scheme, arguments.tokens, dtype, arguments.seconds):
                     rows.append(row)
                     _note(f"{row.shape} {row.scheme} {row.isa} T={row.tokens}: {row.ms_median:.3f} ms")

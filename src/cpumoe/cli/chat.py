@@ -7,10 +7,9 @@ import logging
 import sys
 from typing import TYPE_CHECKING
 
+from cpumoe.cli.arguments import find_models
 from cpumoe.cli.generation import (
-    Session,
     add_model_arguments,
-    add_sampling_arguments,
     check_folder,
     context_length,
     is_decoded,
@@ -18,8 +17,15 @@ from cpumoe.cli.generation import (
     load_tokenizer,
     prepare_transformers,
     render_chat,
+)
+from cpumoe.cli.sampling import (
+    add_sampling_arguments,
+    check_sampling_arguments,
+    generation_config,
     sampling_options,
 )
+from cpumoe.generation.session import Session
+from cpumoe_command import interrupts_raised
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -102,23 +108,17 @@ def _note(line: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        session, conversation = _start(arguments)
-    except KeyboardInterrupt:
-        return 130
-    _talk(session, conversation)
-    return 0
-
-
-def _start(arguments: argparse.Namespace) -> tuple[Session, Conversation]:
-    options = sampling_options(arguments)
+    check_sampling_arguments(arguments)
+    find_models(arguments, "model")
     check_folder(arguments.model)
     prepare_transformers()
+    options = sampling_options(arguments, generation_config(arguments.model))
     tokenizer = load_tokenizer(arguments.model)
     conversation = Conversation(tokenizer, context_length(arguments.model), arguments.max_new_tokens)
     conversation.set_system(arguments.system)  # also finds out whether there is a chat template, before the model loads
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that is not UTF-8 gets "?"
-    return Session(load_model(arguments), tokenizer, options), conversation
+    _talk(Session(load_model(arguments), tokenizer, options, arguments.stop or ()), conversation)
+    return 0
 
 
 def _talk(session: Session, conversation: Conversation) -> None:
@@ -150,7 +150,8 @@ def _read() -> str | None:
     interactive = sys.stdin.isatty()
     while True:
         try:
-            line = input("> " if interactive else "").strip()
+            with interrupts_raised():
+                line = input("> " if interactive else "").strip()
             if is_decoded(line):
                 return line
             _note("that was not UTF-8; please type it again")

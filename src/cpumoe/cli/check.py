@@ -10,24 +10,24 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from cpumoe import cpu, reference
-from cpumoe.checkpoint import Checkpoint, TensorCheck
-from cpumoe.errors import CheckpointError, UnsupportedScheme
+from cpumoe.checkpoint import LAYER, Checkpoint, TensorCheck
+from cpumoe.cli.arguments import add_download, add_model, find_models, instruction_set, scheme_name
+from cpumoe.errors import CheckpointError, UnsupportedScheme, printable
 from cpumoe.expert_sources import ExpertSource, FloatPerExpert, FusedFloat, QuantizedPerExpert
 from cpumoe.experts import Experts
 from cpumoe.formats.compressed_tensors import LinearFormat
 from cpumoe.formats.tensor_file import DTYPES
-from cpumoe.loading import LAYER, LinearSource, architecture_if_needed, experts_of, find_linears, load_experts
+from cpumoe.loading import LinearSource, architecture_if_needed, experts_of, find_linears, load_experts
+from cpumoe.ops import unpack
 from cpumoe.quantize import quantize_weight
 from cpumoe.scheme import Scheme
 from cpumoe.selftest import using_isa
-from cpumoe.unpack import unpack
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -245,7 +245,7 @@ def _check_experts(
         return list(weights.values())
 
     if experts is None:
-        for expert in range(config.experts):
+        for expert in range(config.local_experts):
             compared(expert)
         result.problems.append(refusal)
         return
@@ -264,11 +264,11 @@ def _check_experts(
             quantize=True,
         )
 
-    topk = min(config.experts, checkpoint.architecture.facts(checkpoint.text_config).topk)
-    count = tokens or max(_FEWEST_TOKENS, 2 + math.ceil(config.experts / topk))  # two are special
-    x, (ids, weights) = _inputs(count, config.hidden_size), _routing(count, config.experts, topk)
+    topk = min(config.local_experts, checkpoint.architecture.facts(checkpoint.text_config).topk)
+    count = tokens or max(_FEWEST_TOKENS, 2 + math.ceil(config.local_experts / topk))  # two are special
+    x, (ids, weights) = _inputs(count, config.hidden_size), _routing(count, config.local_experts, topk)
     truth = reference.sum_of_experts(reference.quantize_activations(x), ids, weights, plain)
-    for expert in set(range(config.experts)) - set(ids.flatten().tolist()):  # with few tokens
+    for expert in set(range(config.local_experts)) - set(ids.flatten().tolist()):  # with few tokens
         compared(expert)
     layer = experts
     _run(result, lambda some: layer(x[some], ids[some], weights[some]), truth, tolerance or _EXPERTS_TOLERANCE)
@@ -302,8 +302,11 @@ def add_command(commands: Commands) -> None:
         "weights with the file to the bit and their outputs with the arithmetic in plain PyTorch. Exit code 0: all "
         "agree; 1: some do not, the first is named; 2: there is nothing that could be checked.",
     )
-    parser.add_argument("model", type=Path, metavar="MODEL", help="checkpoint folder, quantised or float")
-    parser.add_argument("--scheme", help="for a float checkpoint: what to quantise its experts to, such as w4a8-g128")
+    add_model(parser)
+    parser.add_argument(
+        "--scheme", type=scheme_name, help="for a float checkpoint: what to quantise its experts to, such as w4a8-g128"
+    )
+    add_download(parser)
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens per layer (enough for every expert)")
     parser.add_argument("--layers", type=_layer_list, metavar="LIST", help="only these, such as 0,5 (all)")
     parser.add_argument(
@@ -313,7 +316,7 @@ def add_command(commands: Commands) -> None:
         help=f"relative difference of a token that is accepted ({_EXPERTS_TOLERANCE:g} for experts, which quantise "
         f"twice, {_LINEAR_TOLERANCE:g} for linears)",
     )
-    parser.add_argument("--isa", help="instruction set (the one in use)")
+    parser.add_argument("--isa", type=instruction_set, help="instruction set (the one in use)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -333,6 +336,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--tokens {arguments.tokens}; 3 or more are accepted (one is zero, one has an outlier)")
     if arguments.tolerance is not None and not 0 < arguments.tolerance < math.inf:
         raise ValueError(f"--tolerance {arguments.tolerance}; a positive number is accepted")
+    find_models(arguments, "model")
     scheme = None if arguments.scheme is None else Scheme.parse(arguments.scheme)
     using = nullcontext() if arguments.isa is None else using_isa(arguments.isa)
     with Checkpoint.open(arguments.model) as checkpoint, using:
@@ -434,7 +438,7 @@ def _layer_text(layer: str, results: list[Result]) -> str:
             lines += [f"    {title}{text}" for text in texts[:_MAX_LISTED]]
             if len(texts) > _MAX_LISTED:
                 lines.append(f"    {title}{result.name}: {len(texts) - _MAX_LISTED} more; --json lists all")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))  # names are those of the files, whatever they hold
 
 
 def _summary_text(facts: dict[str, Any]) -> str:
@@ -443,4 +447,4 @@ def _summary_text(facts: dict[str, Any]) -> str:
     text = f"{good} of {count} layers agree with the reference ({details})"
     if facts["warnings"]:
         text += f"; {facts['warnings']} warnings"
-    return text if facts["agrees"] else f"{text}\nthe first that differs: {facts['first_difference']}"
+    return text if facts["agrees"] else f"{text}\nthe first that differs: {printable(facts['first_difference'])}"

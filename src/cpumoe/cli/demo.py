@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cpumoe import cpu, demo_model, reference
+from cpumoe.bench.machine_load import MachineLoad, doubt
 from cpumoe.cli import demo_layer
+from cpumoe.cli.arguments import positive, refuse_given
 from cpumoe.experts import Experts
 from cpumoe.linear import QuantizedLinear
-from cpumoe.unpack import unpack
+from cpumoe.ops import unpack
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,6 +27,8 @@ PROMPTS = (
     "import os\nimport sys\n\n\ndef main(argv=None):\n",
 )
 
+_TOKENS = 64
+
 
 def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
@@ -34,7 +38,7 @@ def add_command(commands: Commands) -> None:
         "prompts, and says how fast that was, where the time went, which experts were used, and how it compares with "
         "the same model in float. With --layer: one layer of Qwen3-30B-A3B's shape instead, measured and checked.",
     )
-    parser.add_argument("--tokens", type=int, default=64, help="tokens of each completion (64)")
+    parser.add_argument("--tokens", type=positive, metavar="N", help=f"tokens of each completion ({_TOKENS})")
     parser.add_argument("--layer", action="store_true", help="one large layer with random weights instead")
     demo_layer.add_options(parser)
     parser.set_defaults(run=run)
@@ -42,16 +46,19 @@ def add_command(commands: Commands) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.layer:
+        refuse_given(arguments, "with --layer, which completes nothing", "tokens")
         return demo_layer.run(arguments)
-    if arguments.tokens < 2:
-        raise ValueError(f"--tokens {arguments.tokens}; 2 or more are accepted")
-    return _complete(arguments.tokens)
+    refuse_given(arguments, "without --layer", *demo_layer.OPTIONS)
+    if arguments.tokens == 1:
+        raise ValueError("--tokens 1; 2 or more are accepted: the first comes with the prompt")
+    return _complete(arguments.tokens or _TOKENS)
 
 
 def _complete(tokens: int) -> int:
     from cpumoe.bench.generation import decode_times
-    from cpumoe.cli.generation import Session, load_tokenizer, prepare_transformers
+    from cpumoe.cli.generation import load_tokenizer, prepare_transformers
     from cpumoe.expert_load import count_expert_load
+    from cpumoe.generation.session import Session
 
     prepare_transformers()
     from cpumoe.plugins.transformers import load_model
@@ -66,7 +73,7 @@ def _complete(tokens: int) -> int:
         f"{config.num_experts_per_tok} per token, trained on the Python standard library.\n"
         f"Loaded in {seconds:.1f} s; {cpu.isa()} kernels, {cpu.get_num_threads()} threads."
     )
-    options = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1}
+    options = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 0, "repetition_penalty": 1.1}
     torch.manual_seed(3)
     rates: list[float] = []
     with count_expert_load(model) as load:
@@ -82,6 +89,7 @@ def _complete(tokens: int) -> int:
     print(f"\n{max(rates):.0f} tokens per second; {used} of {every} experts were used.")
 
     ids = torch.tensor([tokenizer.encode(PROMPTS[0])])
+    load_of_others = MachineLoad()
     packed_times = decode_times(model, ids, 32)
     parts = ", ".join(f"{kind} {share:.0%}" for kind, share in packed_times.shares.items() if share >= 0.01)
     print(f"Where a token's {packed_times.seconds * 1e3:.1f} ms go: {parts}.")
@@ -93,6 +101,8 @@ def _complete(tokens: int) -> int:
         f"{plain_times.seconds * 1e3:.1f} ms a token, {_bytes(plain) * 1e-6:.0f} MB of weights instead of "
         f"{_bytes(model) * 1e-6:.0f} MB."
     )
+    if said := doubt(load_of_others.taken_by_others(), packed_times.all_seconds, plain_times.all_seconds):
+        print(said)
     bits = demo_model.quality()["bits_per_byte"]
     print(
         f"Held-out text: {bits['w4a8-g128 calibrated']:.4f} bits per byte as shipped, {bits['float']:.4f} in float "

@@ -12,29 +12,38 @@ from torch import Tensor
 
 import cpumoe
 from cpumoe import reference
+from cpumoe.bench.machine_load import MachineLoad, doubt
 from cpumoe.bench.workload import SHAPES, Shape
+from cpumoe.cli.arguments import check_scheme_fits, positive, scheme_name
+from cpumoe.scheme import Scheme
 from cpumoe.selftest import using_isa
+
+#: What has no meaning without ``--layer``.
+OPTIONS = ("scheme", "experts")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--scheme", default="w4a8-g128", help="of the layer (w4a8-g128)")
-    parser.add_argument("--experts", type=int, default=64, help="experts of the layer (64; Qwen3-30B-A3B has 128)")
+    group = parser.add_argument_group("with --layer")
+    group.add_argument("--scheme", type=scheme_name, help="of the layer (w4a8-g128)")
+    group.add_argument("--experts", type=positive, metavar="N", help="of the layer (64; Qwen3-30B-A3B has 128)")
 
 
 Inputs = tuple[Tensor, Tensor, Tensor]  # hidden states, ids, weights
 
 
-def _median_ms(call: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: list[Inputs], seconds: float = 1.0) -> float:
-    """The inputs are taken in turn: their experts differ, so that weights come from memory and not from a cache."""
+def _seconds(
+    call: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: list[Inputs], budget: float = 1.0
+) -> list[float]:
+    """Of each call. Inputs are taken in turn: their experts differ, so that weights come from memory, not a cache."""
     call(*inputs[0])
     times: list[float] = []
-    end = time.perf_counter() + seconds
+    end = time.perf_counter() + budget
     while time.perf_counter() < end or len(times) < 3:
         arguments = inputs[len(times) % len(inputs)]
         start = time.perf_counter()
         call(*arguments)
         times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e3
+    return times
 
 
 def _relative_error(value: Tensor, truth: Tensor) -> float:
@@ -43,7 +52,9 @@ def _relative_error(value: Tensor, truth: Tensor) -> float:
 
 def run(arguments: argparse.Namespace) -> int:
     model = SHAPES["qwen3-30b-a3b"]
-    shape = Shape(model.name, model.hidden, model.intermediate, arguments.experts, model.topk)
+    scheme = Scheme.parse(arguments.scheme or "w4a8-g128")
+    check_scheme_fits(f"--scheme {scheme}", scheme, model.hidden, model.intermediate)
+    shape = Shape(model.name, model.hidden, model.intermediate, arguments.experts or 64, model.topk)
     if shape.experts < shape.topk:
         raise ValueError(f"--experts {shape.experts}; {shape.topk} or more are accepted")
     print(
@@ -55,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     down = torch.randn((shape.experts, shape.hidden, shape.intermediate), generator=generator) * 0.02
     gate_up, down = gate_up.bfloat16(), down.bfloat16()
     start = time.perf_counter()
-    layer = cpumoe.Experts.quantize(gate_up, down, arguments.scheme)
+    layer = cpumoe.Experts.quantize(gate_up, down, scheme)
     seconds = time.perf_counter() - start
     float_bytes = 2 * (gate_up.numel() + down.numel())
     bits = 8 * layer.packed_bytes / (gate_up.numel() + down.numel())
@@ -81,16 +92,22 @@ def run(arguments: argparse.Namespace) -> int:
 
         return reference.sum_of_experts(x, ids, weights, expert).to(x.dtype)
 
+    doubts: list[str | None] = []
     print("tokens   cpumoe ms   PyTorch bf16 ms   faster by")
     for tokens in (1, 16, 256):
         inputs = [(x.bfloat16(), ids, weights) for x, ids, weights in (routed(tokens) for _ in range(8))]
-        own, torch_ms = _median_ms(layer, inputs), _median_ms(torch_layer, inputs)
+        load_of_others = MachineLoad()
+        times = _seconds(layer, inputs), _seconds(torch_layer, inputs)
+        own, torch_ms = (statistics.median(each) * 1e3 for each in times)
+        doubts.append(doubt(load_of_others.taken_by_others(), *times))
         print(f"{tokens:6}   {own:9.3f}   {torch_ms:15.3f}   {torch_ms / own:8.1f}x")
+    if said := next(filter(None, doubts), None):
+        print(said)
 
     x, ids, weights = routed(64)
     result = layer(x, ids, weights)
     truth = reference.experts(x, ids, weights, *float_weights, None, None, activation, quantize=False)
-    same = cpumoe.Experts.quantize(gate_up, down, arguments.scheme, backend="reference")(x, ids, weights)
+    same = cpumoe.Experts.quantize(gate_up, down, scheme, backend="reference")(x, ids, weights)
     print(
         f"\nAgainst the float layer: relative error {_relative_error(result, truth):.3f} (random weights; this is what "
         f"{layer.config.scheme.weights.bits} bits cost)."

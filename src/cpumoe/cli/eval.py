@@ -9,16 +9,22 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpumoe.errors import UnsupportedScheme
-from cpumoe.evaluate import Comparison, Evaluation, compare, perplexity
+from cpumoe.cli.arguments import FLOAT, find_models, positive, read_text
+from cpumoe.cli.generation import (
+    add_model_arguments,
+    check_folder,
+    check_schemes,
+    context_length,
+    is_quantized,
+    load_model,
+    load_tokenizer,
+    prepare_transformers,
+)
+from cpumoe.evaluate import DEFAULT_WINDOW, Comparison, Evaluation, compare, perplexity
 from cpumoe.expert_load import count_expert_load
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
-
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
 
 
 def add_command(commands: Commands) -> None:
@@ -28,18 +34,26 @@ def add_command(commands: Commands) -> None:
         description="Measures how well a model predicts a text; with --against also how far it is from the float "
         "model it was made of (KL divergence, agreement on tokens and on experts).",
     )
-    parser.add_argument("model", type=Path, metavar="MODEL", help="checkpoint folder, quantised or float")
-    parser.add_argument("--text", type=Path, metavar="FILE", required=True, help="text to predict, UTF-8")
-    parser.add_argument("--against", type=Path, metavar="FLOAT", help="checkpoint folder of the float model")
+    add_model_arguments(parser)
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", required=True, help="text to predict, UTF-8; - is standard input"
+    )
+    parser.add_argument("--against", type=Path, metavar="FLOAT", help="the float model: a folder or an id, as MODEL")
     parser.add_argument("--experts", action="store_true", help="also the hottest and the never used experts")
     parser.add_argument("--heatmap", type=Path, metavar="FILE", help="write the load of all experts (PNG) to FILE")
-    parser.add_argument("--window", type=int, default=1024, metavar="N", help="tokens seen at a time (1024)")
     parser.add_argument(
-        "--stride", type=int, metavar="N", help="tokens between the ends of windows (half a window; more is faster)"
+        "--window",
+        type=positive,
+        metavar="N",
+        help=f"tokens seen at a time ({DEFAULT_WINDOW}, or the model's positions if these are fewer)",
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N characters of the text")
-    parser.add_argument("--scheme", help="for a float MODEL: quantise its experts, such as w4a8-g128, or float")
-    parser.add_argument("--linears", help="quantise the other linears too, such as w4a8-g128")
+    parser.add_argument(
+        "--stride",
+        type=positive,
+        metavar="N",
+        help="tokens between the ends of windows (half a window; more is faster)",
+    )
+    parser.add_argument("--limit", type=positive, metavar="N", help="only the first N characters of the text")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -48,20 +62,22 @@ def run(arguments: argparse.Namespace) -> int:
     # Whatever can be refused is refused before a model is loaded, which may take minutes.
     text = _read_text(arguments.text, arguments.limit)
     _check_picture(arguments.heatmap)
-    for folder in (arguments.model, arguments.against):
-        if folder is not None and not folder.is_dir():
-            raise ValueError(f"{folder}: there is no such folder; a checkpoint folder is accepted")
-    tokenizer = _load_tokenizer(arguments.model)
-    from cpumoe.plugins.transformers import load_model
-
-    model = load_model(arguments.model, scheme=arguments.scheme, linears=arguments.linears)
+    find_models(arguments, "model", "against")
+    check_folder(arguments.model)
+    check_schemes(arguments)
+    if arguments.against is not None and is_quantized(arguments.against):
+        raise ValueError(f"--against {arguments.against}: this is quantised; a float model is accepted")
+    prepare_transformers()
+    tokenizer = load_tokenizer(arguments.model)
+    # verbose=False: that a text is longer than the model's positions is what windows are for.
+    _check_windows(arguments, len(tokenizer(text, verbose=False)["input_ids"]))
+    model = load_model(arguments)
     against = None
     if arguments.against is not None:
-        try:
-            against = load_model(arguments.against, scheme="float")
-        except UnsupportedScheme:
-            raise ValueError(f"--against {arguments.against}: this is quantised; a float model is accepted") from None
-    settings = {"window": arguments.window, "stride": arguments.stride}
+        from cpumoe.plugins import transformers
+
+        against = transformers.load_model(arguments.against, scheme=FLOAT)
+    settings: dict[str, Any] = {"window": arguments.window, "stride": arguments.stride}
     if sys.stderr.isatty():
         settings["progress"] = _show_progress
     comparison = None
@@ -96,18 +112,30 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _read_text(path: Path, limit: int | None) -> str:
-    if limit is not None and limit < 1:
-        raise ValueError(f"--limit {limit}; 1 or more is accepted")
-    if not path.is_file():
+    if str(path) != "-" and not path.is_file():
         raise ValueError(f"--text {path}: there is no such file")
-    try:
-        # Not read_text, which turns \r\n into \n: the bytes of the file are what is measured.
-        text = path.read_bytes().decode("utf-8-sig")[:limit]
-    except UnicodeDecodeError as problem:
-        raise ValueError(f"--text {path}: byte {problem.start} is not UTF-8; UTF-8 text is accepted") from None
+    text = read_text(path, f"--text {path}")[:limit]
     if not text.strip():
-        raise ValueError(f"--text {path}: the file is empty")
+        raise ValueError(f"--text {path}: there is no text in it")
     return text
+
+
+def _check_windows(arguments: argparse.Namespace, tokens: int) -> None:
+    """Refuses windows that no text or no model fills: they would be cut, and with them what was asked for."""
+    folders = [folder for folder in (arguments.model, arguments.against) if folder is not None]
+    positions = min((length for folder in folders if (length := context_length(folder)) is not None), default=None)
+    window = arguments.window
+    if window is not None and positions is not None and window > positions:
+        raise ValueError(f"--window {window}: the model has {positions} positions; 1 to {positions} are accepted")
+    if window is not None and window > tokens:
+        raise ValueError(f"--window {window}: the text has {tokens} tokens; 1 to {tokens} are accepted")
+    if arguments.stride is None:
+        return
+    window = window or min(DEFAULT_WINDOW, positions or DEFAULT_WINDOW)
+    if arguments.stride > window:
+        raise ValueError(f"--stride {arguments.stride}; 1 to {window} (the window) are accepted")
+    if tokens <= window:
+        raise ValueError(f"--stride has no effect: the {tokens} tokens of the text are seen in one window of {window}")
 
 
 def _check_picture(path: Path | None) -> None:
@@ -121,19 +149,6 @@ def _check_picture(path: Path | None) -> None:
         raise ValueError(f"--heatmap {path}: this is a folder; the name of a file is accepted")
     if not path.absolute().parent.is_dir():
         raise ValueError(f"--heatmap {path}: there is no folder {path.absolute().parent}")
-
-
-def _load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise ValueError(f"{folder}: there is no tokenizer in this folder; copy tokenizer.json and its like there")
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        raise RuntimeError("eval needs transformers: pip install 'cpumoe[transformers]'") from None
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as problem:  # tokenizers raises a bare Exception for a damaged tokenizer.json
-        raise RuntimeError(f"{folder}: the tokenizer cannot be loaded: {problem}") from problem
 
 
 def _show_progress(done: int, total: int) -> None:

@@ -13,6 +13,14 @@ import torch
 from cpumoe.activation import KINDS, Activation
 from cpumoe.backends import explain, select_backend
 from cpumoe.checkpoint import Checkpoint
+from cpumoe.cli.arguments import (
+    add_download,
+    check_scheme_fits,
+    find_models,
+    positive,
+    refuse_given,
+    size_in_features,
+)
 from cpumoe.config import MoEConfig
 from cpumoe.errors import NoBackend
 from cpumoe.loading import experts_of
@@ -24,6 +32,7 @@ if TYPE_CHECKING:
 
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_OF_A_LAYER = ("hidden", "intermediate", "experts", "activation", "not_gated", "routing", "scale_dtype")
 
 
 def add_command(commands: Commands) -> None:
@@ -32,14 +41,20 @@ def add_command(commands: Commands) -> None:
         help="which backend serves a model or a scheme, and why the others do not",
         description="Asks every backend about the experts of a checkpoint, or about a layer that the options describe.",
     )
-    parser.add_argument("what", metavar="MODEL|SCHEME", help="checkpoint folder, or scheme such as w4a8-g128")
-    parser.add_argument("--hidden", type=int, default=2048)
-    parser.add_argument("--intermediate", type=int, default=768)
-    parser.add_argument("--experts", type=int, default=128)
-    parser.add_argument("--activation", choices=sorted(KINDS), default="silu")
-    parser.add_argument("--not-gated", action="store_true", help="gate_up has no up rows")
-    parser.add_argument("--routing", choices=[m.value for m in RoutingMethod], default=RoutingMethod.RENORMALIZE.value)
-    parser.add_argument("--scale-dtype", choices=sorted(_DTYPES), default="fp32", help="of the weight scales")
+    parser.add_argument(
+        "what",
+        metavar="MODEL|SCHEME",
+        help="checkpoint folder, id on the Hugging Face hub (owner/name), or scheme (w4a8-g128)",
+    )
+    layer = parser.add_argument_group("the layer, for a SCHEME (a MODEL has its own)")
+    layer.add_argument("--hidden", type=size_in_features, metavar="N", help="hidden size (2048)")
+    layer.add_argument("--intermediate", type=size_in_features, metavar="N", help="intermediate size (768)")
+    layer.add_argument("--experts", type=positive, metavar="N", help="how many (128)")
+    layer.add_argument("--activation", choices=sorted(KINDS), help="(silu)")
+    layer.add_argument("--not-gated", action="store_true", help="gate_up has no up rows")
+    layer.add_argument("--routing", choices=[m.value for m in RoutingMethod], help="(renormalize)")
+    layer.add_argument("--scale-dtype", choices=sorted(_DTYPES), help="of the weight scales (fp32)")
+    add_download(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
@@ -56,23 +71,38 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _layers(arguments: argparse.Namespace) -> dict[MoEConfig, int]:
     """The different layers to ask about, and how many there are of each."""
-    folder = Path(arguments.what)
-    if not folder.is_dir():
-        config = MoEConfig(
-            Scheme.parse(arguments.what),
-            arguments.experts,
-            arguments.hidden,
-            arguments.intermediate,
-            Activation(arguments.activation, gated=False if arguments.not_gated else None),
-            scale_dtype=_DTYPES[arguments.scale_dtype],
-            routing=RoutingMethod(arguments.routing),
-        )
-        return {config: 1}
-    with Checkpoint.open(folder) as checkpoint:
+    what = Path(arguments.what).expanduser()
+    if not what.is_dir() and "/" not in arguments.what:
+        refuse_given(arguments, f"for the scheme {arguments.what}", "download")
+        return {_described(arguments): 1}
+    refuse_given(arguments, f"for a model, whose layers {arguments.what} has", *_OF_A_LAYER)
+    arguments.model = what
+    find_models(arguments, "model")
+    with Checkpoint.open(arguments.model) as checkpoint:
         found = Counter(source.config for source in experts_of(checkpoint).values())
     if not found:
-        raise ValueError(f"{folder} has no quantised experts; name a scheme instead, such as w4a8-g128")
+        raise ValueError(f"{arguments.what} has no quantised experts; name a scheme instead, such as w4a8-g128")
     return found
+
+
+def _described(arguments: argparse.Namespace) -> MoEConfig:
+    """The layer of the options."""
+    scheme, activation = Scheme.parse(arguments.what), arguments.activation or "silu"
+    hidden, intermediate = arguments.hidden or 2048, arguments.intermediate or 768
+    check_scheme_fits(str(scheme), scheme, hidden, intermediate)
+    try:
+        function = Activation(activation, gated=False if arguments.not_gated else None)
+    except ValueError:  # some are made of gate and up
+        raise ValueError(f"--not-gated does not go with --activation {activation}, which needs a gate") from None
+    return MoEConfig(
+        scheme,
+        arguments.experts or 128,
+        hidden,
+        intermediate,
+        function,
+        scale_dtype=_DTYPES[arguments.scale_dtype or "fp32"],
+        routing=RoutingMethod(arguments.routing or RoutingMethod.RENORMALIZE.value),
+    )
 
 
 def _answer(config: MoEConfig, layers: int) -> dict[str, Any]:

@@ -6,39 +6,42 @@ import argparse
 import json
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cpumoe.cli.arguments import find_models, read_text, refuse_given
 from cpumoe.cli.generation import (
-    Session,
     add_model_arguments,
-    add_sampling_arguments,
     check_folder,
     context_length,
     is_decoded,
     load_model,
     load_tokenizer,
-    peak_memory_bytes,
     prepare_transformers,
     render_chat,
+)
+from cpumoe.cli.sampling import (
+    add_sampling_arguments,
+    check_sampling_arguments,
+    generation_config,
     sampling_options,
 )
+from cpumoe.generation.session import Session, peak_memory_bytes
+from cpumoe_command import INTERRUPTED, interrupted
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
-
-_INTERRUPTED = 130  # what a shell expects of a program that Ctrl-C ended
 
 
 def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "generate",
         help="continue a text",
-        description="Continues a text and prints what comes as it comes; then, on stderr, one line of speeds.",
+        description="Continues a text and prints what comes as it comes; then, on stderr, one line of speeds. The text "
+        "is PROMPT, or a file, or what stands on standard input: cpumoe generate MODEL < prompt.txt.",
     )
     add_model_arguments(parser)
-    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="the text to continue")
-    parser.add_argument("--prompt-file", metavar="FILE", help="read the text from FILE (UTF-8); - is stdin")
+    parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="the text to continue; - is standard input")
+    parser.add_argument("--prompt-file", metavar="FILE", help="read the text from FILE (UTF-8)")
     parser.add_argument("--chat", action="store_true", help="ask the text as a question, by the chat template")
     add_sampling_arguments(parser, max_new_tokens=128)
     parser.add_argument("--no-stream", action="store_true", help="print the text when it is complete")
@@ -47,37 +50,36 @@ def add_command(commands: Commands) -> None:
 
 
 def _prompt(arguments: argparse.Namespace) -> str:
-    if (arguments.prompt is None) == (arguments.prompt_file is None):
-        raise ValueError("either PROMPT or --prompt-file is needed")
+    given, file = arguments.prompt, arguments.prompt_file
+    if given is not None and file is not None:
+        raise ValueError("both PROMPT and --prompt-file are given; one of them is accepted")
+    if given is None and file is None and (sys.stdin is None or sys.stdin.isatty()):
+        raise ValueError(
+            "there is no text to continue: PROMPT, --prompt-file FILE or standard input "
+            "(cpumoe generate MODEL < FILE) is accepted"
+        )
     text: str
-    if arguments.prompt is not None:
-        name, text = "PROMPT", arguments.prompt
+    if given is not None and given != "-":
+        name, text = "PROMPT", given
         if not is_decoded(text):
             raise ValueError("PROMPT is not UTF-8")
     else:
-        name = "stdin" if arguments.prompt_file == "-" else arguments.prompt_file
-        encoded = sys.stdin.buffer.read() if arguments.prompt_file == "-" else Path(name).read_bytes()
-        try:
-            text = encoded.decode("utf-8")
-        except UnicodeDecodeError as problem:
-            raise ValueError(f"{name} is not UTF-8: {problem.reason} at byte {problem.start}") from None
+        name = "standard input" if file in (None, "-") else f"--prompt-file {file}"
+        text = read_text(file or "-", name)
     if not text:
         raise ValueError(f"{name} is empty; there is nothing to continue")
     return text
 
 
 def run(arguments: argparse.Namespace) -> int:
-    try:
-        return _run(arguments)
-    except KeyboardInterrupt:  # while reading or loading; an answer ends by itself
-        return _INTERRUPTED
-
-
-def _run(arguments: argparse.Namespace) -> int:
+    if arguments.json:
+        refuse_given(arguments, "with --json, which prints at the end", "no_stream")
+    check_sampling_arguments(arguments)
     text = _prompt(arguments)
-    options = sampling_options(arguments)
+    find_models(arguments, "model")
     check_folder(arguments.model)
     prepare_transformers()
+    options = sampling_options(arguments, generation_config(arguments.model))
     tokenizer = load_tokenizer(arguments.model)
     prompt = render_chat(tokenizer, [{"role": "user", "content": text}]) if arguments.chat else tokenizer.encode(text)
     if not prompt:
@@ -99,7 +101,9 @@ def _run(arguments: argparse.Namespace) -> int:
         if streams:
             print(piece, end="", flush=True)
 
-    answer = Session(model, tokenizer, options).answer(prompt, arguments.max_new_tokens, show)
+    session = Session(model, tokenizer, options, arguments.stop or ())
+    answer = session.answer(prompt, arguments.max_new_tokens, show)
+    remark = [interrupted("generate")] if answer.finish == "interrupt" else []
     if arguments.json:
         facts = {
             "text": answer.text,
@@ -116,5 +120,7 @@ def _run(arguments: argparse.Namespace) -> int:
         print(json.dumps(facts, ensure_ascii=False, indent=1))
     else:
         print("" if streams else answer.text, flush=True)
-        print(answer.summary(), file=sys.stderr)
-    return _INTERRUPTED if answer.finish == "interrupt" else 0
+        remark.append(answer.summary())
+    if remark:
+        print("; ".join(remark), file=sys.stderr)
+    return INTERRUPTED if answer.finish == "interrupt" else 0

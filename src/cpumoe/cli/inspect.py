@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cpumoe.checkpoint import Checkpoint
+from cpumoe.cli.arguments import add_download, add_model, find_models, scheme_name
+from cpumoe.errors import printable
 from cpumoe.scheme import Scheme
 from cpumoe.survey import Survey
 
@@ -26,13 +27,17 @@ def add_command(commands: Commands) -> None:
         description="Shows architecture, schemes and sizes of a checkpoint, and everything that would stop it from "
         "being loaded, from its headers alone. Exit code 0: it would load; 1: it would not; 2: this is no checkpoint.",
     )
-    parser.add_argument("model", type=Path, metavar="MODEL", help="checkpoint folder, quantised or float")
-    parser.add_argument("--scheme", help="for a float checkpoint: sizes with its experts quantised, such as w4a8-g128")
+    add_model(parser)
+    parser.add_argument(
+        "--scheme", type=scheme_name, help="for a float checkpoint: sizes with its experts quantised, such as w4a8-g128"
+    )
+    add_download(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    find_models(arguments, "model")
     scheme = None if arguments.scheme is None else Scheme.parse(arguments.scheme)
     with Checkpoint.open(arguments.model) as checkpoint:
         facts = Survey(checkpoint, scheme).to_json()
@@ -78,7 +83,7 @@ def report(facts: dict[str, Any]) -> str:
             lines += [f"  {title} ({len(found)})", *(f"    {text}" for text in found[:_MAX_LISTED])]
             if len(found) > _MAX_LISTED:
                 lines.append(f"    and {len(found) - _MAX_LISTED} more; --json lists all")
-    return "\n".join(lines)
+    return "\n".join(map(printable, lines))  # names are those of the files, whatever they hold
 
 
 def _table(facts: dict[str, Any]) -> list[str]:

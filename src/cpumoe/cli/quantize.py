@@ -9,13 +9,27 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cpumoe.checkpoint import Checkpoint
 from cpumoe.checkpoint_quantizer import FLOAT, Report, quantize_checkpoint
+from cpumoe.cli.arguments import (
+    add_download,
+    add_model,
+    check_scheme_fits_model,
+    find_models,
+    positive,
+    refuse_given,
+    scheme_name,
+    scheme_or_float,
+    whole_number,
+)
 from cpumoe.formats.compressed_tensors import FORMS
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _MAX_LAYERS = 8  # of uncovered experts on screen
+_CALIBRATION_SAMPLES = 128
+_CALIBRATION_LENGTH = 512
 
 
 def add_command(commands: Commands) -> None:
@@ -26,21 +40,36 @@ def add_command(commands: Commands) -> None:
         "Memory stays below two layers of the model, whatever its size. The work is done in DST.partial; a run that "
         "was stopped goes on from there when it is started again with the same arguments.",
     )
-    parser.add_argument("src", type=Path, metavar="SRC", help="folder of a float checkpoint")
+    add_model(parser, "src", "SRC", "float model: ")
     parser.add_argument("dst", type=Path, metavar="DST", help="folder to make")
-    parser.add_argument("--scheme", default="w4a8-g128", help="of the experts (w4a8-g128)")
-    parser.add_argument("--linears", metavar="S", help=f"of the other linears: a scheme or {FLOAT} (as the experts)")
+    parser.add_argument("--scheme", type=scheme_name, default="w4a8-g128", help="of the experts (w4a8-g128)")
+    parser.add_argument(
+        "--linears",
+        type=scheme_or_float,
+        metavar="S",
+        help=f"of the other linears: a scheme or {FLOAT} (as the experts)",
+    )
     parser.add_argument("--format", choices=FORMS, default=FORMS[-1], help=f"on disk ({FORMS[-1]})")
     parser.add_argument(
         "--calibration", type=Path, metavar="FILE", help="text (.txt) or JSON lines with a text each (.jsonl): use GPTQ"
     )
-    parser.add_argument("--calibration-samples", type=int, default=128, metavar="N", help="sequences at most (128)")
-    parser.add_argument("--calibration-length", type=int, default=512, metavar="N", help="tokens of each (512)")
+    parser.add_argument(
+        "--calibration-samples", type=positive, metavar="N", help=f"sequences at most ({_CALIBRATION_SAMPLES})"
+    )
+    parser.add_argument(
+        "--calibration-length", type=whole_number(2), metavar="N", help=f"tokens of each ({_CALIBRATION_LENGTH})"
+    )
+    add_download(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.calibration is None:
+        refuse_given(arguments, "without --calibration", "calibration_samples", "calibration_length")
+    find_models(arguments, "src")
+    with Checkpoint.open(arguments.src) as checkpoint:
+        check_scheme_fits_model(arguments.scheme, checkpoint)
     start = time.perf_counter()
     report = quantize_checkpoint(
         arguments.src,
@@ -49,8 +78,8 @@ def run(arguments: argparse.Namespace) -> int:
         linears=arguments.linears,
         form=arguments.format,
         calibration=arguments.calibration,
-        calibration_samples=arguments.calibration_samples,
-        calibration_length=arguments.calibration_length,
+        calibration_samples=arguments.calibration_samples or _CALIBRATION_SAMPLES,
+        calibration_length=arguments.calibration_length or _CALIBRATION_LENGTH,
     )
     seconds = time.perf_counter() - start
     if arguments.json:

@@ -17,6 +17,7 @@ import torch
 
 from cpumoe.architectures import known_architecture
 from cpumoe.checkpoint import read_json
+from cpumoe.cli.arguments import find_models
 from cpumoe.cli.generation import (
     add_model_arguments,
     check_folder,
@@ -160,6 +161,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise RuntimeError(f"cpumoe serve needs {', '.join(missing)}: pip install 'cpumoe[serve]'")
     if arguments.sequential and arguments.memory_gb is not None:
         raise ValueError("--memory-gb has no effect with --sequential")
+    arguments.name = arguments.name or str(arguments.model)  # as it was typed
+    find_models(arguments, "model")
     check_folder(arguments.model)
     # Both end a server, at any time, in the same way; a shell may have told its background jobs to ignore SIGINT.
     before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -199,7 +202,7 @@ def _serve(arguments: argparse.Namespace, listener: socket.socket) -> bool:
     # Weights that are mapped from files do not lower the memory that is available, but they should stay in it.
     free = available - max(_model_bytes(model), available - available_bytes())
 
-    with server.Server(model, tokenizer, arguments.name or str(arguments.model), context) as served:
+    with server.Server(model, tokenizer, arguments.name, context) as served:
         obstacle: str | None = None
         if not arguments.sequential:
             plan = plan_cache(model.config, model.dtype, free, arguments.memory_gb)

@@ -5,15 +5,16 @@ Parsed here and not with the package of that name: it refuses files that its own
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from cpumoe.errors import CheckpointError, UnsupportedScheme
+from cpumoe.formats.name_patterns import NamePatterns, TimeBudget
 from cpumoe.quantize import pack_nibbles, unpack_nibbles
 from cpumoe.scheme import Scheme
 
@@ -88,15 +89,6 @@ class _Group:
     format: LinearFormat
 
 
-def _matches(pattern: str, name: str) -> bool:
-    if pattern.startswith("re:"):
-        try:
-            return re.match(pattern[3:], name) is not None
-        except (re.error, OverflowError, RecursionError) as problem:
-            raise CheckpointError(f"quantization_config has the pattern {pattern!r}: {problem}") from None
-    return pattern == name
-
-
 @dataclass(frozen=True)
 class QuantizationConfig:
     """Which modules of a checkpoint are quantised, and how."""
@@ -127,7 +119,9 @@ class QuantizationConfig:
         ]
         if not groups:
             raise CheckpointError("quantization_config has no config_groups")
-        return cls(tuple(groups), _strings(top.get("ignore"), "ignore"))
+        parsed = cls(tuple(groups), _strings(top.get("ignore"), "ignore"))
+        _ = parsed._patterns  # refuses those that are none
+        return parsed
 
     @classmethod
     def _parse_group(cls, name: str, group: Mapping[str, Any], default_form: object) -> _Group:
@@ -166,12 +160,19 @@ class QuantizationConfig:
 
         A group that names the module itself comes before one that names the class of all linears.
         """
-        if any(_matches(pattern, module) for pattern in self.ignore):
+        ignored, targeted = self._patterns
+        if ignored.match(module):
             return None
-        for group in self.groups:
-            if any(_matches(target, module) for target in group.targets):
+        for group, targets in zip(self.groups, targeted, strict=True):
+            if targets.match(module):
                 return group.format
         return next((group.format for group in self.groups if "Linear" in group.targets), None)
+
+    @cached_property
+    def _patterns(self) -> tuple[NamePatterns, list[NamePatterns]]:
+        """Of ``ignore``, and of each group's targets."""
+        budget = TimeBudget()
+        return NamePatterns(self.ignore, budget), [NamePatterns(group.targets, budget) for group in self.groups]
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:

@@ -7,12 +7,13 @@ for as long as the file is open, and a checkpoint may be larger than the machine
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import secrets
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -23,6 +24,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cpumoe.errors import CheckpointError
+from cpumoe.json_files import unique_fields
+from cpumoe.regular_files import open_regular
 
 #: Safetensors' names of dtypes.
 DTYPES = {
@@ -39,6 +42,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+_KIND = "a safetensors file"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 #: Data starts at a multiple of this, and so does every tensor whose predecessors have such sizes (packed weights do).
@@ -58,11 +62,20 @@ class TensorInfo:
         return f"{self.dtype} {list(self.shape)}"
 
 
-def _bytes_of(tensor: Tensor) -> memoryview:
+def bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor."""
     if tensor.numel() == 0:
         return memoryview(bytearray())
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
+
+
+def identity(stat: os.stat_result) -> list[int]:
+    """Size, times and inode of a file.
+
+    The time of the last change of an inode (ctime) cannot be set, so a file that was rewritten with its old size and
+    old modification time is noticed too.
+    """
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
 
 
 class TensorFile:
@@ -72,13 +85,18 @@ class TensorFile:
         self.path = path
         self._fd = -1
         try:
-            with safe_open(path, framework="pt"):  # checks the whole header
+            self._fd = open_regular(path, _KIND)
+            self._opened = identity(os.fstat(self._fd))
+            with safe_open(f"/proc/self/fd/{self._fd}", framework="pt"):  # checks the whole header of this very file
                 pass
-            self._fd = os.open(path, os.O_RDONLY)
-        except (SafetensorError, OSError, ValueError) as problem:
-            raise CheckpointError(f"{path} cannot be read as a safetensors file: {problem}") from None
-        length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
-        header = json.loads(os.pread(self._fd, length, 8))
+            length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
+            text = os.pread(self._fd, length, 8)
+            header = json.loads(text, object_pairs_hook=unique_fields)
+        except CheckpointError:
+            raise
+        except (SafetensorError, OSError, ValueError, RecursionError) as problem:
+            raise CheckpointError(f"{path} cannot be read as {_KIND}: {problem}") from None
+        self.header_digest = hashlib.sha256(text).hexdigest()
         self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
         self.tensors: dict[str, TensorInfo] = {}
         for name, entry in header.items():
@@ -100,13 +118,25 @@ class TensorFile:
         wanted = out.numel() * out.element_size()
         if not out.is_contiguous() or first_byte + wanted > info.bytes:
             raise ValueError(f"{name}: {wanted} bytes from {first_byte} on do not lie in its {info.bytes}")
-        view = _bytes_of(out)
+        view = bytes_of(out)
         done = 0
         while done < wanted:
             count = os.preadv(self._fd, [view[done:]], info.start + first_byte + done)
             if count == 0:
                 raise CheckpointError(f"{self.path} ended while {name} was read; was it cut while being used?")
             done += count
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def refuse_changed(self) -> None:
+        """Raises CheckpointError if what has the file's name now is not what was opened."""
+        try:
+            changed = identity(self.path.stat()) != self._opened
+        except OSError:
+            changed = True
+        if changed:
+            raise CheckpointError(f"{self.path} was changed while it was read; load it again when it is whole")
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -127,13 +157,18 @@ class TensorFileWriter:
     """Writes a safetensors file tensor by tensor, in the order in which they were announced.
 
     The file appears under its name only when all of them are there: until then its name ends in ``.partial``, and it is
-    removed if something goes wrong.
+    removed if something goes wrong. ``mode`` gives it other permissions than files usually get.
     """
 
     def __init__(
-        self, path: Path, tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str]
+        self,
+        path: Path,
+        tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+        metadata: Mapping[str, str],
+        mode: int | None = None,
     ) -> None:
         self.path = path
+        self._mode = mode
         self._partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")  # others may write the same file
         header: dict[str, object] = {"__metadata__": dict(metadata)}
         offset = 0
@@ -146,18 +181,31 @@ class TensorFileWriter:
         self._pending: Iterator[str] = iter(tensors)
         text = json.dumps(header).encode()
         text += b" " * (-(8 + len(text)) % ALIGNMENT)
-        self._file = self._partial.open("wb")
+        with self._naming_the_file():
+            self._file = self._partial.open("wb")
         try:
-            self._file.write(struct.pack("<Q", len(text)) + text)
+            with self._naming_the_file():
+                self._file.write(struct.pack("<Q", len(text)) + text)
         except OSError:
             self._discard()
+            raise
+
+    @contextmanager
+    def _naming_the_file(self) -> Iterator[None]:
+        """A full disk says neither which file nor which disk."""
+        try:
+            yield
+        except OSError as problem:
+            if problem.filename is None or problem.filename == str(self._partial):
+                raise type(problem)(problem.errno, problem.strerror, str(self.path)) from problem
             raise
 
     def write(self, name: str, tensor: Tensor) -> None:
         expected = next(self._pending, None)
         if name != expected or tensor.numel() * tensor.element_size() != self._sizes[name]:
             raise ValueError(f"{name} {list(tensor.shape)} was not announced as the next tensor ({expected} was)")
-        self._file.write(_bytes_of(tensor.contiguous()))
+        with self._naming_the_file():
+            self._file.write(bytes_of(tensor.contiguous()))
 
     def __enter__(self) -> TensorFileWriter:
         return self
@@ -168,9 +216,12 @@ class TensorFileWriter:
         missing = next(self._pending, None)
         try:
             if kind is None and missing is None:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-                self._partial.rename(self.path)
+                with self._naming_the_file():
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
+                    if self._mode is not None:
+                        os.fchmod(self._file.fileno(), self._mode)
+                    self._partial.rename(self.path)
         finally:
             self._discard()
         if kind is None and missing is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from typing import Any
 
 import anyio
@@ -14,6 +15,8 @@ from cpumoe.generation.api_requests import ApiError
 
 HEAD_SECONDS = 20.0  # for the line and the headers of a request, from the first byte or the connection
 BODY_SECONDS = 60.0
+
+_PASSED_OVER_BYTES, _PASSED_OVER_SECONDS = 64 << 20, 5.0  # of a body that is too long
 
 
 class ImpatientProtocol(H11Protocol):
@@ -56,22 +59,34 @@ class ImpatientProtocol(H11Protocol):
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
     """The whole body; raises ApiError for one that is too long or does not come."""
-    announced = request.headers.get("content-length", "0")
-    too_long = ApiError(413, f"the body is longer than the {max_bytes} bytes that this server accepts")
-    if announced.isdecimal() and int(announced[:20]) > max_bytes:
-        raise too_long
+    length = request.headers.get("content-length", "0")
+    announced = int(length[:20]) if length.isdecimal() else 0
     parts: list[bytes] = []
     size = 0
+    stream = request.stream()
     try:
         with anyio.fail_after(BODY_SECONDS):
-            async for part in request.stream():
+            while announced <= max_bytes and size <= max_bytes:
+                part = await anext(stream, None)
+                if part is None:
+                    return b"".join(parts)
                 size += len(part)
-                if size > max_bytes:
-                    raise too_long
                 parts.append(part)
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {BODY_SECONDS:.0f} seconds") from None
-    return b"".join(parts)
+    if announced <= _PASSED_OVER_BYTES:
+        await _pass_over(stream)
+    raise ApiError(413, f"the body is longer than the {max_bytes} bytes that this server accepts")
+
+
+async def _pass_over(stream: AsyncIterator[bytes]) -> None:
+    """Lets a client get the rest of its body out, if that is not much: most look for an answer only then."""
+    size = 0
+    with anyio.move_on_after(_PASSED_OVER_SECONDS):
+        async for part in stream:
+            size += len(part)
+            if size > _PASSED_OVER_BYTES:
+                return
 
 
 async def client_left(request: Request) -> None:

@@ -59,11 +59,15 @@ class TextPieces:
 
 
 class StopStrings:
-    """Ends a text that comes in pieces before the first of some strings, also where one lies across pieces."""
+    """Passes text on up to the first of some strings, whatever pieces it comes in.
+
+    The string that is complete first ends the text; neither it nor anything behind it is passed on. Whatever may become
+    such a string is held back until it does not.
+    """
 
     def __init__(self, stops: Iterable[str]) -> None:
         self._stops = tuple(stops)
-        self._held = ""  # the end of what came, which may be the beginning of a stop string
+        self._held = ""
         self.found = False
 
     def add(self, piece: str) -> str:
@@ -71,11 +75,11 @@ class StopStrings:
         if self.found:
             return ""
         text = self._held + piece
-        places = [place for stop in self._stops if (place := text.find(stop)) >= 0]
-        if places:
+        ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if ends:
             self.found, self._held = True, ""
-            return text[: min(places)]
-        keep = max((self._overlap(text, stop) for stop in self._stops), default=0)
+            return text[: min(ends)[1]]
+        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 
@@ -84,10 +88,10 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    @staticmethod
-    def _overlap(text: str, stop: str) -> int:
-        """How many characters at the end of ``text`` begin ``stop``."""
-        return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of ``text`` with which ``stop`` begins."""
+    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 @dataclass(frozen=True)

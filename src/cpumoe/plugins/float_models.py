@@ -5,17 +5,18 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from functools import partial
+from functools import cache, partial
+from typing import Any
 
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from cpumoe.architectures import ARCHITECTURES, Architecture, ExpertsFacts, known_architecture, text_config
-from cpumoe.backends import QuantizedExperts
 from cpumoe.config import MoEConfig
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.experts import Experts
+from cpumoe.formats.compressed_tensors import QuantizationConfig
 from cpumoe.loading import naming
 from cpumoe.plugins.decode import speed_up
 from cpumoe.plugins.llama4 import adapt_llama4
@@ -29,6 +30,7 @@ from cpumoe.plugins.model_plan import (
 from cpumoe.plugins.saving import quantization_section
 from cpumoe.plugins.transformers import DEFAULT_SCHEME, PackedConfig, PackedQuantizer
 from cpumoe.quantize import quantize_weight, scale_dtype_of
+from cpumoe.quantized_experts import QuantizedExperts
 from cpumoe.scheme import Scheme
 
 _log = logging.getLogger("cpumoe")
@@ -50,11 +52,10 @@ def accelerate(
     scheme, packed_linears = Scheme.parse(scheme), None if linears is None else Scheme.parse(linears)
     architecture = model_architecture(model)
     if architecture is None:
-        kind = model.config.get_text_config().model_type
-        raise UnsupportedScheme(f"model_type {kind!r} is not known; known are {', '.join(ARCHITECTURES)}")
+        raise _not_known(model.config.get_text_config().model_type)
     names = [n for n in expert_modules(model, architecture) if not isinstance(model.get_submodule(n), Experts)]
     if not names and packed_linears is None:
-        raise ValueError("this model has no float experts to accelerate")
+        raise ValueError("this model has no float experts to accelerate; linears='w8a8' quantises its other linears")
     facts = architecture.facts(text_config(model.config.to_dict()))
     quantized = False
     try:
@@ -71,6 +72,15 @@ def accelerate(
         if quantized:
             _finish_acceleration(model)
     return model
+
+
+def _not_known(model_type: object) -> UnsupportedScheme:
+    known = ", ".join(ARCHITECTURES)
+    return UnsupportedScheme(
+        f"model_type {model_type!r} is not known; known are {known}. Run its experts with "
+        "experts_implementation='eager'; a model without experts has its linears quantised by "
+        "cpumoe.load_model(path, scheme='float', linears='w8a8')"
+    )
 
 
 def _accelerate_linears(model: PreTrainedModel, architecture: Architecture, scheme: Scheme) -> None:
@@ -144,7 +154,10 @@ def experts_forward(
     ``parameter.data`` is not seen.
     """
     if module.training:
-        raise RuntimeError("experts_implementation='cpumoe' is for inference; train with another, such as 'eager'")
+        raise RuntimeError(
+            "experts_implementation='cpumoe' is for inference, and this model is in training mode; call model.eval(), "
+            "or train with model.set_experts_implementation('eager')"
+        )
     wanted = scheme or os.environ.get("CPUMOE_SCHEME", DEFAULT_SCHEME)
     # Tensors that were made in inference mode count no changes.
     weights_seen = ((p.data_ptr(), 0 if p.is_inference() else p._version) for p in module.parameters())
@@ -154,19 +167,59 @@ def experts_forward(
         config = text_config(module.config.to_dict())  # type: ignore[union-attr, operator]
         architecture = known_architecture(config)
         if architecture is None:
-            raise UnsupportedScheme(f"model_type {config.get('model_type')!r}; known are {', '.join(ARCHITECTURES)}")
+            raise _not_known(config.get("model_type"))
         held = (state, quantize_module(module, architecture, Scheme.parse(wanted), architecture.facts(config)))
+        _tell_that_floats_stay(wanted)
         module.__dict__["_cpumoe_packed"] = held  # not a submodule: state_dict stays that of the float model
     packed: Experts = held[1]
     out: Tensor = packed(hidden_states.detach(), ids, weights)
     return out
 
 
-def warn_where_no_effect(model: PreTrainedModel, requested: str) -> None:
-    if not model._can_set_experts_implementation():
+@cache
+def _tell_that_floats_stay(scheme: str) -> None:
+    """Once: what they are kept for is state_dict, save_pretrained, and going back to another implementation."""
+    _log.warning(
+        "experts_implementation='cpumoe' packs experts to %s and keeps their float weights in memory as well, for "
+        "save_pretrained and for other implementations; cpumoe.accelerate(model, %r) frees them, and "
+        "cpumoe.load_model(path, scheme=%r) does not load them at all",
+        scheme,
+        scheme,
+        scheme,
+    )
+
+
+def check_experts_implementation(model: PreTrainedModel, requested: str) -> None:
+    """Refuses a scheme that the experts of a quantised checkpoint do not have; says where a request has no effect."""
+    config = getattr(model.config, "quantization_config", None)
+    if isinstance(config, PackedConfig):
+        if config.section is not None and (scheme := requested.partition("-")[2]):
+            _refuse_other_scheme(model, config.section, scheme, requested)
+    elif not model._can_set_experts_implementation():
         _log.warning(
             "experts_implementation=%r has no effect on %s: transformers does not ask for it there; "
             "cpumoe.accelerate(model) does the job",
             requested,
             type(model).__name__,
+        )
+
+
+def _refuse_other_scheme(model: PreTrainedModel, section: dict[str, Any], scheme: str, requested: str) -> None:
+    config = text_config(model.config.to_dict())
+    architecture = known_architecture(config)
+    if architecture is None:
+        return
+    formats = QuantizationConfig.parse(section)
+    experts = (
+        f"model.layers.{layer}.{path}.0.{names.gate}"
+        for layer in architecture.facts(config).layers
+        for path in architecture.experts
+        for names in architecture.projections
+    )
+    found = {str(form.scheme) for name in experts if (form := formats.format_of(name)) is not None}
+    if found and scheme not in found:
+        raise UnsupportedScheme(
+            f"experts_implementation={requested!r}, and the experts of this checkpoint are quantised to "
+            f"{' and '.join(sorted(found))}; leave experts_implementation out, or quantise the float original: "
+            f"cpumoe quantize FLOAT_MODEL DST --scheme {scheme}"
         )

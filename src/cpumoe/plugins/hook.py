@@ -53,15 +53,15 @@ def _add_experts(moe: ModuleType) -> None:
         moe.ALL_EXPERTS_FUNCTIONS.register(name, forward)
 
 
-def _warn_where_no_effect(modeling_utils: ModuleType) -> None:
-    """transformers accepts experts_implementation for models that never look at it; then say so."""
+def _check_experts_implementation(modeling_utils: ModuleType) -> None:
+    """transformers accepts experts_implementation for models that never look at it, and for packed experts too."""
     stock = modeling_utils.PreTrainedModel.get_correct_experts_implementation
 
     def get_correct_experts_implementation(self: Any, requested: str | None) -> Any:
         if requested in EXPERTS_IMPLEMENTATIONS:
             from cpumoe.plugins import float_models
 
-            float_models.warn_where_no_effect(self, requested)
+            float_models.check_experts_implementation(self, requested)
         return stock(self, requested)
 
     modeling_utils.PreTrainedModel.get_correct_experts_implementation = get_correct_experts_implementation
@@ -70,7 +70,7 @@ def _warn_where_no_effect(modeling_utils: ModuleType) -> None:
 _AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
     "transformers.quantizers.auto": _add_quantizer,
     "transformers.integrations.moe": _add_experts,
-    "transformers.modeling_utils": _warn_where_no_effect,
+    "transformers.modeling_utils": _check_experts_implementation,
 }
 
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cpumoe.architectures import ARCHITECTURES, Architecture, ExpertsFacts, known_architecture, text_config
-from cpumoe.checkpoint import Checkpoint, TensorCheck
+from cpumoe.checkpoint import LAYER, Checkpoint, TensorCheck
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.expert_sources import FLOAT_DTYPES, ExpertSource
 from cpumoe.experts import Experts
@@ -20,12 +19,13 @@ from cpumoe.formats.tensor_file import DTYPES
 from cpumoe.linear import QuantizedLinear
 from cpumoe.loading import (
     FITS_ALL_SIZES,
-    LAYER,
     LinearSource,
+    check_layers_behind,
     expert_prefixes,
     find_experts,
     layers_prefix,
     load_experts,
+    prediction_layers,
 )
 from cpumoe.quantize import quantize_weight
 from cpumoe.scheme import Scheme
@@ -132,14 +132,23 @@ def plan_model(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | None, 
             plan.modules[name] = packed
     check.nothing_else_under(*prefixes)
     plan.tensors = set(check.expected)
-    plan.left_out = _left_out(model, checkpoint, config)
+    plan.left_out = _left_out(model, checkpoint)
+    check_layers_behind(checkpoint, check)
     # transformers does not look at the shapes and dtypes of what it loads into a quantised model.
     for name, tensor in model.state_dict().items():
-        disk = to_disk(name)
-        if disk in checkpoint and disk not in plan.tensors and tensor.is_floating_point():
-            check.expect(disk, StoredTensor(FLOAT_DTYPES, tuple(tensor.shape)))
+        for disk in _spellings(architecture, to_disk(name)):
+            if disk in checkpoint and disk not in plan.tensors and tensor.is_floating_point():
+                check.expect(disk, StoredTensor(FLOAT_DTYPES, tuple(tensor.shape)))
     check.raise_problems()
     return plan
+
+
+def _spellings(architecture: Architecture | None, name: str) -> list[str]:
+    """A name of transformers as files may have it: what is beside the experts, their router, is renamed with them."""
+    if architecture is None:
+        return [name]
+    first, *others = (path.rpartition(".")[0] for path in architecture.experts)
+    return [name, *(name.replace(f".{first}.", f".{other}.", 1) for other in others if f".{first}." in name)]
 
 
 def _check_float_experts(
@@ -151,13 +160,10 @@ def _check_float_experts(
     source.check(check)
 
 
-def _left_out(model: nn.Module, checkpoint: Checkpoint, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Parts of the files that the model does not have: images, and layers that guess further tokens."""
+def _left_out(model: nn.Module, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Parts of the files that the model does not have: images, and layers that predict further tokens."""
     layers = layers_prefix(checkpoint)
-    first, count = config.get("num_hidden_layers"), config.get("num_nextn_predict_layers")
-    parts = []
-    if isinstance(first, int) and isinstance(count, int):
-        parts += [f"{layers}{first + index}." for index in range(count)]
+    parts = list(prediction_layers(checkpoint))
     in_model = {name.partition(".")[0] for name, _ in model.named_modules()}
     if layers.partition(".")[0] not in in_model:  # the language model alone, out of a larger one
         on_disk = {name.partition(".")[0] for name in checkpoint.names}

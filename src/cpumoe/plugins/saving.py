@@ -12,9 +12,9 @@ from cpumoe.experts import Experts
 from cpumoe.formats.compressed_tensors import Form, LinearFormat, QuantizationConfig, write_config
 from cpumoe.linear import QuantizedLinear
 from cpumoe.loading import expert_prefixes
+from cpumoe.ops import unpack
 from cpumoe.plugins.model_plan import expert_modules, model_architecture
 from cpumoe.scheme import Scheme
-from cpumoe.unpack import unpack
 
 
 def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -50,7 +50,10 @@ def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None =
         elif name in experts:
             ignore.append(inside(name))
     if not formats:
-        raise UnsupportedScheme("no module of this model can be packed; a smaller group size may fit its linears")
+        raise UnsupportedScheme(
+            "no module of this model can be packed: its linears have no inputs that the scheme fits; a smaller group "
+            'size may: cpumoe.load_model(path, scheme="w4a8-g32", linears="w4a8-g32")'
+        )
     if architecture is not None:
         ignore += [f"re:.*{path.replace('.', '[.]')}$" for path in architecture.routers]
     # The format with the most modules is that of all linears; the others are named.
@@ -60,7 +63,16 @@ def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None =
 
 
 def state_dict_for_saving(model: PreTrainedModel, config: QuantizationConfig) -> dict[str, Tensor]:
-    """All tensors of a model as a compressed-tensors checkpoint has them."""
+    """All tensors of a model as a compressed-tensors checkpoint has them.
+
+    A head that is packed has tensors of its own: from here on the configuration says that it is not tied.
+    """
+    if isinstance(model.get_output_embeddings(), QuantizedLinear):
+        for part in (model.config, model.config.get_text_config()):
+            part.tie_word_embeddings = False
+    architecture = model_architecture(model)
+    # Where a family has several names for its projections, the last are those that transformers itself reads.
+    gate, up, down = ("gate_proj", "up_proj", "down_proj") if architecture is None else architecture.projections[-1]
     packed = {n: m for n, m in model.named_modules() if isinstance(m, Experts | QuantizedLinear)}
     out = {k: t for k, t in model.state_dict().items() if k.rpartition(".")[0] not in packed}
 
@@ -77,7 +89,7 @@ def state_dict_for_saving(model: PreTrainedModel, config: QuantizationConfig) ->
             add(name, values[0], scales[0], None if bias is None else bias[0])
             continue
         inner = module.config.intermediate_size
-        for expert in range(module.config.experts):
+        for expert in range(module.config.local_experts):
             part = module.quantized(expert, 1)
             first_bias: tuple[Tensor | None, Tensor | None] = (None, None)
             if part.gate_up_bias is not None:
@@ -85,7 +97,7 @@ def state_dict_for_saving(model: PreTrainedModel, config: QuantizationConfig) ->
             second_bias = None if part.down_bias is None else part.down_bias[0]
             prefix = f"{name}.{expert}"
             values, scales = part.gate_up[0], part.gate_up_scale[0]
-            add(f"{prefix}.gate_proj", values[:inner], scales[:inner], first_bias[0])
-            add(f"{prefix}.up_proj", values[inner:], scales[inner:], first_bias[1])
-            add(f"{prefix}.down_proj", part.down[0], part.down_scale[0], second_bias)
+            add(f"{prefix}.{gate}", values[:inner], scales[:inner], first_bias[0])
+            add(f"{prefix}.{up}", values[inner:], scales[inner:], first_bias[1])
+            add(f"{prefix}.{down}", part.down[0], part.down_scale[0], second_bias)
     return out

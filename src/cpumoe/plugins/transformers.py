@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -20,22 +21,24 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
-from transformers import __version__ as transformers_version
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from cpumoe import cpu
-from cpumoe.architectures import known_architecture
+from cpumoe.architectures import known_architecture, text_config
 from cpumoe.backends import NativeBackend
 from cpumoe.checkpoint import Checkpoint, listed
-from cpumoe.errors import CheckpointError, UnsupportedScheme
+from cpumoe.errors import CheckpointError, CpumoeError, UnsupportedScheme
 from cpumoe.experts import Experts
 from cpumoe.formats.compressed_tensors import QuantizationConfig
+from cpumoe.hub import find_model
 from cpumoe.packed_cache import PackedCache
 from cpumoe.plugins.decode import ATTENTION, register_attention, speed_up
+from cpumoe.plugins.handed_on import CURE, watched
 from cpumoe.plugins.llama4 import adapt_llama4
+from cpumoe.plugins.model_config import completed_config
 from cpumoe.plugins.model_plan import (
     ModelPlan,
     Pending,
@@ -78,7 +81,8 @@ def load_model(
     """Loads a checkpoint folder as a transformers model with packed experts and linears.
 
     Args:
-        path: folder with config.json and safetensors files.
+        path: folder with config.json and safetensors files, or the id of a model in the local hub cache
+            (:func:`cpumoe.hub.find_model`; nothing is downloaded).
         scheme: for a float checkpoint, what to quantise its experts to while they are read (``"w4a8-g128"``), or
             ``"float"`` to leave them. A quantised checkpoint has its scheme.
         linears: what to quantise those linears to that the checkpoint has in float (``"w8a8"``, ``"w4a8-g128"``);
@@ -90,14 +94,15 @@ def load_model(
     Raises CheckpointError if tensors are missing, unexpected or of another shape, UnsupportedScheme for a scheme that
     is not served.
     """
-    path = Path(path)
+    path = find_model(path)
+    if (asked := str(options.get("experts_implementation"))).startswith("cpumoe-"):
+        raise ValueError(f"experts_implementation={asked!r} has no effect in load_model; scheme= is what it takes")
     with Checkpoint.open(path) as checkpoint:
-        quantized = checkpoint.quantization is not None
-        kind = checkpoint.config.get("model_type")
-        if known_architecture(checkpoint.config) is not None:
-            _ = checkpoint.facts  # refuses absurd sizes before transformers sets out to build them
-    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        raise CheckpointError(f"{path}: model_type {kind!r} is not known to transformers {transformers_version}")
+        try:
+            quantized = checkpoint.quantization is not None
+        except UnsupportedScheme as problem:
+            raise UnsupportedScheme(f"{path}: {problem}; {CURE}") from None
+        _refuse_absurd(checkpoint)
     name = scheme if scheme is not None else (None if quantized else os.environ.get("CPUMOE_SCHEME"))
     if quantized and name is not None:
         raise UnsupportedScheme(f"scheme={str(name)!r} for a checkpoint that is quantised already; leave it out")
@@ -111,14 +116,13 @@ def load_model(
     if dtype is None:
         dtype, reason = cpu.float_dtype()
         _log.info("float parts run in %s: %s", dtype, reason)
-    if not quantized:
-        options["quantization_config"] = PackedConfig()
+    more = {} if quantized else {"quantization_config": PackedConfig()}
     token = _options.set(
         _Options(wanted, packed_linears, None if cache is None else Path(cache).expanduser(), strict=True)
     )
     try:
-        with _transformers_errors(path), _progress_on_terminals():
-            return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, **options)
+        with _transformers_errors(path, bool(options)), _progress_on_terminals():
+            return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, **more, **options)
     finally:
         _options.reset(token)
 
@@ -136,13 +140,50 @@ def _progress_on_terminals() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
+def _refuse_absurd(checkpoint: Checkpoint) -> None:
+    """Refuses what config.json cannot mean before transformers sets out to build it."""
+    architecture = known_architecture(checkpoint.config)
+    if architecture is not None:
+        _ = checkpoint.facts
+    try:
+        checkpoint.check_config()
+        complete = completed_config(checkpoint.config)
+        if architecture is not None and complete is not None:
+            architecture.facts(text_config(complete))
+    except CheckpointError as problem:
+        raise CheckpointError(f"{checkpoint.folder}: {problem}") from None
+
+
+#: What transformers raises for bad arguments of from_pretrained as well as for bad configurations.
+_ABOUT_ARGUMENTS = (ValueError, ImportError, OSError, RuntimeError)
+
+
 @contextmanager
-def _transformers_errors(path: Path) -> Iterator[None]:
-    """What transformers says of a configuration that it cannot make a model from, as one of our sentences."""
+def _transformers_errors(path: Path, has_arguments: bool) -> Iterator[None]:
+    """What transformers says of a configuration that it cannot make a model from, as one of our sentences.
+
+    ``has_arguments``: whether the caller has passed some on to ``from_pretrained``, which may be what is wrong.
+    """
     try:
         yield
-    except (KeyError, TypeError, AttributeError, ZeroDivisionError, StrictDataclassError) as problem:
-        raise CheckpointError(f"{path}: transformers cannot make a model of it: {problem!r}") from problem
+    except (CpumoeError, MemoryError):
+        raise
+    except Exception as problem:
+        about_arguments = isinstance(problem, _ABOUT_ARGUMENTS) and not isinstance(problem, StrictDataclassError)
+        if _is_ours(problem) or (has_arguments and about_arguments):
+            raise
+        text = f"{problem!r:.500}"
+        raise CheckpointError(f"{path}: transformers cannot make a model of config.json: {text}") from problem
+
+
+def _is_ours(problem: BaseException) -> bool:
+    """Whether an exception comes out of this package's own code, and so from a mistake in it."""
+    owner = ""
+    for frame, _ in traceback.walk_tb(problem.__traceback__):
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package in ("cpumoe", "transformers", "huggingface_hub"):
+            owner = package  # the last is the innermost; PyTorch and others below it do what it asks
+    return owner == "cpumoe"
 
 
 # ---- what transformers calls ---------------------------------------------------------------------------------------
@@ -165,14 +206,42 @@ def make_config(section: dict[str, Any], stock: Any, **options: Any) -> Any:
         QuantizationConfig.parse(section)
     except UnsupportedScheme as problem:
         if _options.get().strict:
-            raise
-        _log.warning("cpumoe does not read this checkpoint (%s); transformers' own reader is used", problem)
+            raise UnsupportedScheme(f"{problem}; {CURE}") from None
+        _log.warning(
+            "cpumoe does not read this checkpoint (%s); transformers' own reader is used, which turns its experts into "
+            "floats. For one that cpumoe reads, %s",
+            problem,
+            CURE,
+        )
         return stock.from_dict(section, **options)
     return PackedConfig(section)
 
 
 def make_quantizer(config: Any, stock: Any, **options: Any) -> HfQuantizer:
-    return PackedQuantizer(config, **options) if isinstance(config, PackedConfig) else stock(config, **options)
+    """Ours for a configuration of ours; else transformers' own, watched so that it does not read wrong numbers."""
+    return PackedQuantizer(config, **options) if isinstance(config, PackedConfig) else watched(stock)(config, **options)
+
+
+def _folder_of(files: list[Path], source: str) -> Path:
+    """The folder of the files that transformers has found for ``source``, a path or a name on the hub.
+
+    An index may name files anywhere, and transformers follows it; :class:`Checkpoint` sees to it that all of them are
+    in this folder.
+    """
+    home, folder = Path(source), files[0].parent
+    if home.is_file():
+        home = home.parent
+    if home.is_dir():  # itself, or a subfolder if the caller has named one
+        inside = folder.is_relative_to(home) and ".." not in folder.relative_to(home).parts
+        inside = inside and folder.resolve().is_relative_to(home.resolve())
+    else:
+        inside = any(p.name == "snapshots" and p.parent.name.startswith("models--") for p in folder.parents)
+        inside = inside and ".." not in folder.parts
+    if not inside:
+        raise CheckpointError(
+            f"{files[0]} is not in the folder of {source}; files of the folder itself are accepted in an index"
+        )
+    return folder
 
 
 class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
@@ -210,10 +279,8 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         if not checkpoint_files or not all(str(f).endswith(".safetensors") for f in checkpoint_files):
             raise CheckpointError("weights come from safetensors files alone; pickles are never loaded")
         files = [Path(f) for f in checkpoint_files]
-        if outside := next((f for f in files if ".." in f.parts), None):
-            raise CheckpointError(f"{outside} is not a file of the checkpoint's own folder")
         config = model.config.to_dict() | {"quantization_config": self.quantization_config.section}
-        self._checkpoint = Checkpoint(files[0].parent, config, files)
+        self._checkpoint = Checkpoint(_folder_of(files, model.name_or_path), config, files)
         self._plan = plan_model(model, self._checkpoint, self._options.scheme, self._options.linears)
         for name in self._plan.modules:
             replace_module(model, name, Pending())
@@ -240,7 +307,8 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
             if parts:
                 assert self._checkpoint is not None
                 self._checkpoint.close()
-                raise CheckpointError("the checkpoint does not fit the model; tensors " + "; ".join(parts))
+                folder = self._checkpoint.folder
+                raise CheckpointError(f"{folder}: the checkpoint does not fit the model; tensors " + "; ".join(parts))
 
         model._adjust_missing_and_unexpected_keys = checked
 
@@ -275,6 +343,7 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
                 native &= not isinstance(module, Experts) or isinstance(module.backend, NativeBackend)
                 made |= {f"{name}.{key}": buffer for key, buffer in module.named_buffers()}
             replace_module(model, name, modules[name])
+        checkpoint.refuse_changed()
         if cache is not None and made:
             if not native:
                 _log.warning("nothing was written to the packed cache: it is for weights of the native backend")

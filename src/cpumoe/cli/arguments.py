@@ -1,0 +1,170 @@
+"""What several commands take: their options, and the values that these accept, refused by the option's own name."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from cpumoe import cpu
+from cpumoe.architectures import known_architecture
+from cpumoe.checkpoint import Checkpoint
+from cpumoe.errors import UnsupportedScheme
+from cpumoe.hub import NotDownloaded, find_model
+from cpumoe.scheme import Scheme
+
+#: What ``--scheme`` and ``--linears`` take to leave weights in float.
+FLOAT = "float"
+
+_MOST_THREADS = 4096  # of the core
+
+
+# ---- values --------------------------------------------------------------------------------------------------------
+
+
+def whole_number(least: int, most: int | None = None, multiple_of: int = 1) -> Callable[[str], int]:
+    """A type for argparse: whole numbers of a range."""
+    up_to = "" if most is None else f" to {most}"
+    kind = "a whole number" if multiple_of == 1 else f"a multiple of {multiple_of}"
+
+    def parse(text: str) -> int:
+        # Not int() alone, which takes "1_0" and other digits than these, and refuses 5000 of them in its own words.
+        number = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else -1
+        if number < least or (most is not None and number > most) or number % multiple_of:
+            raise argparse.ArgumentTypeError(f"{text!r}; {kind} from {least}{up_to} is accepted")
+        return number
+
+    return parse
+
+
+positive = whole_number(1)
+size_in_features = whole_number(32, multiple_of=32)
+
+
+def real_number(text: str) -> float:
+    """The number, or NaN for what is none: every range refuses that."""
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan
+
+
+def seconds(text: str) -> float:
+    value = real_number(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r}; a number above 0 is accepted")
+    return value
+
+
+def scheme_name(text: str) -> str:
+    try:
+        return str(Scheme.parse(text))
+    except UnsupportedScheme as problem:
+        raise argparse.ArgumentTypeError(str(problem)) from None
+
+
+def scheme_or_float(text: str) -> str:
+    try:
+        return FLOAT if text == FLOAT else scheme_name(text)
+    except argparse.ArgumentTypeError as problem:
+        raise argparse.ArgumentTypeError(f"{problem}, and so is {FLOAT}") from None
+
+
+def instruction_set(text: str) -> str:
+    entries = {entry.name: entry for entry in cpu.instruction_sets()}
+    usable = ", ".join(name for name, entry in entries.items() if entry.supported)
+    if text not in entries:
+        raise argparse.ArgumentTypeError(f"{text!r} is not known; accepted here are {usable}")
+    if not entries[text].supported:
+        raise argparse.ArgumentTypeError(f"{text} cannot run here: {entries[text].reason}; accepted are {usable}")
+    return text
+
+
+def check_scheme_fits(said: str, scheme: Scheme, hidden: int, intermediate: int) -> None:
+    """Refuses a scheme whose groups do not divide a layer's sizes; ``said`` is what asked for it."""
+    if scheme.fits(hidden) and scheme.fits(intermediate):
+        return
+    names = [f"w4a8-g{size}" for size in (32, 64, 128) if hidden % size == 0 and intermediate % size == 0]
+    raise ValueError(
+        f"{said}: groups of {scheme.group_size} do not divide a hidden size of {hidden} and an intermediate size of "
+        f"{intermediate}; {', '.join([*names, 'w4a8'])} and w8a8 fit"
+    )
+
+
+def check_scheme_fits_model(scheme: str, checkpoint: Checkpoint) -> None:
+    """Refuses a scheme for experts whose sizes its groups do not divide."""
+    if known_architecture(checkpoint.config) is not None:  # others are refused, or have no experts
+        facts = checkpoint.facts
+        check_scheme_fits(f"--scheme {scheme}", Scheme.parse(scheme), facts.hidden_size, facts.intermediate_size)
+
+
+def refuse_given(arguments: argparse.Namespace, reason: str, *names: str) -> None:
+    """Refuses options that would be ignored. They are None (or False) where they are not given."""
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and value is not False:  # "in" would take 0 for False
+            raise ValueError(f"--{name.replace('_', '-')} has no effect {reason}")
+
+
+def read_text(path: str | Path, name: str) -> str:
+    """The text of a file, or of standard input for ``-``, with its line ends as they are there."""
+    try:
+        # Not read_text, which turns \r\n into \n.
+        encoded = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
+    except OSError as problem:
+        raise ValueError(f"{name}: {problem.strerror or problem}") from None
+    try:
+        return encoded.decode("utf-8-sig")
+    except UnicodeDecodeError as problem:
+        raise ValueError(f"{name} is not UTF-8: {problem.reason} at byte {problem.start}") from None
+
+
+# ---- options -------------------------------------------------------------------------------------------------------
+
+
+def add_threads(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--threads",
+        type=whole_number(1, _MOST_THREADS),
+        metavar="N",
+        help="threads to compute with (CPUMOE_NUM_THREADS, or as many as PyTorch would take)",
+    )
+
+
+def use_threads(threads: int) -> None:
+    """Both what cpumoe and what PyTorch computes runs on so many threads from here on."""
+    cpu.set_num_threads(threads)
+    torch.set_num_threads(threads)
+
+
+def add_model(parser: argparse.ArgumentParser, name: str = "model", metavar: str = "MODEL", kind: str = "") -> None:
+    """A model as a folder or as an id of the hub; :func:`find_models` makes a folder of it."""
+    parser.add_argument(
+        name, type=Path, metavar=metavar, help=f"{kind}checkpoint folder, or id on the Hugging Face hub (owner/name)"
+    )
+
+
+def add_download(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--download", action="store_true", help="download a model of the hub that is not in the hub's cache here"
+    )
+
+
+def find_models(arguments: argparse.Namespace, *names: str) -> None:
+    """Puts the folder of each model in the place of what was typed, downloading what may be downloaded."""
+    typed: dict[str, Path] = {name: model for name in names if (model := getattr(arguments, name)) is not None}
+    folders = [str(model) for model in typed.values() if model.expanduser().is_dir()]
+    if arguments.download and len(folders) == len(typed):
+        are = "is a folder" if len(folders) == 1 else "are folders"
+        raise ValueError(
+            f"--download has no effect: {' and '.join(folders)} {are}; it is for the id of a model on the hub"
+        )
+    for name, model in typed.items():
+        try:
+            setattr(arguments, name, find_model(model, download=arguments.download))
+        except NotDownloaded as problem:
+            raise NotDownloaded(f"{problem}, or add --download to this command") from None

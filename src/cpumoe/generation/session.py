@@ -1,0 +1,193 @@
+"""Answering a prompt piece by piece: text as it comes, where it ends, and what is kept for the next prompt."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cpumoe.generation.text import StopStrings, TextPieces
+from cpumoe_command import interrupts_raised
+
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers.cache_utils import DynamicLayer
+
+
+@dataclass
+class Answer:
+    """What came of a prompt. ``prefilled`` counts the prompt's tokens that were not in the cache already."""
+
+    prompt_tokens: int
+    prefilled: int
+    tokens: list[int] = field(default_factory=list)
+    text: str = ""
+    finish: str = "length"  # "stop" at an end-of-text token or a stop string, "interrupt" by Ctrl-C
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+
+    @property
+    def prefill_rate(self) -> float | None:
+        """Tokens a second; None where nothing was measured."""
+        return self.prefilled / self.prefill_seconds if self.prefill_seconds > 0 else None
+
+    @property
+    def decode_rate(self) -> float | None:
+        # The first token comes with the prefill.
+        return (len(self.tokens) - 1) / self.decode_seconds if self.decode_seconds > 0 else None
+
+    def summary(self) -> str:
+        rates = [f"{rate:.1f}" if rate is not None else "-" for rate in (self.prefill_rate, self.decode_rate)]
+        return (
+            f"{self.prompt_tokens} prompt tokens, {len(self.tokens)} generated; prefill {rates[0]} tokens/s, "
+            f"decode {rates[1]} tokens/s; peak memory {peak_memory_bytes() / 2**30:.2f} GiB"
+        )
+
+
+def peak_memory_bytes() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Session:
+    """A model, and the keys and values of what it read last, so that a prompt that begins alike is not read twice."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        options: Mapping[str, Any],
+        stops: Sequence[str] = (),
+    ) -> None:
+        """``options`` are those of ``generate``; what they leave out is as the model's generation_config has it."""
+        self._model = model
+        self._tokenizer = tokenizer
+        self._options = options
+        own = model.generation_config
+        theirs = getattr(own, "stop_strings", None) or []
+        self._stops = (*stops, *([theirs] if isinstance(theirs, str) else theirs))
+        ends = getattr(own, "eos_token_id", None)
+        self._ends = set(ends) if isinstance(ends, list) else {ends}
+        self._cache: Cache | None = None
+        self._cached: list[int] = []  # the tokens that the cache holds
+
+    def answer(self, prompt: list[int], max_new_tokens: int, on_text: Callable[[str], None]) -> Answer:
+        """Answers ``prompt``, giving each piece of text to ``on_text``. Ctrl-C ends the answer, not the session."""
+        cache, reused = self._take_cache(prompt)
+        answer = Answer(len(prompt), len(prompt) - reused)
+        pieces, stop, clock = TextPieces(self._tokenizer), StopStrings(self._stops), _Clock()
+
+        def show(piece: str) -> None:
+            if piece:
+                answer.text += piece
+                on_text(piece)
+
+        def see(new: list[int]) -> bool:
+            clock.token()
+            answer.tokens.extend(new)
+            show(stop.add(pieces.add(new)))
+            return stop.found
+
+        tokens = torch.tensor([prompt])
+        try:
+            with interrupts_raised():
+                self._model.generate(
+                    tokens,
+                    attention_mask=torch.ones_like(tokens),
+                    past_key_values=cache,
+                    max_new_tokens=max_new_tokens,
+                    stopping_criteria=[_EachToken(len(prompt), see)],
+                    **{**self._options, "stop_strings": None},  # the text tells where they are, and not only tokens
+                )
+            if answer.tokens and answer.tokens[-1] in self._ends:
+                answer.finish = "stop"
+        except KeyboardInterrupt:
+            answer.finish = "interrupt"
+        answer.prefill_seconds, answer.decode_seconds = clock.prefill, clock.decode
+        show(stop.add(pieces.rest()))
+        show(stop.rest())
+        if stop.found:
+            answer.finish = "stop"
+        self._keep_cache(cache, prompt + answer.tokens, whole=answer.finish != "interrupt")
+        return answer
+
+    def _take_cache(self, prompt: list[int]) -> tuple[Cache, int]:
+        """The cache cut to what it has in common with ``prompt``, and that length."""
+        from transformers import DynamicCache
+
+        cache, cached = self._cache, self._cached
+        self._cache, self._cached = None, []  # whatever goes wrong from here on leaves no stale cache behind
+        common = 0
+        # The last token is always computed: its logits are needed.
+        for mine, theirs in zip(cached, prompt[:-1], strict=False):
+            if mine != theirs:
+                break
+            common += 1
+        if cache is not None and common and _cut(cache, common):
+            return cache, common
+        return DynamicCache(config=self._model.config), 0
+
+    def _keep_cache(self, cache: Cache, tokens: list[int], *, whole: bool) -> None:
+        # An interrupt may come between two layers, and only a cache that can be cut can be made whole again.
+        if not whole and _key_value_layers(cache) is None:
+            return
+        lengths = [layer.get_seq_length() for layer in cache.layers if hasattr(layer, "get_seq_length")]
+        length = min(len(tokens), *lengths) if lengths else 0
+        if length and _cut(cache, length):
+            self._cache, self._cached = cache, tokens[:length]
+
+
+def _key_value_layers(cache: Cache) -> list[DynamicLayer] | None:
+    """The layers, where all of them keep keys and values: states that are carried forward cannot be taken back."""
+    from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
+
+    layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
+    carried = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
+    return None if carried or len(layers) < len(cache.layers) else layers
+
+
+def _cut(cache: Cache, length: int) -> bool:
+    """Cuts every layer to ``length`` tokens; False where that cannot be done and the cache is of no more use."""
+    if all(layer.get_seq_length() == length for layer in cache.layers if hasattr(layer, "get_seq_length")):
+        return True
+    layers = _key_value_layers(cache)
+    if layers is None or any(layer.get_seq_length() < length for layer in layers):
+        return False
+    try:
+        for layer in layers:
+            layer.crop(length - layer.get_seq_length())
+    except RuntimeError:  # a sliding window that has moved on has forgotten what a shorter text would need
+        return False
+    return True
+
+
+class _Clock:
+    """Seconds until the first token, and from there to the last."""
+
+    def __init__(self) -> None:
+        self._start = time.perf_counter()
+        self.prefill = 0.0
+        self.decode = 0.0
+
+    def token(self) -> None:
+        passed = time.perf_counter() - self._start
+        if self.prefill == 0.0:
+            self.prefill = passed
+        self.decode = passed - self.prefill
+
+
+class _EachToken:
+    """What ``generate`` asks after each token whether to stop: hands it on, and asks ``see``."""
+
+    def __init__(self, prompt_tokens: int, see: Callable[[list[int]], bool]) -> None:
+        self._seen = prompt_tokens
+        self._see = see
+
+    def __call__(self, input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
+        """``input_ids`` is [1, tokens]; the answer is [1] bool."""
+        new = [int(token) for token in input_ids[0, self._seen :]]
+        self._seen += len(new)
+        return torch.tensor([self._see(new)], device=input_ids.device)

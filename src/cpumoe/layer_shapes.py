@@ -1,0 +1,75 @@
+"""Sizes of a layer's linears that are not experts, from the fields of config.json.
+
+Families are rows of ``architectures.py``. A field that config.json leaves out has a default that only transformers
+knows: what would need it is not told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Config = Mapping[str, Any]
+Sizes = dict[str, tuple[int, int]]  # path inside a layer -> rows, columns
+
+
+def _known(config: Config, *names: str) -> list[int] | None:
+    values = [config.get(name) for name in names]
+    integers = [value for value in values if isinstance(value, int)]
+    return integers if len(integers) == len(names) else None
+
+
+def grouped_attention(config: Config) -> Sizes:
+    """Queries, and fewer keys and values."""
+    needed = _known(config, "hidden_size", "num_attention_heads", "num_key_value_heads")
+    if needed is None:
+        return {}
+    hidden, heads, shared = needed
+    depth = config.get("head_dim") or hidden // heads
+    rows = {"q_proj": heads * depth, "k_proj": shared * depth, "v_proj": shared * depth}
+    sizes = {f"self_attn.{name}": (count, hidden) for name, count in rows.items()}
+    return sizes | {"self_attn.o_proj": (hidden, heads * depth)}
+
+
+def grouped_attention_of_told_depth(config: Config) -> Sizes:
+    """The same for families whose head_dim does not follow from the other sizes."""
+    return grouped_attention(config) if "head_dim" in config else {}
+
+
+def latent_attention(config: Config) -> Sizes:
+    """DeepSeek's: keys and values, and usually queries, go through a narrow latent."""
+    names = ("hidden_size", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    needed = _known(config, *names)
+    if needed is None or "q_lora_rank" not in config:
+        return {}
+    hidden, heads, latent, plain, turned, value = needed
+    sizes = {
+        "self_attn.kv_a_proj_with_mqa": (latent + turned, hidden),
+        "self_attn.kv_b_proj": (heads * (plain + value), latent),
+        "self_attn.o_proj": (hidden, heads * value),
+    }
+    rank, queries = config["q_lora_rank"], heads * (plain + turned)
+    if rank is None:
+        return sizes | {"self_attn.q_proj": (queries, hidden)}
+    return sizes | {"self_attn.q_a_proj": (rank, hidden), "self_attn.q_b_proj": (queries, rank)}
+
+
+def gated_mlp(path: str, *names: str) -> Callable[[Config], Sizes]:
+    """Gate, up and down at ``path``; their inner size is the product of the fields ``names``."""
+
+    def sizes(config: Config) -> Sizes:
+        needed = _known(config, "hidden_size", *names)
+        if needed is None:
+            return {}
+        hidden, *factors = needed
+        inner = 1
+        for factor in factors:
+            inner *= factor
+        rows = {"gate_proj": (inner, hidden), "up_proj": (inner, hidden), "down_proj": (hidden, inner)}
+        return {f"{path}.{name}": size for name, size in rows.items()}
+
+    return sizes
+
+
+def nothing(_: Config) -> Sizes:
+    return {}

@@ -1242,6 +1242,9 @@ def test_gradients_are_refused_and_not_lost(tmp_path):
     with pytest.raises(RuntimeError, match="for inference"):
         model(inputs_embeds=embeddings)
     stock = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="cpumoe-w4a8-g32")
+    loss = stock(ids, labels=ids).loss  # a call alone asks for nothing
+    with pytest.raises(RuntimeError, match="there is no gradient through packed experts"):
+        loss.backward()
     stock.train()
     with pytest.raises(RuntimeError, match="for inference"):
         stock(ids)

@@ -8,10 +8,12 @@ from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
+from cpumoe import ops
 from cpumoe.architectures import ARCHITECTURES, Architecture, ExpertsFacts, known_architecture, text_config
 from cpumoe.config import MoEConfig
 from cpumoe.errors import UnsupportedScheme
@@ -172,8 +174,26 @@ def experts_forward(
         _tell_that_floats_stay(wanted)
         module.__dict__["_cpumoe_packed"] = held  # not a submodule: state_dict stays that of the float model
     packed: Experts = held[1]
-    out: Tensor = packed(hidden_states.detach(), ids, weights)
+    with torch.no_grad():
+        out: Tensor = packed(hidden_states, ids, weights)
+    if ops.wants_gradient(hidden_states, weights):  # models are called without no_grad by many who mean nothing by it
+        out = _RefusedGradient.apply(out, hidden_states, weights)  # type: ignore[no-untyped-call]
     return out
+
+
+class _RefusedGradient(torch.autograd.Function):
+    """Hands a result on; whoever asks for its gradient is told that there is none."""
+
+    @staticmethod
+    def forward(_: Any, out: Tensor, *inputs: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError(
+            "there is no gradient through packed experts: experts_implementation='cpumoe' is for inference; train with "
+            "another, such as 'eager'"
+        )
 
 
 @cache

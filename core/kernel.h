@@ -278,13 +278,14 @@ static constexpr int block_head_bytes(const BlockFormat& f) {
   return kBlockVectorBytes * (1 + (traits_of(f.weights).subgroup == 0 ? 1 : 0) + (f.has_bias ? 1 : 0));
 }
 
-static constexpr int record_scale_bytes(const BlockFormat& f) {
-  const int subgroup = traits_of(f.weights).subgroup;
-  return subgroup == 0 ? 0 : kRecordDepth / subgroup * kBlockColumns * size_of(f.scales);
+// In kernels `format` is a constant, and so is what these give but for the type of the scales.
+static constexpr int record_scale_bytes(WeightFormat format, ScaleType scales) {
+  const int subgroup = traits_of(format).subgroup;
+  return subgroup == 0 ? 0 : kRecordDepth / subgroup * kBlockColumns * size_of(scales);
 }
 
-static constexpr int record_bytes(const BlockFormat& f) {
-  return record_scale_bytes(f) + kRecordDepth * kBlockColumns * traits_of(f.weights).bits / 8;
+static constexpr int record_bytes(WeightFormat format, ScaleType scales) {
+  return record_scale_bytes(format, scales) + kRecordDepth * kBlockColumns * traits_of(format).bits / 8;
 }
 
 }  // namespace cpumoe

@@ -89,13 +89,13 @@ class BlockPacker {
       float_sums_[c] = 0.0;
       int_sums_[c] = 0;
     }
-    std::uint8_t* record = dst + block_head_bytes(f);
-    for (int g = 0; g < layout_.records; ++g, record += record_bytes(f)) {
+    std::uint8_t* record = dst + layout_.head_bytes;
+    for (int g = 0; g < layout_.records; ++g, record += layout_.record_bytes) {
       for (int c = 0; c < kBlockColumns; ++c) {
         read_values(rows[c], g, values_[c]);
         add_column(rows[c], g, c, record);
       }
-      codec_of(f.weights).write(values_, record + record_scale_bytes(f));
+      codec_of(f.weights).write(values_, record + record_scale_bytes(f.weights, f.scales));
     }
     write_head(rows, dst);
   }
@@ -181,7 +181,7 @@ class BlockPacker {
         std::memcpy(at, &sum, 4);
       }
       if (f.has_bias && rows[c] >= 0) {
-        std::memcpy(dst + block_head_bytes(f) - kBlockVectorBytes + c * 4, source_.bias + rows[c], 4);
+        std::memcpy(dst + layout_.head_bytes - kBlockVectorBytes + c * 4, source_.bias + rows[c], 4);
       }
     }
   }
@@ -238,7 +238,9 @@ PackedMatrix layout_of(const PackedSpec& s, const std::string& name) {
   m.blocks = static_cast<int>((s.columns + kBlockColumns - 1) / kBlockColumns);
   m.records = static_cast<int>((s.depth + kRecordDepth - 1) / kRecordDepth);
   m.padded_depth = static_cast<std::int64_t>(m.records) * kRecordDepth;
-  m.block_bytes = block_head_bytes(m.format) + static_cast<std::int64_t>(m.records) * record_bytes(m.format);
+  m.head_bytes = block_head_bytes(m.format);
+  m.record_bytes = record_bytes(s.weights, s.scales);
+  m.block_bytes = m.head_bytes + m.records * m.record_bytes;
   m.expert_bytes = m.blocks * m.block_bytes;
   m.total_bytes = kPackedHeaderBytes + s.experts * m.expert_bytes;
   return m;
@@ -324,9 +326,9 @@ void unpack_block(const PackedMatrix& m, const std::uint8_t* block, std::int64_t
   const std::int64_t depth = m.spec.depth, groups = m.spec.groups();
   alignas(64) RecordValues values;
   for (int g = 0; g < m.records; ++g) {
-    const std::uint8_t* record = block + block_head_bytes(f) + static_cast<std::ptrdiff_t>(g) * record_bytes(f);
+    const std::uint8_t* record = block + m.head_bytes + g * m.record_bytes;
     const std::int64_t first = static_cast<std::int64_t>(g) * kRecordDepth;
-    codec_of(f.weights).read(record + record_scale_bytes(f), values);
+    codec_of(f.weights).read(record + record_scale_bytes(f.weights, f.scales), values);
     for (int c = 0; c < kBlockColumns; ++c) {
       const std::int64_t row = source_row(m.spec, order, index, c);
       if (row < 0) continue;
@@ -348,7 +350,7 @@ void unpack_block(const PackedMatrix& m, const std::uint8_t* block, std::int64_t
     if (traits.subgroup == 0) {
       store_element(head[kBlockColumns + c] * unit, target.scale_type, target.scales, row);
     }
-    if (f.has_bias) target.bias[row] = head[block_head_bytes(f) / 4 - kBlockColumns + c];
+    if (f.has_bias) target.bias[row] = head[m.head_bytes / 4 - kBlockColumns + c];
   }
 }
 

@@ -54,7 +54,7 @@ struct PackedMatrix {
   PackedSpec spec;
   BlockFormat format{};
   int blocks = 0, records = 0;
-  std::int64_t padded_depth = 0, block_bytes = 0, expert_bytes = 0, total_bytes = 0;
+  std::int64_t padded_depth = 0, head_bytes = 0, record_bytes = 0, block_bytes = 0, expert_bytes = 0, total_bytes = 0;
   const std::uint8_t* data = nullptr;  // the header's first byte
 
   const std::uint8_t* block(std::int64_t expert, std::int64_t index) const;

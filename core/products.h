@@ -61,7 +61,6 @@ void multiply_blocks(const Kernels& kernels, const PackedMatrix& m, std::int64_t
   const bool passes = stride * m.records > kPassBytes && in.chunk.tile_rows == kTileRows;
   const int step = passes ? static_cast<int>(kPassBytes / stride) : m.records;
   const int width = passes ? kBlocksPerPass : 1;
-  const int bytes = record_bytes(m.format);
   const std::uint8_t* end = m.block(expert, last);
   for (int b0 = first; b0 < last; b0 += width) {
     const int count = last - b0 < width ? last - b0 : width;
@@ -72,7 +71,7 @@ void multiply_blocks(const Kernels& kernels, const PackedMatrix& m, std::int64_t
         if (r0 == 0) format.start(rows);
         Product p{};
         p.format = m.format;
-        p.records = block + block_head_bytes(m.format) + static_cast<std::ptrdiff_t>(r0) * bytes;
+        p.records = block + m.head_bytes + r0 * m.record_bytes;
         p.record_count = m.records - r0 < step ? m.records - r0 : step;
         p.a = in.a + r0 * stride;
         p.a_record_stride = stride;

@@ -49,14 +49,16 @@ inline __attribute__((always_inline)) void add_scaled_rows(const std::int32_t* s
   }
 }
 
-template <int subgroup, int tiles>
+template <WeightFormat format, int tiles>
 void multiply_grouped(const Product& p) {
+  constexpr int subgroup = traits_of(format).subgroup;
   constexpr int kPasses = subgroup == 32 ? 2 : 1;         // per record
   constexpr int kStepsPerTile = subgroup == 128 ? 1 : 2;  // one per half unless both halves share a scale
   constexpr int kSlots = kPasses * tiles;                 // where unpacking and reading ahead are spread over
   constexpr int kLinesPerSlot = (32 + kSlots - 1) / kSlots;
   static constexpr std::uint8_t kZeroScales[kBlockVectorBytes] = {};
-  const int stride = record_bytes(p.format), scale_bytes = record_scale_bytes(p.format);
+  const int stride = record_bytes(format, p.format.scales);
+  const int scale_bytes = record_scale_bytes(format, p.format.scales);
   const int slot_bytes = kBlockColumns * size_of(p.format.scales);
   const ScaleType type = p.format.scales;
   const ReadAhead ahead = p.ahead;
@@ -154,12 +156,12 @@ void multiply_grouped(const Product& p) {
   }
 }
 
-template <int subgroup>
+template <WeightFormat format>
 void multiply_grouped_by_tiles(const Product& p) {
   static constexpr void (*kByTiles[kMaxRowTiles])(const Product&) = {
-      multiply_grouped<subgroup, 1>, multiply_grouped<subgroup, 2>, multiply_grouped<subgroup, 3>,
-      multiply_grouped<subgroup, 4>, multiply_grouped<subgroup, 5>, multiply_grouped<subgroup, 6>,
-      multiply_grouped<subgroup, 7>, multiply_grouped<subgroup, 8>};
+      multiply_grouped<format, 1>, multiply_grouped<format, 2>, multiply_grouped<format, 3>,
+      multiply_grouped<format, 4>, multiply_grouped<format, 5>, multiply_grouped<format, 6>,
+      multiply_grouped<format, 7>, multiply_grouped<format, 8>};
   kByTiles[p.tiles - 1](p);
 }
 
@@ -200,10 +202,11 @@ inline void multiply_columns(const Product& p, const std::uint8_t* weights, int 
   }
 }
 
-template <bool packed>
+template <WeightFormat format>
 void multiply_per_column(const Product& p) {
-  constexpr int kRecordsAtOnce = 4;  // 16 KB of weight tiles stay in L1
-  const int stride = record_bytes(p.format);
+  constexpr bool packed = traits_of(format).bits == 4;
+  constexpr int kRecordsAtOnce = 4;                              // 16 KB of weight tiles stay in L1
+  constexpr int stride = record_bytes(format, ScaleType::kF32);  // it has no scales in its records
   for (int first = 0; first < p.record_count; first += kRecordsAtOnce) {
     const int count = p.record_count - first < kRecordsAtOnce ? p.record_count - first : kRecordsAtOnce;
     const std::uint8_t* weights = p.records + static_cast<std::ptrdiff_t>(first) * stride;
@@ -222,12 +225,11 @@ void multiply_per_column(const Product& p) {
 struct Amx {
   template <WeightFormat format>
   static void multiply(const Product& p) {
-    constexpr FormatTraits kTraits = traits_of(format);
     if (p.tile_rows <= kMaxFewRows) return multiply_few_rows<format>(p);
-    if constexpr (kTraits.subgroup == 0) {
-      multiply_per_column<kTraits.bits == 4>(p);
+    if constexpr (traits_of(format).subgroup == 0) {
+      multiply_per_column<format>(p);
     } else {
-      multiply_grouped_by_tiles<kTraits.subgroup>(p);
+      multiply_grouped_by_tiles<format>(p);
     }
   }
 };

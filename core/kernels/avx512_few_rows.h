@@ -67,7 +67,8 @@ void few_rows_int4(const Product& p) {
   constexpr bool kOneScale = subgroup == 0 || subgroup == 128;  // both halves of a record share it
   // With one or two rows the halves get sums of their own, for more independent chains; with more, registers are short.
   constexpr bool kOneSum = kOneScale && M > 2;
-  const int stride = record_bytes(p.format), scale_bytes = record_scale_bytes(p.format);
+  const int stride = record_bytes(format, p.format.scales);
+  const int scale_bytes = record_scale_bytes(format, p.format.scales);
   const ScaleType type = p.format.scales;
   const ReadAhead ahead = p.ahead;
   __m512 total[M][2];  // grouped
@@ -138,7 +139,7 @@ void few_rows_int4(const Product& p) {
 // int8 weights (one scale per column): the lines of a record in their order, so that it is one stream.
 template <int M>
 void few_rows_int8(const Product& p) {
-  const int stride = record_bytes(p.format);
+  constexpr int stride = record_bytes(WeightFormat::kInt8, ScaleType::kF32);  // it has no scales in its records
   FewSums<M> sums;
   for (int r = 0; r < M; ++r) {
     for (int tile = 0; tile < 2; ++tile) {

@@ -46,7 +46,8 @@ inline void product_of_rows(int rows, const RecordArgs& args) {
 
 template <class Isa, WeightFormat format>
 void multiply_rows(const Product& p) {
-  const int stride = record_bytes(p.format), scale_bytes = record_scale_bytes(p.format);
+  const int stride = record_bytes(format, p.format.scales);
+  const int scale_bytes = record_scale_bytes(format, p.format.scales);
   const std::ptrdiff_t half_bytes = static_cast<std::ptrdiff_t>(p.tile_rows) * 64;
   constexpr bool kInt4 = traits_of(format).bits == 4;
   const bool straight = kInt4 && p.rows <= Isa::kStraightRows;

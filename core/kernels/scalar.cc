@@ -33,7 +33,8 @@ float scale_at(const std::uint8_t* scales, ScaleType type, int index) {
 struct Scalar {
   template <WeightFormat format>
   static void multiply(const Product& p) {
-    const int stride = record_bytes(p.format), scale_bytes = record_scale_bytes(p.format);
+    const int stride = record_bytes(format, p.format.scales);
+    const int scale_bytes = record_scale_bytes(format, p.format.scales);
     constexpr int kBits = traits_of(format).bits, kSubgroup = traits_of(format).subgroup;
     // Lines that share a scale: 8 (sub-groups of 32) or all 16. With 128 both halves share one too.
     constexpr int kLines = kSubgroup == 32 ? 8 : 16;

@@ -79,7 +79,7 @@ def packing() -> None:
         rates = []
         for _ in range(5):
             start = time.perf_counter()
-            blob = torch.ops.cpumoe.pack(source, scales, None, 2048, 128, 4, ops.ROWS_GATE_THEN_UP)
+            blob = torch.ops.cpumoe.pack(source, scales, None, 2048, 128, "int4", ops.ROWS_GATE_THEN_UP)
             rates.append(blob.numel() / (time.perf_counter() - start) * 1e-9)
         print(f"packing from {name}: {statistics.median(rates):.2f} GB/s of output (first {rates[0]:.2f})")
 

@@ -57,8 +57,8 @@ Array::Array(nb::handle object, const char* name) : name_(name) {
   if (!nb::try_cast<nb::ndarray<>>(object, owned_)) {
     read_only_ = true;
     nb::ndarray<nb::ro> read_only;
-    require(nb::try_cast<nb::ndarray<nb::ro>>(object, read_only), name_, " is a ", Py_TYPE(object.ptr())->tp_name,
-            "; a tensor or an array is accepted");
+    CPUMOE_REQUIRE(nb::try_cast<nb::ndarray<nb::ro>>(object, read_only), name_, " is a ",
+                   Py_TYPE(object.ptr())->tp_name, "; a tensor or an array is accepted");
     owned_ = nb::ndarray<>(read_only);
   }
   data_ = owned_.data();
@@ -70,30 +70,28 @@ Array::Array(nb::handle object, const char* name) : name_(name) {
 }
 
 const Array& Array::contiguous(int rank) const {
-  require(device_ == nb::device::cpu::value, name_, " is not in CPU memory; only CPU tensors are accepted");
-  require(rank_ == rank, name_, " has ", rank_, " dimensions; ", rank, " are accepted");
+  CPUMOE_REQUIRE(device_ == nb::device::cpu::value, name_, " is not in CPU memory; only CPU tensors are accepted");
+  CPUMOE_REQUIRE(rank_ == rank, name_, " has ", rank_, " dimensions; ", rank, " are accepted");
   // Products of sizes, times the 2^18 bytes that the longest row takes, stay below 2^63.
   constexpr std::int64_t kMostElements = std::int64_t{1} << 44;
   std::int64_t room = kMostElements;
   for (int i = 0; i < rank; ++i) room /= std::max<std::int64_t>(shape_[i], 1);
-  if (room == 0) {  // asked first: the text of a shape costs more than all checks
-    require(false, name_, " is ", shape_text(), "; sizes with a product of up to 2^44 are accepted");
-  }
+  CPUMOE_REQUIRE(room > 0, name_, " is ", shape_text(), "; sizes with a product of up to 2^44 are accepted");
   if (size() == 0) return *this;
   const std::uintptr_t bytes = dtype_.bits / 8u;
-  require(bytes == 0 || reinterpret_cast<std::uintptr_t>(data_) % bytes == 0, name_,
-          " does not begin at a multiple of ", bytes, " bytes in memory; use its .clone()");
+  CPUMOE_REQUIRE(bytes == 0 || reinterpret_cast<std::uintptr_t>(data_) % bytes == 0, name_,
+                 " does not begin at a multiple of ", bytes, " bytes in memory; use its .clone()");
   if (strides_ == nullptr) return *this;
   std::int64_t expected = 1;
   for (int i = rank; i-- > 0;) {
-    require(shape_[i] == 1 || strides_[i] == expected, name_, " is not contiguous");
+    CPUMOE_REQUIRE(shape_[i] == 1 || strides_[i] == expected, name_, " is not contiguous");
     expected *= shape_[i];
   }
   return *this;
 }
 
 const Array& Array::writable() const {
-  require(!read_only_, name_, " is read-only; an array that can be written is accepted");
+  CPUMOE_REQUIRE(!read_only_, name_, " is read-only; an array that can be written is accepted");
   return *this;
 }
 

@@ -41,7 +41,7 @@ class Array {
 
   template <class T>
   const Array& expect(const char* type) const {
-    require(is<T>(), name_, " is ", dtype_text(), "; ", type, " is accepted");
+    CPUMOE_REQUIRE(is<T>(), name_, " is ", dtype_text(), "; ", type, " is accepted");
     return *this;
   }
 

@@ -1,9 +1,10 @@
 #include "dispatch.h"
 
 #include <atomic>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <fstream>
+#include <string_view>
 
 #include "check.h"
 
@@ -111,8 +112,18 @@ std::string neon_i8mm_obstacle() {
 
 #endif
 
+Tuning tuning() {
+#if defined(__x86_64__)
+  if (cpuid(0).b == 0x756E6547) return {.read_ahead_bytes = 4096, .software_streams = true};  // "Genu": Intel
+#endif
+  return {};
+}
+
+// `kernels` are kept for the whole process, with the tuning of this processor.
 IsaEntry present(const Kernels& kernels, const std::string& obstacle) {
-  return {kernels.name, &kernels, obstacle.empty(), obstacle};
+  auto* tuned = new Kernels(kernels);
+  tuned->tuning = tuning();
+  return {kernels.name, tuned, obstacle.empty(), obstacle};
 }
 
 [[maybe_unused]] IsaEntry absent(const char* name) { return {name, nullptr, false, kOtherArchitecture}; }
@@ -144,13 +155,12 @@ const Kernels& find_kernels(const std::string& name, const char* where) {
   std::string names;
   for (const IsaEntry& e : instruction_sets()) {
     if (e.name == name) {
-      require(e.supported, where, "=", name, " cannot run here: ", e.reason);
+      CPUMOE_REQUIRE(e.supported, where, "=", name, " cannot run here: ", e.reason);
       return *e.kernels;
     }
     names += names.empty() ? e.name : std::string(", ") + e.name;
   }
-  require(false, where, "=", name, " is not known; accepted are: ", names);
-  std::abort();  // not reached
+  refuse(where, "=", name, " is not known; accepted are: ", names);
 }
 
 const Kernels& default_kernels() {
@@ -191,26 +201,22 @@ bool amx_palette_hidden() {
 #endif
 }
 
-bool software_streams() {
-#if defined(__x86_64__)
-  static const bool intel = cpuid(0).b == 0x756E6547;  // "Genu"
-  return intel;
-#else
-  return false;
-#endif
-}
-
-int read_ahead_bytes() { return software_streams() ? 4096 : 8192; }
-
 std::string cpu_name() {
-  std::ifstream info("/proc/cpuinfo");
-  for (std::string line; std::getline(info, line);) {
-    if (line.rfind("model name", 0) == 0 || line.rfind("CPU part", 0) == 0) {
-      const std::size_t colon = line.find(": ");
-      if (colon != std::string::npos) return line.substr(colon + 2);
+  std::string name = "unknown";
+  std::FILE* info = std::fopen("/proc/cpuinfo", "r");
+  if (info == nullptr) return name;
+  char line[512];
+  while (std::fgets(line, sizeof(line), info) != nullptr) {
+    const std::string_view text(line);
+    const bool names = text.rfind("model name", 0) == 0 || text.rfind("CPU part", 0) == 0;
+    const std::size_t colon = text.find(": ");
+    if (names && colon != std::string_view::npos) {
+      name = text.substr(colon + 2, text.find('\n') - colon - 2);
+      break;
     }
   }
-  return "unknown";
+  std::fclose(info);
+  return name;
 }
 
 }  // namespace cpumoe

@@ -1,10 +1,12 @@
 // The interface between the fused operators and the instruction-set kernels.
 //
-// One packed layout serves every instruction set, decode and prefill (packed.h describes the bytes).
-// A kernel file implements the functions of `Kernels` for one instruction set and exports one table;
-// everything else in it has internal linkage. The same holds for every header that kernel files
-// include: an inline function with external linkage, compiled once under -mavx512f and once for the
-// baseline, would let the linker keep the AVX-512 copy for both, and older CPUs would die on it.
+// Two axes: a weight format says how packed weights are read (packed.h describes the bytes, which are the same for
+// every instruction set, decode and prefill), a row format how the rows that they are multiplied with are held. A
+// kernel file implements one instruction set: `Kernels`, with one `FormatKernels` for each weight format and one
+// `RowKernels` for each row format. It exports that one table; everything else in it has internal linkage. The same
+// holds for every header that kernel files include: an inline function with external linkage, compiled once under
+// -mavx512f and once for the baseline, would let the linker keep the AVX-512 copy for both, and older CPUs would die on
+// it.
 #pragma once
 
 #include <cstddef>
@@ -24,8 +26,49 @@ static constexpr int kInt4RecordBytes = kInt8RecordBytes / 2;
 static constexpr int kBlockVectorBytes = kBlockColumns * 4;  // one 32-bit value per column
 
 enum class DType : std::uint8_t { kF32, kBF16, kF16 };
-enum class WeightType : std::uint32_t { kInt4 = 4, kInt8 = 8 };
-enum class ScaleType : std::uint32_t { kBF16 = 2, kF32 = 4 };
+
+static constexpr int size_of(DType type) { return type == DType::kF32 ? 4 : 2; }
+
+// How the weights of a record are held. The numbers stand in the headers of packed weights: a format keeps its number,
+// and a number its format, for good.
+enum class WeightFormat : std::uint32_t {
+  kInt4 = 1,         // one scale per column
+  kInt4Group32 = 2,  // 32, 64 or 128 inputs share a scale
+  kInt4Group64 = 3,
+  kInt4Group128 = 4,
+  kInt8 = 5,  // one scale per column
+};
+
+// How the scales inside the records are held (those of whole columns are fp32). Numbers of headers, as above.
+enum class ScaleType : std::uint32_t { kF32 = 1, kBF16 = 2 };
+
+static constexpr int size_of(ScaleType type) { return type == ScaleType::kF32 ? 4 : 2; }
+
+// How a row of activations is held.
+enum class RowFormat : std::uint8_t {
+  kBytes,  // unsigned bytes u with a scale and a zero point for the row: x = (u - zero) * scale
+};
+
+// What can be said of a weight format without an instruction set.
+struct FormatTraits {
+  int bits;      // of a weight
+  int subgroup;  // inputs that share a scale of a record; 0: one scale per column for all inputs
+  // Products are sums of `unit` times the weight: 16 for int4, whose high nibble then needs no shift and whose low one
+  // a single one. The scales are divided by it when they are packed.
+  int unit;
+};
+
+static constexpr FormatTraits traits_of(WeightFormat format) {
+  switch (format) {
+    case WeightFormat::kInt4: return {4, 0, 16};
+    case WeightFormat::kInt4Group32: return {4, 32, 16};
+    case WeightFormat::kInt4Group64: return {4, 64, 16};
+    case WeightFormat::kInt4Group128: return {4, 128, 16};
+    case WeightFormat::kInt8: return {8, 0, 1};
+  }
+  return {};
+}
+
 enum class Activation : std::uint8_t { kSilu, kSwigluOai, kSwigluStep, kGelu, kGeluTanh, kRelu2 };
 enum class Scoring : std::uint8_t { kNone, kSoftmax, kSigmoid, kSqrtSoftplus };
 
@@ -38,26 +81,32 @@ struct ActivationSpec {
 
 // How the bytes of one block are to be read.
 struct BlockFormat {
-  WeightType weights;
-  ScaleType scales;  // type of the scales inside the records (grouped weights only)
-  int subgroup;      // 32, 64 or 128 inputs share a scale; 0: one scale per column for all inputs
+  WeightFormat weights;
+  ScaleType scales;
   bool has_bias;
 };
 
-// An activation row x is held as bytes u with x = (u - zero) * scale.
-struct RowQuant {
+// What a prepared row must be multiplied with, and what zero is held as.
+struct RowScale {
   float scale;
   std::int32_t zero;
 };
 
-// Quantises `count` values and pads with zero bytes to `padded` (a multiple of 128).
-// The 64 bytes of inputs [64 c, 64 c + 64) go to dst + (c / 2) * record_stride + (c % 2) * half_stride.
-struct QuantizeRow {
+// Prepares `count` values and pads with zeros to `padded` (a multiple of 128). The row consists of halves of records,
+// 64 inputs each: half h of record r goes to dst + r * record_stride + h * half_stride.
+struct PrepareRow {
   const void* src;
   DType type;
   std::int64_t count, padded;
   std::uint8_t* dst;
   std::ptrdiff_t record_stride, half_stride;
+};
+
+// A row format on one instruction set.
+struct RowKernels {
+  RowFormat format;
+  int half_bytes;  // that 64 inputs take
+  RowScale (*prepare)(const PrepareRow&);
 };
 
 // Where the weights continue after the ones being multiplied, so that reading ahead never stops at
@@ -77,7 +126,7 @@ struct alignas(4096) Workspace {
 };
 
 // acc += A x block, over `record_count` records.
-//   A is [record][row tile][half][tile_rows][64] bytes; tile_rows is 16, or below 16 with one tile.
+//   A is [record][row tile][half][tile_rows] halves of records; tile_rows is 16, or below 16 with one tile.
 //   acc is [row tile][column tile][16][16]: float for grouped scales, int32 for per-column scales.
 struct Product {
   BlockFormat format;
@@ -98,7 +147,7 @@ struct Product {
 // What the epilogues need of one block and of the rows it was multiplied with.
 struct BlockRows {
   BlockFormat format;
-  const std::uint8_t* head;  // column sums, then channel scales (subgroup 0), then biases (has_bias)
+  const std::uint8_t* head;  // column sums, then scales of columns (without sub-groups), then biases (has_bias)
   float* acc;
   int rows;
   const float* row_scale;
@@ -143,18 +192,24 @@ struct NormalizeRow {
   void* dst;
 };
 
-struct Kernels {
-  const char* name;
+// One block's weights as integers, [column][input of the record]; missing inputs and columns are zero.
+using RecordValues = std::int8_t[kBlockColumns][kRecordDepth];
 
-  // Largest number of rows for which `multiply` is given one tile of exactly that many rows and reads
-  // the packed weights straight; above it rows come in tiles of 16.
-  int few_rows;
+// Packing and unpacking the weights of one record. Part of every row of the table, so that what packs and what reads
+// cannot be chosen apart.
+struct RecordCodec {
+  void (*write)(const RecordValues& values, std::uint8_t* dst);
+  void (*read)(const std::uint8_t* src, RecordValues& values);
+};
 
-  // Called by every thread around a sequence of `multiply` calls (AMX tile configuration).
-  void (*thread_begin)();
-  void (*thread_end)();
+extern const RecordCodec kInt4Codec, kInt8Codec;  // formats.cc
 
-  RowQuant (*quantize_row)(const QuantizeRow&);
+// One row of the table: a weight format on one instruction set, and all that packs, unpacks and reads it.
+struct FormatKernels {
+  WeightFormat weights;
+  RowFormat rows;  // that it is multiplied with
+  const RecordCodec* codec;
+
   void (*multiply)(const Product&);
 
   // acc = the contribution of the zero points.
@@ -165,11 +220,40 @@ struct Kernels {
   void (*activate)(const BlockRows&, const ActivationSpec&, float* hidden, std::ptrdiff_t stride);
   // out[token[row] * stride + column] += weight[row] * the finished product.
   void (*combine)(const BlockRows&, const float* weight, const std::int32_t* token, float* out, std::ptrdiff_t stride);
+};
 
+static constexpr int kFormatCount = 5, kRowFormatCount = 1;
+
+// What depends on the processor rather than on its instruction set.
+struct Tuning {
+  // How far to read ahead of the weights being multiplied, in bytes. Nearer leaves DRAM idle, farther falls out of the
+  // caches: 4 KB was best on Sapphire Rapids, 8 KB on Zen 4.
+  int read_ahead_bytes = 8192;
+  // Whether a single row should prefetch inside its stream of weights, or only across the breaks of it. Intel cores
+  // gain much from it; on AMD Zen 4 the hardware's prefetcher alone is faster (30 instead of 22 GB/s a core).
+  bool software_streams = false;
+};
+
+struct Kernels {
+  const char* name;
+  Tuning tuning;
+  FormatKernels formats[kFormatCount];
+  RowKernels row_formats[kRowFormatCount];
+
+  // Largest number of rows for which `multiply` is given one tile of exactly that many rows and reads
+  // the packed weights straight; above it rows come in tiles of 16.
+  int few_rows;
+
+  // Called by every thread around a sequence of `multiply` calls (AMX tile configuration).
+  void (*thread_begin)();
+  void (*thread_end)();
+
+  // dst[i] = src[i] in fp32.
+  void (*load_row)(const void* src, DType type, int count, float* dst);
   // dst[i] = src[i] in the given type, rounded to nearest even.
   void (*store_row)(const float* src, std::int64_t count, DType type, void* dst);
-  // scores[i] = scoring of logits[i] (converted to fp32).
-  void (*score)(const void* logits, DType type, int count, Scoring scoring, float* scores);
+  // Scores of logits, in their place. There must be room for whole vectors of 16 values.
+  void (*score)(float* logits, int count, Scoring scoring);
 
   void (*dot_rows)(const DotRows&);
   void (*sum_rows)(const SumRows&);
@@ -179,6 +263,9 @@ struct Kernels {
   // dot products; and a read of `bytes` (a multiple of 4096) that keeps nothing but a checksum.
   double (*dot_peak)(std::int64_t iterations);
   std::uint64_t (*read_bytes)(const std::uint8_t* data, std::int64_t bytes);
+
+  const FormatKernels& of(WeightFormat format) const { return formats[static_cast<int>(format) - 1]; }
+  const RowKernels& of(RowFormat format) const { return row_formats[static_cast<int>(format)]; }
 };
 
 // Where the accumulator of (row, column of the block) stands in [row tile][column tile][16][16].
@@ -188,15 +275,17 @@ static constexpr std::ptrdiff_t acc_index(int row, int column) {
 }
 
 static constexpr int block_head_bytes(const BlockFormat& f) {
-  return kBlockVectorBytes * (1 + (f.subgroup == 0 ? 1 : 0) + (f.has_bias ? 1 : 0));
+  return kBlockVectorBytes * (1 + (traits_of(f.weights).subgroup == 0 ? 1 : 0) + (f.has_bias ? 1 : 0));
 }
 
-static constexpr int record_scale_bytes(const BlockFormat& f) {
-  return f.subgroup == 0 ? 0 : kRecordDepth / f.subgroup * kBlockColumns * static_cast<int>(f.scales);
+// In kernels `format` is a constant, and so is what these give but for the type of the scales.
+static constexpr int record_scale_bytes(WeightFormat format, ScaleType scales) {
+  const int subgroup = traits_of(format).subgroup;
+  return subgroup == 0 ? 0 : kRecordDepth / subgroup * kBlockColumns * size_of(scales);
 }
 
-static constexpr int record_bytes(const BlockFormat& f) {
-  return record_scale_bytes(f) + (f.weights == WeightType::kInt4 ? kInt4RecordBytes : kInt8RecordBytes);
+static constexpr int record_bytes(WeightFormat format, ScaleType scales) {
+  return record_scale_bytes(format, scales) + kRecordDepth * kBlockColumns * traits_of(format).bits / 8;
 }
 
 }  // namespace cpumoe

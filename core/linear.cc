@@ -25,16 +25,19 @@ struct Scratch {
   std::vector<std::unique_ptr<ThreadScratch>> threads;
 };
 
-// All rows belong to one matrix, so they are quantised straight into the layout of their chunk.
+// All rows belong to one matrix, so they are prepared straight in the layout of their chunk.
 void forward_rows(const Kernels& k, const LinearCall& c, int threads, Scratch& s) {
   const PackedMatrix& m = c.weight;
   const auto rows = static_cast<std::int32_t>(c.rows);
   const ExpertRows all = cut_rows(0, rows, 0, k.few_rows);
-  auto* quantized = s.rows.get<std::uint8_t>(all.slots * m.padded_depth);
+  const FormatKernels& format = k.of(m.format.weights);
+  const RowKernels& row_format = k.of(format.rows);
+  const RowLayout layout(row_format);
+  const std::int64_t row_bytes = layout.row_bytes(m.padded_depth);
+  auto* prepared = s.rows.get<std::uint8_t>(all.slots * row_bytes);
   auto* scale = s.scale.get<float>(all.slots);
   auto* zero = s.zero.get<std::int32_t>(all.slots);
   while (static_cast<int>(s.threads.size()) < threads) s.threads.push_back(std::make_unique<ThreadScratch>());
-  const std::int64_t element = c.type == DType::kF32 ? 4 : 2;
   const int step = std::clamp(m.blocks / (16 * threads), 1, 64);
   std::atomic<int> queue{0};
   run_on_threads(threads, [&](Worker& worker) {
@@ -42,16 +45,12 @@ void forward_rows(const Kernels& k, const LinearCall& c, int threads, Scratch& s
     k.thread_begin();
     for (std::int32_t r = rows * worker.index / worker.count; r < rows * (worker.index + 1) / worker.count; ++r) {
       const RowChunk chunk = Plan::chunk(all, r / (all.chunk_tiles * all.tile_rows));
-      QuantizeRow q{static_cast<const std::uint8_t*>(c.x) + r * m.spec.depth * element,
-                    c.type,
-                    m.spec.depth,
-                    m.padded_depth,
-                    quantized + chunk.first_slot * m.padded_depth + row_offset(chunk, r - chunk.first_slot),
-                    record_stride(chunk),
-                    half_stride(chunk)};
-      const RowQuant quant = k.quantize_row(q);
-      scale[r] = quant.scale;
-      zero[r] = quant.zero;
+      const RowScale q = row_format.prepare(
+          {static_cast<const std::uint8_t*>(c.x) + r * m.spec.depth * size_of(c.type), c.type, m.spec.depth,
+           m.padded_depth, prepared + chunk.first_slot * row_bytes + layout.offset(chunk, r - chunk.first_slot),
+           layout.record_stride(chunk), layout.half_stride(chunk)});
+      scale[r] = q.scale;
+      zero[r] = q.zero;
     }
     int first = queue.fetch_add(step);
     worker.barrier->wait();
@@ -63,18 +62,18 @@ void forward_rows(const Kernels& k, const LinearCall& c, int threads, Scratch& s
         const int block_end = std::min(block + kBlocksPerPass, last);
         for (int index = 0; index < all.chunks; ++index) {
           const RowChunk chunk = Plan::chunk(all, index);
-          const ChunkInput in{chunk, quantized + chunk.first_slot * m.padded_depth, scale + chunk.first_slot,
+          const ChunkInput in{chunk, prepared + chunk.first_slot * row_bytes, scale + chunk.first_slot,
                               zero + chunk.first_slot};
           multiply_blocks(k, m, 0, block, block_end, in, index == 0, block_end < last ? nullptr : next, NextRows{},
                           &t.product, [&](int b, const BlockRows& finished) {
                             const std::int64_t column = static_cast<std::int64_t>(b) * kBlockColumns;
                             const auto columns =
                                 static_cast<int>(std::min<std::int64_t>(kBlockColumns, m.spec.columns - column));
-                            k.finish(finished, t.values, kBlockColumns, columns);
+                            format.finish(finished, t.values, kBlockColumns, columns);
                             for (int r = 0; r < chunk.rows; ++r) {
                               const std::int64_t at = (chunk.first_slot + r) * m.spec.columns + column;
-                              k.store_row(t.values + r * kBlockColumns, columns, c.type,
-                                          static_cast<std::uint8_t*>(c.out) + at * element);
+                              k.store_row(t.values + r * kBlockColumns, columns, c.out_type,
+                                          static_cast<std::uint8_t*>(c.out) + at * size_of(c.out_type));
                             }
                           });
         }
@@ -88,17 +87,16 @@ void forward_rows(const Kernels& k, const LinearCall& c, int threads, Scratch& s
 }  // namespace
 
 void linear_forward(const Kernels& kernels, const LinearCall& call) {
-  require(call.weight.spec.experts == 1, "weight holds ", call.weight.spec.experts,
-          " experts; a linear takes one matrix");
-  require(!call.weight.spec.gated, "weight was packed with gate and up rows; pack it as a plain matrix");
+  CPUMOE_REQUIRE(call.weight.spec.experts == 1, "weight holds ", call.weight.spec.experts,
+                 " experts; a linear takes one matrix");
+  CPUMOE_REQUIRE(!call.weight.spec.gated, "weight was packed with gate and up rows; pack it as a plain matrix");
   static thread_local Scratch scratch;
-  const std::int64_t element = call.type == DType::kF32 ? 4 : 2;
   const int threads = thread_count();
   for (std::int64_t first = 0; first < call.rows; first += kMaxRows) {
     LinearCall part = call;
     part.rows = std::min(kMaxRows, call.rows - first);
-    part.x = static_cast<const std::uint8_t*>(call.x) + first * call.weight.spec.depth * element;
-    part.out = static_cast<std::uint8_t*>(call.out) + first * call.weight.spec.columns * element;
+    part.x = static_cast<const std::uint8_t*>(call.x) + first * call.weight.spec.depth * size_of(call.type);
+    part.out = static_cast<std::uint8_t*>(call.out) + first * call.weight.spec.columns * size_of(call.out_type);
     forward_rows(kernels, part, threads, scratch);
   }
 }

@@ -9,9 +9,9 @@
 namespace cpumoe {
 
 struct LinearCall {
-  PackedMatrix weight;  // one "expert"
-  const void* x;        // [rows, in_features], contiguous
-  DType type;           // of x and out
+  PackedMatrix weight;   // one "expert"
+  const void* x;         // [rows, in_features], contiguous
+  DType type, out_type;  // of x, and of out: that of x or fp32
   std::int64_t rows;
   void* out;  // [rows, out_features]
 };

@@ -74,7 +74,7 @@ void install_handler() {
 }  // namespace
 
 void guard_mapping(std::uintptr_t address, std::int64_t bytes, const std::string& path) {
-  require(bytes >= 0, "bytes=", bytes, "; 0 or more are accepted");
+  CPUMOE_REQUIRE(bytes >= 0, "bytes=", bytes, "; 0 or more are accepted");
   const std::lock_guard<std::mutex> lock(changing);
   Guard* unused = nullptr;
   for (Guard* guard = guards.load(); guard != nullptr; guard = guard->next) {

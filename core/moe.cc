@@ -35,7 +35,7 @@ struct ThreadScratch {
 // Everything a calling thread keeps between calls.
 struct Scratch {
   Plan plan;
-  Buffer tokens, token_quant, hidden, rows, row_scale, row_zero;
+  Buffer tokens, token_scale, hidden, rows, row_scale, row_zero;
   std::vector<std::unique_ptr<ThreadScratch>> threads;
 };
 
@@ -62,7 +62,18 @@ int share(std::int64_t total, std::int64_t index, std::int64_t parts) {
 class Forward {
  public:
   Forward(const Kernels& kernels, const MoeCall& call, int threads, Scratch* s)
-      : k_(kernels), c_(call), s_(*s), plan_(s->plan) {
+      : k_(kernels),
+        c_(call),
+        s_(*s),
+        plan_(s->plan),
+        first_(kernels.of(call.gate_up.format.weights)),
+        second_(kernels.of(call.down.format.weights)),
+        token_rows_(kernels.of(first_.rows)),
+        hidden_rows_(kernels.of(second_.rows)),
+        token_layout_(token_rows_),
+        hidden_layout_(hidden_rows_),
+        token_bytes_(token_layout_.row_bytes(call.gate_up.padded_depth)),
+        hidden_bytes_(hidden_layout_.row_bytes(call.down.padded_depth)) {
     make_plan({call.ids, call.weights, call.tokens, call.topk}, call.gate_up.spec.experts, kernels.few_rows, &plan_);
     hidden_stride_ = call.down.padded_depth;
     const auto active = static_cast<std::int64_t>(plan_.experts.size());
@@ -85,16 +96,16 @@ class Forward {
         return plan_.experts[static_cast<std::size_t>(a)].slots > plan_.experts[static_cast<std::size_t>(b)].slots;
       });
     }
-    tokens_ = s_.tokens.get<std::uint8_t>(call.tokens * call.gate_up.padded_depth);
-    token_quant_ = s_.token_quant.get<RowQuant>(call.tokens);
-    rows_ = s_.rows.get<std::uint8_t>(plan_.slots * hidden_stride_);
+    tokens_ = s_.tokens.get<std::uint8_t>(call.tokens * token_bytes_);
+    token_scale_ = s_.token_scale.get<RowScale>(call.tokens);
+    rows_ = s_.rows.get<std::uint8_t>(plan_.slots * hidden_bytes_);
     row_scale_ = s_.row_scale.get<float>(plan_.slots);
     row_zero_ = s_.row_zero.get<std::int32_t>(plan_.slots);
     if (!whole_experts_) hidden_ = s_.hidden.get<float>(plan_.slots * hidden_stride_);
     while (static_cast<int>(s_.threads.size()) < threads) s_.threads.push_back(std::make_unique<ThreadScratch>());
     for (int i = 0; i < threads; ++i) {
       ThreadScratch& t = *s_.threads[static_cast<std::size_t>(i)];
-      t.gathered.get<std::uint8_t>(plan_.most_rows * call.gate_up.padded_depth);
+      t.gathered.get<std::uint8_t>(plan_.most_rows * token_bytes_);
       t.scales.get<float>(plan_.most_rows);
       t.zeros.get<std::int32_t>(plan_.most_rows);
       t.slice.get<float>(call.tokens * blocks_per_slice_ * kBlockColumns);
@@ -107,12 +118,12 @@ class Forward {
     k_.thread_begin();
     const int item = first_queue_.take(), slice = second_queue_.take();
     read_ahead_of(item);
-    quantize_tokens(worker);
+    prepare_tokens(worker);
     worker.barrier->wait();
     first_product(item, slice, t);
     worker.barrier->wait();
     if (!whole_experts_) {
-      quantize_hidden_rows(worker);
+      prepare_hidden_rows(worker);
       worker.barrier->wait();
     }
     second_product(slice, t);
@@ -133,54 +144,47 @@ class Forward {
             share(c_.gate_up.blocks, part + 1, items_per_expert_)};
   }
 
-  // The first weights come from DRAM while the tokens are being quantised.
+  // The first weights come from DRAM while the tokens are being prepared.
   void read_ahead_of(int index) const {
     if (index >= first_items_) return;
     const std::uint8_t* weights = first_weights(index);
-    for (int i = 0; i < read_ahead_bytes(); i += 64) __builtin_prefetch(weights + i, 0, 2);
+    for (int i = 0; i < k_.tuning.read_ahead_bytes; i += 64) __builtin_prefetch(weights + i, 0, 2);
   }
 
-  void quantize_tokens(const Worker& worker) {
+  void prepare_tokens(const Worker& worker) {
     const std::int64_t hidden = c_.gate_up.spec.depth, padded = c_.gate_up.padded_depth;
-    const std::int64_t element = c_.type == DType::kF32 ? 4 : 2;
     for (std::int64_t t = c_.tokens * worker.index / worker.count; t < c_.tokens * (worker.index + 1) / worker.count;
          ++t) {
-      QuantizeRow row{static_cast<const std::uint8_t*>(c_.x) + t * hidden * element,
-                      c_.type,
-                      hidden,
-                      padded,
-                      tokens_ + t * padded,
-                      kRecordDepth,
-                      kRecordDepth / 2};
-      token_quant_[t] = k_.quantize_row(row);
+      const auto* x = static_cast<const std::uint8_t*>(c_.x) + t * hidden * size_of(c_.type);
+      token_scale_[t] = token_rows_.prepare({x, c_.type, hidden, padded, tokens_ + t * token_bytes_,
+                                             2 * token_layout_.half_bytes, token_layout_.half_bytes});
     }
   }
 
   // The tokens of an expert, in the layout its chunks are multiplied in. A single row is used where it lies.
   const std::uint8_t* gather(const ExpertRows& e, ThreadScratch& t) const {
-    const std::int64_t padded = c_.gate_up.padded_depth;
+    const std::int64_t half = token_layout_.half_bytes;
     auto* scale = t.scales.get<float>(e.slots);
     auto* zero = t.zeros.get<std::int32_t>(e.slots);
     const std::int32_t* token = plan_.slot_token.data() + e.first_slot;
     for (int r = 0; r < e.rows; ++r) {
-      const RowQuant q = token_quant_[token[r]];
+      const RowScale q = token_scale_[token[r]];
       scale[r] = c_.weight_on_input ? q.scale * plan_.slot_weight[static_cast<std::size_t>(e.first_slot + r)] : q.scale;
       zero[r] = q.zero;
     }
-    if (e.rows == 1 && e.tile_rows == 1) return tokens_ + token[0] * padded;
-    auto* gathered = t.gathered.get<std::uint8_t>(e.slots * padded);
+    if (e.rows == 1 && e.tile_rows == 1) return tokens_ + token[0] * token_bytes_;
+    auto* gathered = t.gathered.get<std::uint8_t>(e.slots * token_bytes_);
     for (int index = 0; index < e.chunks; ++index) {
       const RowChunk chunk = Plan::chunk(e, index);
       const int base = chunk.first_slot - e.first_slot;
       for (int r = 0; r < chunk.rows; ++r) {
-        const std::uint8_t* src = tokens_ + token[base + r] * padded;
-        const std::uint8_t* later = tokens_ + token[std::min(base + r + 2, e.rows - 1)] * padded;
-        std::uint8_t* dst = gathered + base * padded + row_offset(chunk, r);
-        for (std::int64_t i = 0; i < padded; i += kRecordDepth, dst += record_stride(chunk)) {
-          __builtin_prefetch(later + i);
-          __builtin_prefetch(later + i + 64);
-          std::memcpy(dst, src + i, 64);
-          std::memcpy(dst + half_stride(chunk), src + i + 64, 64);
+        const std::uint8_t* src = tokens_ + token[base + r] * token_bytes_;
+        const std::uint8_t* later = tokens_ + token[std::min(base + r + 2, e.rows - 1)] * token_bytes_;
+        std::uint8_t* dst = gathered + base * token_bytes_ + token_layout_.offset(chunk, r);
+        for (std::int64_t i = 0; i < token_bytes_; i += 2 * half, dst += token_layout_.record_stride(chunk)) {
+          for (std::int64_t line = 0; line < 2 * half; line += 64) __builtin_prefetch(later + i + line);
+          std::memcpy(dst, src + i, static_cast<std::size_t>(half));
+          std::memcpy(dst + token_layout_.half_stride(chunk), src + i + half, static_cast<std::size_t>(half));
         }
       }
     }
@@ -206,18 +210,18 @@ class Forward {
         for (int chunk_index = 0; chunk_index < e.chunks; ++chunk_index) {
           const RowChunk chunk = Plan::chunk(e, chunk_index);
           const int base = chunk.first_slot - e.first_slot;
-          const ChunkInput in{chunk, a + base * c_.gate_up.padded_depth, t.scales.get<float>(e.slots) + base,
+          const ChunkInput in{chunk, a + base * token_bytes_, t.scales.get<float>(e.slots) + base,
                               t.zeros.get<std::int32_t>(e.slots) + base};
           const std::uint8_t* after = block_end < item.last ? nullptr : next;
           multiply_blocks(k_, c_.gate_up, e.expert, block, block_end, in, chunk_index == 0, after, NextRows{},
                           &t.product, [&](int b, const BlockRows& rows) {
-                            k_.activate(rows, c_.activation, hidden + base * hidden_stride_ + b * block_outputs,
-                                        hidden_stride_);
+                            first_.activate(rows, c_.activation, hidden + base * hidden_stride_ + b * block_outputs,
+                                            hidden_stride_);
                           });
         }
       }
       if (whole_experts_) {
-        for (int r = 0; r < e.rows; ++r) quantize_hidden_row(e, r, hidden + r * hidden_stride_);
+        for (int r = 0; r < e.rows; ++r) prepare_hidden_row(e, r, hidden + r * hidden_stride_);
       }
       index = next_index;
     }
@@ -236,27 +240,23 @@ class Forward {
     return c_.down.block(plan_.experts[i].expert, first_block(slice));
   }
 
-  void quantize_hidden_row(const ExpertRows& e, int row, const float* hidden) {
+  void prepare_hidden_row(const ExpertRows& e, int row, const float* hidden) {
     const RowChunk chunk = Plan::chunk(e, row / (e.chunk_tiles * e.tile_rows));
     const int in_chunk = e.first_slot + row - chunk.first_slot;
-    QuantizeRow q{hidden,
-                  DType::kF32,
-                  c_.down.spec.depth,
-                  c_.down.padded_depth,
-                  rows_ + chunk.first_slot * hidden_stride_ + row_offset(chunk, in_chunk),
-                  record_stride(chunk),
-                  half_stride(chunk)};
-    const RowQuant quant = k_.quantize_row(q);
-    row_scale_[e.first_slot + row] = quant.scale;
-    row_zero_[e.first_slot + row] = quant.zero;
+    const RowScale q =
+        hidden_rows_.prepare({hidden, DType::kF32, c_.down.spec.depth, c_.down.padded_depth,
+                              rows_ + chunk.first_slot * hidden_bytes_ + hidden_layout_.offset(chunk, in_chunk),
+                              hidden_layout_.record_stride(chunk), hidden_layout_.half_stride(chunk)});
+    row_scale_[e.first_slot + row] = q.scale;
+    row_zero_[e.first_slot + row] = q.zero;
   }
 
-  void quantize_hidden_rows(const Worker& worker) {
+  void prepare_hidden_rows(const Worker& worker) {
     int turn = 0;
     for (const ExpertRows& e : plan_.experts) {
       for (int r = 0; r < e.rows; ++r, ++turn) {
         if (turn % worker.count == worker.index) {
-          quantize_hidden_row(e, r, hidden_ + (e.first_slot + r) * hidden_stride_);
+          prepare_hidden_row(e, r, hidden_ + (e.first_slot + r) * hidden_stride_);
         }
       }
     }
@@ -266,7 +266,6 @@ class Forward {
   // write one value, and the order of the sum never depends on the threads.
   void second_product(int slice, ThreadScratch& t) {
     const std::int64_t hidden = c_.down.spec.columns;
-    const std::int64_t element = c_.type == DType::kF32 ? 4 : 2;
     while (slice < slices_) {
       const int next_slice = second_queue_.take();
       const int first = first_block(slice), last = first_block(slice + 1);
@@ -279,21 +278,21 @@ class Forward {
             i + 1 < plan_.experts.size() ? second_weights(slice, i + 1) : second_weights(next_slice, 0);
         for (int index = 0; index < e.chunks; ++index) {
           const RowChunk chunk = Plan::chunk(e, index);
-          const ChunkInput in{chunk, rows_ + chunk.first_slot * hidden_stride_, row_scale_ + chunk.first_slot,
+          const ChunkInput in{chunk, rows_ + chunk.first_slot * hidden_bytes_, row_scale_ + chunk.first_slot,
                               row_zero_ + chunk.first_slot};
           multiply_blocks(k_, c_.down, e.expert, first, last, in, index == 0, next, rows_after(i, index), &t.product,
                           [&](int block, const BlockRows& rows) {
-                            k_.combine(rows, combine_weight(chunk.first_slot),
-                                       plan_.slot_token.data() + chunk.first_slot,
-                                       out + (block - first) * kBlockColumns, stride);
+                            second_.combine(rows, combine_weight(chunk.first_slot),
+                                            plan_.slot_token.data() + chunk.first_slot,
+                                            out + (block - first) * kBlockColumns, stride);
                           });
         }
       }
       const std::int64_t column = static_cast<std::int64_t>(first) * kBlockColumns;
       const std::int64_t columns = std::min(hidden, static_cast<std::int64_t>(last) * kBlockColumns) - column;
       for (std::int64_t token = 0; token < c_.tokens; ++token) {
-        k_.store_row(out + token * stride, columns, c_.type,
-                     static_cast<std::uint8_t*>(c_.out) + (token * hidden + column) * element);
+        k_.store_row(out + token * stride, columns, c_.out_type,
+                     static_cast<std::uint8_t*>(c_.out) + (token * hidden + column) * size_of(c_.out_type));
       }
       slice = next_slice;
     }
@@ -304,7 +303,7 @@ class Forward {
     const bool same = index + 1 < plan_.experts[i].chunks;
     const ExpertRows& e = plan_.experts[same ? i : (i + 1) % plan_.experts.size()];
     const RowChunk chunk = Plan::chunk(e, same ? index + 1 : 0);
-    return {rows_ + chunk.first_slot * hidden_stride_, chunk.tiles * chunk.tile_rows * hidden_stride_};
+    return {rows_ + chunk.first_slot * hidden_bytes_, chunk.tiles * chunk.tile_rows * hidden_bytes_};
   }
 
   const float* combine_weight(int slot) const {
@@ -315,12 +314,16 @@ class Forward {
   const MoeCall& c_;
   Scratch& s_;
   Plan& plan_;
-  std::int64_t hidden_stride_ = 0;
+  const FormatKernels &first_, &second_;
+  const RowKernels &token_rows_, &hidden_rows_;
+  const RowLayout token_layout_, hidden_layout_;
+  const std::int64_t token_bytes_, hidden_bytes_;  // of a prepared row
+  std::int64_t hidden_stride_ = 0;                 // fp32 values of an intermediate row before it is prepared
   bool whole_experts_ = false;
   int items_per_expert_ = 0, first_items_ = 0, blocks_per_slice_ = 0, slices_ = 0;
   std::vector<int> order_;
   std::uint8_t* tokens_ = nullptr;
-  RowQuant* token_quant_ = nullptr;
+  RowScale* token_scale_ = nullptr;
   std::uint8_t* rows_ = nullptr;
   float* hidden_ = nullptr;
   float* row_scale_ = nullptr;
@@ -329,17 +332,17 @@ class Forward {
 };
 
 void check_call(const MoeCall& c) {
-  const MatrixSpec &g = c.gate_up.spec, &d = c.down.spec;
-  require(g.experts == d.experts, "gate_up holds ", g.experts, " experts, down holds ", d.experts);
-  require(g.gated == c.activation.gated, "gate_up was packed ", g.gated ? "with" : "without",
-          " gate and up rows, but the activation is ", c.activation.gated ? "gated" : "not gated");
-  require(!d.gated, "down was packed with gate and up rows; pack it as a plain matrix");
+  const PackedSpec &g = c.gate_up.spec, &d = c.down.spec;
+  CPUMOE_REQUIRE(g.experts == d.experts, "gate_up holds ", g.experts, " experts, down holds ", d.experts);
+  CPUMOE_REQUIRE(g.gated == c.activation.gated, "gate_up was packed ", g.gated ? "with" : "without",
+                 " gate and up rows, but the activation is ", c.activation.gated ? "gated" : "not gated");
+  CPUMOE_REQUIRE(!d.gated, "down was packed with gate and up rows; pack it as a plain matrix");
   const std::int64_t inner = g.gated ? g.columns / 2 : g.columns;
-  require(d.depth == inner, "down takes ", d.depth, " inputs, but gate_up gives ", inner);
-  require(d.columns == g.depth, "down gives ", d.columns, " outputs, but hidden_states have ", g.depth);
+  CPUMOE_REQUIRE(d.depth == inner, "down takes ", d.depth, " inputs, but gate_up gives ", inner);
+  CPUMOE_REQUIRE(d.columns == g.depth, "down gives ", d.columns, " outputs, but hidden_states have ", g.depth);
   for (std::int64_t i = 0; i < c.tokens * c.topk; ++i) {
-    require(c.ids[i] >= -1 && c.ids[i] < g.experts, "topk_ids[", i / c.topk, ", ", i % c.topk, "]=", c.ids[i],
-            "; 0 to ", g.experts - 1, " are experts and -1 means none");
+    CPUMOE_REQUIRE(c.ids[i] >= -1 && c.ids[i] < g.experts, "topk_ids[", i / c.topk, ", ", i % c.topk, "]=", c.ids[i],
+                   "; 0 to ", g.experts - 1, " are experts and -1 means none");
   }
 }
 
@@ -347,15 +350,15 @@ void check_call(const MoeCall& c) {
 
 void moe_forward(const Kernels& kernels, const MoeCall& call) {
   check_call(call);
-  const std::int64_t width = call.gate_up.spec.depth * (call.type == DType::kF32 ? 4 : 2);
+  const std::int64_t width = call.gate_up.spec.depth;
   const std::int64_t row_bytes = std::max<std::int64_t>(1, call.topk) * call.down.padded_depth * 4;
   const std::int64_t step = std::clamp(kHiddenBytes / row_bytes, kMinTokens, kMaxTokens);
   const int threads = thread_count();
   for (std::int64_t first = 0; first < call.tokens; first += step) {
     MoeCall part = call;
     part.tokens = std::min(step, call.tokens - first);
-    part.x = static_cast<const std::uint8_t*>(call.x) + first * width;
-    part.out = static_cast<std::uint8_t*>(call.out) + first * width;
+    part.x = static_cast<const std::uint8_t*>(call.x) + first * width * size_of(call.type);
+    part.out = static_cast<std::uint8_t*>(call.out) + first * width * size_of(call.out_type);
     part.ids = call.ids + first * call.topk;
     part.weights = call.weights + first * call.topk;
     Forward forward(kernels, part, threads, &scratch_of_this_thread());

@@ -11,7 +11,8 @@ namespace cpumoe {
 struct MoeCall {
   PackedMatrix gate_up, down;
   const void* x;  // [tokens, hidden], contiguous
-  DType type;     // of x and out
+  DType type,
+      out_type;  // of x, and of out: that of x, or fp32 for sums that others are added to before they are rounded
   std::int64_t tokens, topk;
   const std::int32_t* ids;  // [tokens, topk]; -1 contributes nothing
   const float* weights;     // [tokens, topk]

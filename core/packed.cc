@@ -9,14 +9,16 @@
 #include <numeric>
 
 #include "check.h"
-#include "kernels/vector_scalar.h"
+#include "dispatch.h"
+#include "float16.h"
+#include "formats.h"
 #include "threads.h"
 
 namespace cpumoe {
 namespace {
 
 constexpr char kMagic[8] = {'C', 'P', 'U', 'M', 'O', 'E', 'P', 'K'};
-constexpr std::uint32_t kVersion = 1;
+constexpr std::uint32_t kVersion = 2;
 
 // Limits that keep every size below 2^62 and every int32 dot product from overflowing:
 // 65536 * 255 * 128 = 2,139,095,040 < 2^31.
@@ -40,12 +42,20 @@ std::uint64_t header_check(const Header& h) {  // FNV-1a of all that comes befor
 
 float element(const void* data, DType type, std::int64_t index) {
   if (type == DType::kF32) return static_cast<const float*>(data)[index];
-  const auto* halves = static_cast<const std::uint16_t*>(data) + index;
-  return type == DType::kBF16 ? F32x1::load_as<DType::kBF16>(halves).v : F32x1::load_as<DType::kF16>(halves).v;
+  const std::uint16_t half = static_cast<const std::uint16_t*>(data)[index];
+  return type == DType::kBF16 ? bfloat_to_float(half) : half_to_float(half);
+}
+
+void store_element(float value, DType type, void* data, std::int64_t index) {
+  if (type == DType::kF32) {
+    static_cast<float*>(data)[index] = value;
+  } else {
+    static_cast<std::uint16_t*>(data)[index] = type == DType::kBF16 ? float_to_bfloat(value) : float_to_half(value);
+  }
 }
 
 // Source row of a block's column; -1 for padding.
-std::int64_t source_row(const MatrixSpec& spec, RowOrder order, std::int64_t block, int column) {
+std::int64_t source_row(const PackedSpec& spec, RowOrder order, std::int64_t block, int column) {
   std::int64_t row = block * kBlockColumns + column;
   if (order != RowOrder::kPlain) {
     const std::int64_t gate = block * kTileColumns + column % kTileColumns;
@@ -62,10 +72,13 @@ int scale_slot(int subgroup, int i) {
   return i % 64 / 32 * 2 + i / 64;
 }
 
+// Every instruction set has the same codecs: packed weights are for all of them.
+const RecordCodec& codec_of(WeightFormat format) { return *active_kernels().of(format).codec; }
+
 class BlockPacker {
  public:
   BlockPacker(const PackedMatrix& layout, const PackSource& source, const std::string& name, std::int64_t expert)
-      : layout_(layout), source_(source), name_(name), expert_(expert) {}
+      : layout_(layout), traits_(traits_of(layout.format.weights)), source_(source), name_(name), expert_(expert) {}
 
   void pack(std::int64_t block, std::uint8_t* dst) {
     const BlockFormat& f = layout_.format;
@@ -76,17 +89,13 @@ class BlockPacker {
       float_sums_[c] = 0.0;
       int_sums_[c] = 0;
     }
-    std::uint8_t* record = dst + block_head_bytes(f);
-    for (int g = 0; g < layout_.records; ++g, record += record_bytes(f)) {
+    std::uint8_t* record = dst + layout_.head_bytes;
+    for (int g = 0; g < layout_.records; ++g, record += layout_.record_bytes) {
       for (int c = 0; c < kBlockColumns; ++c) {
         read_values(rows[c], g, values_[c]);
         add_column(rows[c], g, c, record);
       }
-      if (f.weights == WeightType::kInt4) {
-        write_int4(record + record_scale_bytes(f));
-      } else {
-        write_int8(record + record_scale_bytes(f));
-      }
+      codec_of(f.weights).write(values_, record + record_scale_bytes(f.weights, f.scales));
     }
     write_head(rows, dst);
   }
@@ -102,7 +111,7 @@ class BlockPacker {
     if (!source_.nibbles) {
       const auto* in = static_cast<const std::int8_t*>(source_.values) + row * depth + first;
       std::memcpy(out, in, static_cast<std::size_t>(present));
-      if (layout_.format.weights == WeightType::kInt4) check_range(out, static_cast<int>(present), row, first);
+      if (traits_.bits == 4) check_range(out, static_cast<int>(present), row, first);
       return;
     }
     const auto* in = static_cast<const std::uint8_t*>(source_.values) + row * ((depth + 1) / 2) + first / 2;
@@ -118,42 +127,40 @@ class BlockPacker {
     for (int i = 0; i < count; ++i) outside |= static_cast<std::uint8_t>(values[i] + 8);
     if (outside < 16) return;
     for (int i = 0; i < count; ++i) {
-      require(values[i] >= -8 && values[i] <= 7, name_, ": value ", int{values[i]}, " at [", expert_, ", ", row, ", ",
-              first + i, "] is not an int4 value; -8 to 7 are accepted");
+      CPUMOE_REQUIRE(values[i] >= -8 && values[i] <= 7, name_, ": value ", int{values[i]}, " at [", expert_, ", ", row,
+                     ", ", first + i, "] is not an int4 value; -8 to 7 are accepted");
     }
   }
 
   float scale(std::int64_t row, std::int64_t group) const {
-    const std::int64_t groups = layout_.spec.group == 0 ? 1 : layout_.spec.depth / layout_.spec.group;
-    const float s = element(source_.scales, source_.scale_type, row * groups + group);
-    require(std::isfinite(s), name_, ": scale at [", expert_, ", ", row, ", ", group,
-            "] is not finite; only finite scales are accepted");
-    return layout_.format.weights == WeightType::kInt4 ? s / 16.0f : s;
+    const float s = element(source_.scales, source_.scale_type, row * layout_.spec.groups() + group);
+    CPUMOE_REQUIRE(std::isfinite(s), name_, ": scale at [", expert_, ", ", row, ", ", group,
+                   "] is not finite; only finite scales are accepted");
+    return s / static_cast<float>(traits_.unit);
   }
 
   // Scales of one column in one record, and what it adds to the column's sum.
   void add_column(std::int64_t row, int record, int column, std::uint8_t* dst) {
     if (row < 0) return;
     const BlockFormat& f = layout_.format;
-    const int weight_unit = f.weights == WeightType::kInt4 ? 16 : 1;
-    const int step = f.subgroup == 0 ? kRecordDepth : f.subgroup;
+    const int step = traits_.subgroup == 0 ? kRecordDepth : traits_.subgroup;
     for (int i = 0; i < kRecordDepth; i += step) {
       const std::int64_t input = static_cast<std::int64_t>(record) * kRecordDepth + i;
       if (input >= layout_.spec.depth) break;
       int sum = 0;
       for (int j = 0; j < step; ++j) sum += values_[column][i + j];
-      sum *= weight_unit;
-      if (f.subgroup == 0) {
+      sum *= traits_.unit;
+      if (traits_.subgroup == 0) {
         int_sums_[column] += sum;
         continue;
       }
       const float s = scale(row, input / layout_.spec.group);
-      const int slot = scale_slot(f.subgroup, i) * kBlockColumns + column;
+      const int slot = scale_slot(traits_.subgroup, i) * kBlockColumns + column;
       float stored = s;
       if (f.scales == ScaleType::kBF16) {
         const std::uint16_t h = float_to_bfloat(s);
         std::memcpy(dst + slot * 2, &h, 2);
-        stored = F32x1::load_as<DType::kBF16>(&h).v;
+        stored = bfloat_to_float(h);
       } else {
         std::memcpy(dst + slot * 4, &s, 4);
       }
@@ -161,31 +168,11 @@ class BlockPacker {
     }
   }
 
-  void write_int4(std::uint8_t* dst) const {
-    for (int line = 0; line < 16; ++line) {
-      for (int column = 0; column < kBlockColumns; ++column) {
-        std::uint32_t low, high;
-        std::memcpy(&low, values_[column] + line * 4, 4);
-        std::memcpy(&high, values_[column] + 64 + line * 4, 4);
-        const std::uint32_t both = (low & 0x0F0F0F0Fu) | (high & 0x0F0F0F0Fu) << 4;
-        std::memcpy(dst + (line * kBlockColumns + column) * 4, &both, 4);
-      }
-    }
-  }
-
-  void write_int8(std::uint8_t* dst) const {
-    for (int line = 0; line < 32; ++line) {
-      for (int column = 0; column < kBlockColumns; ++column) {
-        std::memcpy(dst + (line * kBlockColumns + column) * 4, values_[column] + line * 4, 4);
-      }
-    }
-  }
-
   void write_head(const std::int64_t* rows, std::uint8_t* dst) const {
     const BlockFormat& f = layout_.format;
     for (int c = 0; c < kBlockColumns; ++c) {
       std::uint8_t* at = dst + c * 4;
-      if (f.subgroup == 0) {
+      if (traits_.subgroup == 0) {
         std::memcpy(at, &int_sums_[c], 4);
         const float s = rows[c] < 0 ? 0.0f : scale(rows[c], 0);
         std::memcpy(at + kBlockVectorBytes, &s, 4);
@@ -194,16 +181,17 @@ class BlockPacker {
         std::memcpy(at, &sum, 4);
       }
       if (f.has_bias && rows[c] >= 0) {
-        std::memcpy(dst + block_head_bytes(f) - kBlockVectorBytes + c * 4, source_.bias + rows[c], 4);
+        std::memcpy(dst + layout_.head_bytes - kBlockVectorBytes + c * 4, source_.bias + rows[c], 4);
       }
     }
   }
 
   const PackedMatrix& layout_;
+  const FormatTraits traits_;
   const PackSource& source_;
   const std::string& name_;
   std::int64_t expert_;
-  alignas(64) std::int8_t values_[kBlockColumns][kRecordDepth];
+  alignas(64) RecordValues values_;
   double float_sums_[kBlockColumns];
   std::int32_t int_sums_[kBlockColumns];
 };
@@ -214,30 +202,45 @@ const std::uint8_t* PackedMatrix::block(std::int64_t expert, std::int64_t index)
   return data + kPackedHeaderBytes + expert * expert_bytes + index * block_bytes;
 }
 
-PackedMatrix layout_of(const MatrixSpec& s, const std::string& name) {
-  require(s.experts >= 1 && s.experts <= kMaxExperts, name, ": experts=", s.experts, "; 1 to ", kMaxExperts,
-          " are accepted");
-  require(s.columns >= 1 && s.columns <= kMaxColumns, name, ": out_features=", s.columns, "; 1 to ", kMaxColumns,
-          " are accepted");
-  require(s.depth >= 1 && s.depth <= kMaxDepth, name, ": in_features=", s.depth, "; 1 to ", kMaxDepth, " are accepted");
-  require(s.weights == WeightType::kInt4 || s.weights == WeightType::kInt8, name, ": unknown weight type");
-  require(s.scales == ScaleType::kBF16 || s.scales == ScaleType::kF32, name, ": unknown scale type");
-  require(s.group == 0 || (s.group > 0 && s.group % 32 == 0), name, ": group_size=", s.group,
-          "; a multiple of 32 (32, 64, 96, 128, ...) or per channel is accepted");
-  require(s.group == 0 || s.weights == WeightType::kInt4, name, ": group_size=", s.group,
-          " with int8 weights; per channel is accepted");
-  require(s.group == 0 || s.depth % s.group == 0, name, ": group_size=", s.group,
-          " does not divide in_features=", s.depth);
-  require(!s.gated || s.columns % kBlockColumns == 0, name, ": ", s.columns,
-          " rows of gate and up; a multiple of 32 is accepted");
+WeightFormat choose_format(const std::string& element, std::optional<std::int64_t> group_size,
+                           const std::string& name) {
+  const auto* of_element = std::find_if(std::begin(kWeightFormats), std::end(kWeightFormats),
+                                        [&](const FormatInfo& f) { return element == f.element; });
+  CPUMOE_REQUIRE(of_element != std::end(kWeightFormats), name, ": ", element, " weights are not known");
+  CPUMOE_REQUIRE(!group_size || (*group_size > 0 && *group_size % 32 == 0), name, ": group_size=", *group_size,
+                 "; a multiple of 32 (32, 64, 96, 128, ...) or per channel is accepted");
+  const FormatInfo* format = find_format(element, group_size.value_or(0));
+  CPUMOE_REQUIRE(format != nullptr, name, ": group_size=", *group_size, " with ", element,
+                 " weights; per channel is accepted");
+  return format->id;
+}
+
+PackedMatrix layout_of(const PackedSpec& s, const std::string& name) {
+  CPUMOE_REQUIRE(s.experts >= 1 && s.experts <= kMaxExperts, name, ": experts=", s.experts, "; 1 to ", kMaxExperts,
+                 " are accepted");
+  CPUMOE_REQUIRE(s.columns >= 1 && s.columns <= kMaxColumns, name, ": out_features=", s.columns, "; 1 to ", kMaxColumns,
+                 " are accepted");
+  CPUMOE_REQUIRE(s.depth >= 1 && s.depth <= kMaxDepth, name, ": in_features=", s.depth, "; 1 to ", kMaxDepth,
+                 " are accepted");
+  const FormatInfo* format = find_format(static_cast<std::uint32_t>(s.weights));
+  CPUMOE_REQUIRE(format != nullptr, name, ": weight format ", static_cast<std::uint32_t>(s.weights), " is not known");
+  CPUMOE_REQUIRE(s.scales == ScaleType::kBF16 || s.scales == ScaleType::kF32, name, ": scales of type ",
+                 static_cast<std::uint32_t>(s.scales), " are not known");
+  CPUMOE_REQUIRE(find_format(format->element, s.group) == format, name, ": group_size=", s.group,
+                 " with weights held as ", format->name);
+  CPUMOE_REQUIRE(s.group == 0 || s.depth % s.group == 0, name, ": group_size=", s.group,
+                 " does not divide in_features=", s.depth);
+  CPUMOE_REQUIRE(!s.gated || s.columns % kBlockColumns == 0, name, ": ", s.columns,
+                 " rows of gate and up; a multiple of 32 is accepted");
   PackedMatrix m;
   m.spec = s;
-  m.format = {s.weights, s.scales, s.group == 0 ? 0 : static_cast<int>(std::gcd<std::int64_t>(s.group, kRecordDepth)),
-              s.has_bias};
+  m.format = {s.weights, s.scales, s.has_bias};
   m.blocks = static_cast<int>((s.columns + kBlockColumns - 1) / kBlockColumns);
   m.records = static_cast<int>((s.depth + kRecordDepth - 1) / kRecordDepth);
   m.padded_depth = static_cast<std::int64_t>(m.records) * kRecordDepth;
-  m.block_bytes = block_head_bytes(m.format) + static_cast<std::int64_t>(m.records) * record_bytes(m.format);
+  m.head_bytes = block_head_bytes(m.format);
+  m.record_bytes = record_bytes(s.weights, s.scales);
+  m.block_bytes = m.head_bytes + m.records * m.record_bytes;
   m.expert_bytes = m.blocks * m.block_bytes;
   m.total_bytes = kPackedHeaderBytes + s.experts * m.expert_bytes;
   return m;
@@ -261,15 +264,15 @@ void write_header(const PackedMatrix& m, std::uint8_t* data) {
 
 PackedMatrix open_packed(const std::uint8_t* data, std::int64_t bytes, const std::string& name) {
   Header h;
-  require(bytes >= kPackedHeaderBytes, name, ": ", bytes, " bytes are too few for packed weights");
+  CPUMOE_REQUIRE(bytes >= kPackedHeaderBytes, name, ": ", bytes, " bytes are too few for packed weights");
   std::memcpy(&h, data, sizeof(h));
-  require(std::memcmp(h.magic, kMagic, sizeof(kMagic)) == 0, name,
-          ": these bytes are not weights packed by cpumoe (no signature at their start)");
-  require(h.version == kVersion, name, ": packed format version ", h.version, "; this build reads version ", kVersion,
-          ": pack the weights again");
-  require(h.check == header_check(h), name, ": the header of the packed weights is damaged");
-  MatrixSpec s;
-  s.weights = static_cast<WeightType>(h.weights);
+  CPUMOE_REQUIRE(std::memcmp(h.magic, kMagic, sizeof(kMagic)) == 0, name,
+                 ": these bytes are not weights packed by cpumoe (no signature at their start)");
+  CPUMOE_REQUIRE(h.version == kVersion, name, ": packed format version ", h.version, "; this build reads version ",
+                 kVersion, ": pack the weights again");
+  CPUMOE_REQUIRE(h.check == header_check(h), name, ": the header of the packed weights is damaged");
+  PackedSpec s;
+  s.weights = static_cast<WeightFormat>(h.weights);
   s.scales = static_cast<ScaleType>(h.scales);
   s.group = h.group;
   s.experts = h.experts;
@@ -278,27 +281,32 @@ PackedMatrix open_packed(const std::uint8_t* data, std::int64_t bytes, const std
   s.gated = (h.flags & kFlagGated) != 0;
   s.has_bias = (h.flags & kFlagBias) != 0;
   PackedMatrix m = layout_of(s, name);
-  require(static_cast<std::uint64_t>(m.total_bytes) == h.total_bytes && (h.flags & ~(kFlagGated | kFlagBias)) == 0,
-          name, ": the header of the packed weights is damaged");
-  require(bytes == m.total_bytes, name, ": ", bytes, " bytes, but the header announces ", m.total_bytes);
+  CPUMOE_REQUIRE(
+      static_cast<std::uint64_t>(m.total_bytes) == h.total_bytes && (h.flags & ~(kFlagGated | kFlagBias)) == 0, name,
+      ": the header of the packed weights is damaged");
+  CPUMOE_REQUIRE(bytes == m.total_bytes, name, ": ", bytes, " bytes, but the header announces ", m.total_bytes);
   m.data = data;
   return m;
 }
 
-void pack_experts(const PackedMatrix& m, std::uint8_t* data, std::int64_t first_expert, const PackSource* sources,
-                  std::int64_t count, const std::string& name) {
-  require(first_expert >= 0 && first_expert <= m.spec.experts && count <= m.spec.experts - first_expert, name, ": ",
-          count, " experts from number ", first_expert, " on, where ", m.spec.experts, " are packed");
+namespace {
+
+void check_experts(const PackedMatrix& m, std::int64_t first, std::int64_t count, const std::string& name) {
+  CPUMOE_REQUIRE(first >= 0 && count >= 0 && first <= m.spec.experts && count <= m.spec.experts - first, name, ": ",
+                 count, " experts from number ", first, " on, where ", m.spec.experts, " are packed");
+}
+
+// Calls work(expert, block) for every block of `count` experts, on all threads; the first exception is thrown again.
+template <class Work>
+void for_each_block(const PackedMatrix& m, std::int64_t count, const Work& work) {
   std::atomic<std::int64_t> next{0};
   std::mutex error_mutex;
   std::string error;
   const std::int64_t total = count * m.blocks;
   run_on_threads(thread_count(), [&](Worker&) {
     for (std::int64_t i = next.fetch_add(1); i < total; i = next.fetch_add(1)) {
-      const std::int64_t e = i / m.blocks, b = i % m.blocks;
       try {
-        BlockPacker(m, sources[e], name, first_expert + e)
-            .pack(b, data + kPackedHeaderBytes + (first_expert + e) * m.expert_bytes + b * m.block_bytes);
+        work(i / m.blocks, i % m.blocks);
       } catch (const std::exception& problem) {
         next.store(total);
         const std::lock_guard<std::mutex> lock(error_mutex);
@@ -306,7 +314,62 @@ void pack_experts(const PackedMatrix& m, std::uint8_t* data, std::int64_t first_
       }
     }
   });
-  require(error.empty(), error);
+  CPUMOE_REQUIRE(error.empty(), error);
+}
+
+// The reverse of BlockPacker.
+void unpack_block(const PackedMatrix& m, const std::uint8_t* block, std::int64_t index, const UnpackTarget& target) {
+  const BlockFormat& f = m.format;
+  const FormatTraits traits = traits_of(f.weights);
+  const RowOrder order = m.spec.gated ? RowOrder::kGateThenUp : RowOrder::kPlain;
+  const auto unit = static_cast<float>(traits.unit);
+  const std::int64_t depth = m.spec.depth, groups = m.spec.groups();
+  alignas(64) RecordValues values;
+  for (int g = 0; g < m.records; ++g) {
+    const std::uint8_t* record = block + m.head_bytes + g * m.record_bytes;
+    const std::int64_t first = static_cast<std::int64_t>(g) * kRecordDepth;
+    codec_of(f.weights).read(record + record_scale_bytes(f.weights, f.scales), values);
+    for (int c = 0; c < kBlockColumns; ++c) {
+      const std::int64_t row = source_row(m.spec, order, index, c);
+      if (row < 0) continue;
+      std::memcpy(target.values + row * depth + first, values[c],
+                  static_cast<std::size_t>(std::min<std::int64_t>(kRecordDepth, depth - first)));
+      if (traits.subgroup == 0) continue;
+      for (int i = 0; i < kRecordDepth && first + i < depth; i += traits.subgroup) {
+        const std::int64_t slot = scale_slot(traits.subgroup, i) * kBlockColumns + c;
+        const DType held = f.scales == ScaleType::kBF16 ? DType::kBF16 : DType::kF32;
+        const float scale = element(record, held, slot) * unit;
+        store_element(scale, target.scale_type, target.scales, row * groups + (first + i) / m.spec.group);
+      }
+    }
+  }
+  const auto* head = reinterpret_cast<const float*>(block);
+  for (int c = 0; c < kBlockColumns; ++c) {
+    const std::int64_t row = source_row(m.spec, order, index, c);
+    if (row < 0) continue;
+    if (traits.subgroup == 0) {
+      store_element(head[kBlockColumns + c] * unit, target.scale_type, target.scales, row);
+    }
+    if (f.has_bias) target.bias[row] = head[m.head_bytes / 4 - kBlockColumns + c];
+  }
+}
+
+}  // namespace
+
+void pack_experts(const PackedMatrix& m, std::uint8_t* data, std::int64_t first_expert, const PackSource* sources,
+                  std::int64_t count, const std::string& name) {
+  check_experts(m, first_expert, count, name);
+  for_each_block(m, count, [&](std::int64_t e, std::int64_t b) {
+    BlockPacker(m, sources[e], name, first_expert + e)
+        .pack(b, data + kPackedHeaderBytes + (first_expert + e) * m.expert_bytes + b * m.block_bytes);
+  });
+}
+
+void unpack_experts(const PackedMatrix& m, std::int64_t first_expert, const UnpackTarget* targets, std::int64_t count,
+                    const std::string& name) {
+  check_experts(m, first_expert, count, name);
+  for_each_block(m, count,
+                 [&](std::int64_t e, std::int64_t b) { unpack_block(m, m.block(first_expert + e, b), b, targets[e]); });
 }
 
 }  // namespace cpumoe

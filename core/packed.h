@@ -1,6 +1,6 @@
 // Packed weights: a self-describing run of bytes that every kernel reads as it is.
 //
-//   header (64 bytes) | expert 0 | expert 1 | ...
+//   header (64 bytes) | expert 0 | expert 1 | ...      the header has numbers for the weight format and the scales
 //   expert = block 0 | block 1 | ...           32 columns (output features) each
 //   block  = head | record 0 | record 1 | ...  a record is 128 inputs
 //   head   = column sums [32] | channel scales [32] if per channel | biases [32] if any      (4 bytes each)
@@ -13,7 +13,7 @@
 //
 // A scale is shared by 32, 64 or 128 inputs of a record: gcd(group size, 128), repeated where the group is
 // larger or straddles records. Their order in the record is the order in which the nibbles are met: for 32,
-// inputs 0-31, 64-95, 32-63, 96-127. Scales of int4 weights are stored divided by 16 (see scalar.cc).
+// inputs 0-31, 64-95, 32-63, 96-127. Scales of int4 weights are stored divided by 16 (FormatTraits::unit).
 //
 // Column sums are what the zero point of a row is multiplied with: fp32 sum of scale * weight, or the int32
 // sum of the weights (times 16 for int4) when there is one scale per channel.
@@ -23,6 +23,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 
 #include "kernel.h"
@@ -36,20 +37,24 @@ enum class RowOrder : std::uint32_t {
   kGateUpInterleaved = 2  // rows alternate gate, up (only while packing; stored as kGateThenUp)
 };
 
-struct MatrixSpec {
-  WeightType weights = WeightType::kInt4;
+// What packed weights are: all that their header says.
+struct PackedSpec {
+  WeightFormat weights = WeightFormat::kInt4;
   ScaleType scales = ScaleType::kF32;
-  std::int64_t group = 0;  // 0: per channel
+  std::int64_t group = 0;  // inputs that share a scale; 0: all, a scale per column
   std::int64_t experts = 0, columns = 0, depth = 0;
   bool gated = false, has_bias = false;
+
+  std::int64_t groups() const { return group == 0 ? 1 : depth / group; }  // scales of a row
+  bool operator==(const PackedSpec&) const = default;
 };
 
 // A validated view of packed bytes.
 struct PackedMatrix {
-  MatrixSpec spec;
+  PackedSpec spec;
   BlockFormat format{};
   int blocks = 0, records = 0;
-  std::int64_t padded_depth = 0, block_bytes = 0, expert_bytes = 0, total_bytes = 0;
+  std::int64_t padded_depth = 0, head_bytes = 0, record_bytes = 0, block_bytes = 0, expert_bytes = 0, total_bytes = 0;
   const std::uint8_t* data = nullptr;  // the header's first byte
 
   const std::uint8_t* block(std::int64_t expert, std::int64_t index) const;
@@ -57,8 +62,12 @@ struct PackedMatrix {
 
 constexpr std::int64_t kPackedHeaderBytes = 64;
 
+// The format for weights of `element` ("int4", "int8") whose groups of `group_size` inputs share a scale (none: all
+// inputs of a column do); refuses what there is no format for.
+WeightFormat choose_format(const std::string& element, std::optional<std::int64_t> group_size, const std::string& name);
+
 // Layout of a matrix; refuses sizes and group sizes that cannot be packed. `name` is for messages.
-PackedMatrix layout_of(const MatrixSpec& spec, const std::string& name);
+PackedMatrix layout_of(const PackedSpec& spec, const std::string& name);
 
 // Reads and checks the header; refuses anything that was not made by `write_header` of this version.
 PackedMatrix open_packed(const std::uint8_t* data, std::int64_t bytes, const std::string& name);
@@ -79,5 +88,17 @@ struct PackSource {
 // range and scales that are not finite. sources[i] is expert first_expert + i.
 void pack_experts(const PackedMatrix& layout, std::uint8_t* data, std::int64_t first_expert, const PackSource* sources,
                   std::int64_t count, const std::string& name);
+
+// Where one expert goes when it is unpacked; rows of a gated matrix are gate rows, then up rows.
+struct UnpackTarget {
+  std::int8_t* values;  // [columns, depth]
+  void* scales;         // [columns, groups]
+  DType scale_type;
+  float* bias;  // [columns], or null without biases
+};
+
+// What was packed, to the bit: experts [first_expert, first_expert + count) of `m`, on all threads.
+void unpack_experts(const PackedMatrix& m, std::int64_t first_expert, const UnpackTarget* targets, std::int64_t count,
+                    const std::string& name);
 
 }  // namespace cpumoe

@@ -1,7 +1,6 @@
 // Products of one chunk of rows with consecutive blocks of a packed matrix: what the fused layer and the linear share.
 #pragma once
 
-#include "dispatch.h"
 #include "kernel.h"
 #include "packed.h"
 #include "plan.h"
@@ -17,7 +16,7 @@ struct ProductScratch {
   alignas(4096) float acc[kBlocksPerPass][kMaxRowTiles * kAccTileFloats];
 };
 
-// A chunk of quantised rows in the layout of Product::a, with the scale and zero point of each row.
+// A chunk of prepared rows in the layout of Product::a, with the scale and zero point of each row.
 struct ChunkInput {
   RowChunk chunk;
   const std::uint8_t* a;
@@ -25,16 +24,24 @@ struct ChunkInput {
   const std::int32_t* row_zero;
 };
 
-// Byte position of a row's first 64 inputs inside the chunk's layout; the strides are those of QuantizeRow.
-inline std::int64_t row_offset(const RowChunk& chunk, int row) {
-  return row / chunk.tile_rows * (2 * chunk.tile_rows * 64) + row % chunk.tile_rows * 64;
-}
-inline std::ptrdiff_t record_stride(const RowChunk& chunk) {
-  return static_cast<std::ptrdiff_t>(chunk.tiles) * chunk.tile_rows * kRecordDepth;
-}
-inline std::ptrdiff_t half_stride(const RowChunk& chunk) { return static_cast<std::ptrdiff_t>(chunk.tile_rows) * 64; }
+// Where rows of a format lie, whose halves of records take `half_bytes`: by themselves, or in the layout of a chunk
+// (Product::a). The strides are those of PrepareRow.
+struct RowLayout {
+  std::int64_t half_bytes;
 
-// Quantised rows that will be multiplied after these.
+  explicit RowLayout(const RowKernels& rows) : half_bytes(rows.half_bytes) {}
+
+  std::int64_t row_bytes(std::int64_t padded_depth) const { return padded_depth / (kRecordDepth / 2) * half_bytes; }
+  std::int64_t offset(const RowChunk& chunk, int row) const {
+    return (row / chunk.tile_rows * (2 * chunk.tile_rows) + row % chunk.tile_rows) * half_bytes;
+  }
+  std::ptrdiff_t record_stride(const RowChunk& chunk) const {
+    return static_cast<std::ptrdiff_t>(chunk.tiles) * chunk.tile_rows * 2 * half_bytes;
+  }
+  std::ptrdiff_t half_stride(const RowChunk& chunk) const { return chunk.tile_rows * half_bytes; }
+};
+
+// Prepared rows that will be multiplied after these.
 struct NextRows {
   const std::uint8_t* data = nullptr;
   std::int64_t bytes = 0;
@@ -49,11 +56,11 @@ void multiply_blocks(const Kernels& kernels, const PackedMatrix& m, std::int64_t
   // Inputs that outgrow their share of the L2 cache are taken in several passes over the records, a few blocks at a
   // time.
   constexpr std::ptrdiff_t kPassBytes = 384 << 10;
-  const std::ptrdiff_t stride = record_stride(in.chunk);
+  const FormatKernels& format = kernels.of(m.format.weights);
+  const std::ptrdiff_t stride = RowLayout(kernels.of(format.rows)).record_stride(in.chunk);
   const bool passes = stride * m.records > kPassBytes && in.chunk.tile_rows == kTileRows;
   const int step = passes ? static_cast<int>(kPassBytes / stride) : m.records;
   const int width = passes ? kBlocksPerPass : 1;
-  const int bytes = record_bytes(m.format);
   const std::uint8_t* end = m.block(expert, last);
   for (int b0 = first; b0 < last; b0 += width) {
     const int count = last - b0 < width ? last - b0 : width;
@@ -61,10 +68,10 @@ void multiply_blocks(const Kernels& kernels, const PackedMatrix& m, std::int64_t
       for (int i = 0; i < count; ++i) {
         const std::uint8_t* block = m.block(expert, b0 + i);
         BlockRows rows{m.format, block, scratch->acc[i], in.chunk.rows, in.row_scale, in.row_zero};
-        if (r0 == 0) kernels.start(rows);
+        if (r0 == 0) format.start(rows);
         Product p{};
         p.format = m.format;
-        p.records = block + block_head_bytes(m.format) + static_cast<std::ptrdiff_t>(r0) * bytes;
+        p.records = block + m.head_bytes + r0 * m.record_bytes;
         p.record_count = m.records - r0 < step ? m.records - r0 : step;
         p.a = in.a + r0 * stride;
         p.a_record_stride = stride;
@@ -72,14 +79,14 @@ void multiply_blocks(const Kernels& kernels, const PackedMatrix& m, std::int64_t
         p.tiles = in.chunk.tiles;
         p.rows = in.chunk.rows;
         p.acc = scratch->acc[i];
-        p.ahead = {end, next != nullptr ? next : end, ahead ? read_ahead_bytes() : 0,
-                   in.chunk.rows > 1 || software_streams()};
+        p.ahead = {end, next != nullptr ? next : end, ahead ? kernels.tuning.read_ahead_bytes : 0,
+                   in.chunk.rows > 1 || kernels.tuning.software_streams};
         // Every block fetches its share of them.
         const std::int64_t share = next_rows.bytes / (last - first);
         p.next_rows = next_rows.data + share * (b0 + i - first);
         p.next_rows_lines = static_cast<int>(share / (static_cast<std::int64_t>(m.records) * in.chunk.tiles * 64));
         p.workspace = &scratch->workspace;
-        kernels.multiply(p);
+        format.multiply(p);
         if (r0 + step >= m.records) finish(b0 + i, rows);
       }
     }

@@ -28,7 +28,6 @@ class TokenRouter {
     group_open_.resize(static_cast<std::size_t>(std::max<std::int64_t>(call.groups, 1)));
     groups_.resize(group_open_.size());
     chosen_.resize(static_cast<std::size_t>(call.topk + 32));
-    room_.resize(chosen_.size());
   }
 
   void route_token(std::int64_t token) {
@@ -36,10 +35,11 @@ class TokenRouter {
       logits_ = static_cast<const float*>(c_.logits) + token * c_.experts;
     } else {
       const auto* logits = static_cast<const std::uint16_t*>(c_.logits) + token * c_.experts;
-      k_.score(logits, c_.type, experts_, Scoring::kNone, converted_.data());
+      k_.load_row(logits, c_.type, experts_, converted_.data());
       logits_ = converted_.data();
     }
-    k_.score(logits_, DType::kF32, experts_, c_.score_chosen ? Scoring::kNone : c_.scoring, scores_.data());
+    std::copy_n(logits_, experts_, scores_.data());
+    if (!c_.score_chosen) k_.score(scores_.data(), experts_, c_.scoring);
     for (int e = 0; e < experts_; ++e) {
       const float bias = c_.bias == nullptr ? 0.0f : c_.bias[e];
       choice_[static_cast<std::size_t>(e)] = scores_[static_cast<std::size_t>(e)] + bias;
@@ -68,8 +68,8 @@ class TokenRouter {
     for (std::int64_t i = 0; i < c_.topk; ++i) {
       chosen_[static_cast<std::size_t>(i)] = logits_[ids[i]] * factor;
     }
-    k_.score(chosen_.data(), DType::kF32, static_cast<int>(c_.topk), scoring, room_.data());
-    std::copy_n(room_.data(), c_.topk, weights);
+    k_.score(chosen_.data(), static_cast<int>(c_.topk), scoring);
+    std::copy_n(chosen_.data(), c_.topk, weights);
   }
 
   void renormalize(const std::int32_t* ids, float* weights) {
@@ -149,7 +149,7 @@ class TokenRouter {
   const RouteCall& c_;
   int experts_;
   const float* logits_ = nullptr;  // of the token being routed
-  std::vector<float> converted_, scores_, choice_, chosen_, room_;
+  std::vector<float> converted_, scores_, choice_, chosen_;
   std::vector<Group> groups_;
   std::vector<char> group_open_;
 };
@@ -162,10 +162,9 @@ void router_logits(const Kernels& k, const LogitsCall& c) {
   static thread_local Buffer query_buffer, logits_buffer;
   auto* query = query_buffer.get<float>(c.tokens * c.depth + 32);
   auto* logits = logits_buffer.get<float>(c.tokens * c.experts);
-  const std::int64_t element = c.type == DType::kF32 ? 4 : 2;
-  for (std::int64_t t = 0; t < c.tokens; ++t) {  // ascending: a row's last vector may reach into the next
-    k.score(static_cast<const std::uint8_t*>(c.x) + t * c.depth * element, c.type, static_cast<int>(c.depth),
-            Scoring::kNone, query + t * c.depth);
+  for (std::int64_t t = 0; t < c.tokens; ++t) {
+    k.load_row(static_cast<const std::uint8_t*>(c.x) + t * c.depth * size_of(c.type), c.type, static_cast<int>(c.depth),
+               query + t * c.depth);
   }
   const std::int64_t items = (c.experts + kExpertsAtOnce - 1) / kExpertsAtOnce;
   std::atomic<std::int64_t> next{0};
@@ -183,19 +182,21 @@ void router_logits(const Kernels& k, const LogitsCall& c) {
 }
 
 void route(const Kernels& kernels, const RouteCall& call) {
-  require(call.experts >= 1 && call.experts <= 65536, "router_logits have ", call.experts,
-          " experts; 1 to 65536 are accepted");
-  require(call.topk >= 1 && call.topk <= call.experts, "topk=", call.topk, "; 1 to ", call.experts, " are accepted");
-  require(call.groups >= 0 && (call.groups <= 1 || call.experts % call.groups == 0), "num_expert_group=", call.groups,
-          " does not divide ", call.experts, " experts");
+  CPUMOE_REQUIRE(call.experts >= 1 && call.experts <= 65536, "router_logits have ", call.experts,
+                 " experts; 1 to 65536 are accepted");
+  CPUMOE_REQUIRE(call.topk >= 1 && call.topk <= call.experts, "topk=", call.topk, "; 1 to ", call.experts,
+                 " are accepted");
+  CPUMOE_REQUIRE(call.groups >= 0 && (call.groups <= 1 || call.experts % call.groups == 0),
+                 "num_expert_group=", call.groups, " does not divide ", call.experts, " experts");
   if (call.groups > 1) {
-    require(call.topk_groups >= 1 && call.topk_groups <= call.groups, "topk_group=", call.topk_groups, "; 1 to ",
-            call.groups, " are accepted");
+    CPUMOE_REQUIRE(call.topk_groups >= 1 && call.topk_groups <= call.groups, "topk_group=", call.topk_groups, "; 1 to ",
+                   call.groups, " are accepted");
     const std::int64_t held = call.topk_groups * (call.experts / call.groups);  // at most all experts
-    require(call.topk <= held, "topk=", call.topk, ", but ", call.topk_groups, " groups hold only ", held, " experts");
+    CPUMOE_REQUIRE(call.topk <= held, "topk=", call.topk, ", but ", call.topk_groups, " groups hold only ", held,
+                   " experts");
   } else {
-    require(call.topk_groups >= 0 && call.topk_groups <= call.groups, "topk_group=", call.topk_groups,
-            " with num_expert_group=", call.groups, "; no more than there are groups is accepted");
+    CPUMOE_REQUIRE(call.topk_groups >= 0 && call.topk_groups <= call.groups, "topk_group=", call.topk_groups,
+                   " with num_expert_group=", call.groups, "; no more than there are groups is accepted");
   }
   // A token costs a microsecond or two: waking threads pays only for many.
   const int threads = call.tokens >= 64 ? thread_count() : 1;

@@ -196,8 +196,8 @@ void region_entry(void* data) {
 int parse_thread_count(const char* text) {
   char* end = nullptr;
   const long value = std::strtol(text, &end, 10);
-  require(end != text && *end == '\0' && value >= 1 && value <= 4096, "CPUMOE_NUM_THREADS=", text,
-          "; a whole number from 1 to 4096 is accepted");
+  CPUMOE_REQUIRE(end != text && *end == '\0' && value >= 1 && value <= 4096, "CPUMOE_NUM_THREADS=", text,
+                 "; a whole number from 1 to 4096 is accepted");
   return static_cast<int>(value);
 }
 
@@ -270,7 +270,8 @@ int thread_count() {
 }
 
 void set_thread_count(int threads) {
-  require(threads >= 0 && threads <= 4096, "num_threads=", threads, "; 1 to 4096, or 0 for the default, is accepted");
+  CPUMOE_REQUIRE(threads >= 0 && threads <= 4096, "num_threads=", threads,
+                 "; 1 to 4096, or 0 for the default, is accepted");
   chosen_threads.store(threads);
 }
 

@@ -65,14 +65,14 @@ def test_another_device_is_refused() -> None:
     with pytest.raises(ValueError, match="down_bias is on meta"):
         random_layer("w4a8-g32").experts("native", down_bias=torch.zeros(4, 128, device="meta"))
     with pytest.raises((ValueError, RuntimeError, BufferError)):
-        cpumoe._core.describe(torch.empty(100, dtype=torch.uint8, device="meta"))
+        cpumoe._core.read_spec(torch.empty(100, dtype=torch.uint8, device="meta"))
 
 
 def test_things_that_are_no_tensors() -> None:
     with pytest.raises(RuntimeError, match="argument 'hidden_states' but instead found type 'list'"):
         call(hidden_states=[[0.0] * 128])
     with pytest.raises(ValueError, match="is a str; a tensor or an array is accepted"):
-        cpumoe._core.describe("bytes")
+        cpumoe._core.read_spec("bytes")
     with pytest.raises((TypeError, ValueError), match="None"):
         cpumoe._core.linear(None, None, None)
 
@@ -140,19 +140,25 @@ def test_unknown_options_fail() -> None:
 
 
 def test_sizes_that_would_overflow() -> None:
-    for size in [
-        (4, 4, 0, 1 << 40, 64, 64, False, False),
-        (4, 4, 0, 4, 1 << 40, 64, False, False),
-        (4, 4, 0, 4, 64, 1 << 40, False, False),
-        (4, 4, 0, -1, 64, 64, False, False),
-        (4, 4, 0, 0, 64, 64, False, False),
-        (4, 4, 0, 1, 0, 64, False, False),
-        (5, 4, 0, 1, 64, 64, False, False),
-        (4, 3, 0, 1, 64, 64, False, False),
-        (4, 4, -32, 1, 64, 64, False, False),
+    good = {"weights": "int4", "group_size": None, "scales": "float32", "experts": 4, "out_features": 64}
+    good |= {"in_features": 64, "gated": False, "has_bias": False}
+    assert cpumoe._core.PackedSpec(**good).packed_bytes > 0
+    for change, message in [
+        ({"experts": 1 << 40}, "experts=1099511627776; 1 to 65536 are accepted"),
+        ({"out_features": 1 << 40}, "out_features=1099511627776"),
+        ({"in_features": 1 << 40}, "in_features=1099511627776"),
+        ({"experts": -1}, "experts=-1"),
+        ({"experts": 0}, "experts=0"),
+        ({"out_features": 0}, "out_features=0"),
+        ({"weights": "int5"}, "int5 weights are not known"),
+        ({"scales": "float16"}, "scales=float16; float32 and bfloat16 are accepted"),
+        ({"group_size": -32}, "group_size=-32; a multiple of 32"),
+        ({"group_size": 48}, "group_size=48; a multiple of 32"),
+        ({"group_size": 128}, "group_size=128 does not divide in_features=64"),
+        ({"weights": "int8", "group_size": 32}, "group_size=32 with int8 weights; per channel is accepted"),
     ]:
-        with pytest.raises(ValueError):
-            cpumoe._core.packed_bytes(*size)
+        with pytest.raises(ValueError, match=message):
+            cpumoe._core.PackedSpec(**(good | change))
 
 
 def test_zero_rows_and_tiny_values() -> None:

@@ -34,6 +34,19 @@ ISAS = [name for name, supported, _ in core.instruction_sets() if supported]
 EXAMPLES = int(os.environ.get("CPUMOE_FUZZ_EXAMPLES", "150"))
 
 
+def make_spec(weights: Any, group: Any, scales: Any, experts: Any, out: Any, inputs: Any, gated: Any, bias: Any) -> Any:
+    return core.PackedSpec(
+        weights=weights,
+        group_size=group,
+        scales=scales,
+        experts=experts,
+        out_features=out,
+        in_features=inputs,
+        gated=gated,
+        has_bias=bias,
+    )
+
+
 def packed(
     rng: np.random.Generator,
     bits: int,
@@ -44,9 +57,9 @@ def packed(
     gated: bool,
     bias: bool,
 ) -> np.ndarray:
-    size = (bits, 4, group, experts, columns, depth, gated, bias)
-    blob = np.full(core.packed_bytes(*size), 255, np.uint8)
-    core.write_packed_header(blob, *size)
+    spec = make_spec(f"int{bits}", group or None, "float32", experts, columns, depth, gated, bias)
+    blob = np.full(spec.packed_bytes, 255, np.uint8)
+    core.write_packed_header(blob, spec)
     limit = 1 << (bits - 1)
     values = rng.integers(-limit, limit, (experts, columns, depth)).astype(np.int8)
     scales = rng.uniform(0.01, 0.1, (experts, columns, depth // group if group else 1)).astype(np.float32)
@@ -180,10 +193,12 @@ def test_any_arguments(things: list[Any], numbers: list[int], flag: bool) -> Non
     calls = [
         lambda: core.moe(*things, numbers[0], flag, 1.0, 1.0, flag),
         lambda: core.linear(*things[:3]),
-        lambda: core.describe(things[0]),
+        lambda: core.read_spec(things[0]),
+        lambda: core.unpack_into(things[0], numbers[0], things[1], things[2], things[3]),
         lambda: core.pack_into(things[0], numbers[0], things[1], things[2], things[3], numbers[1], "w"),
-        lambda: core.write_packed_header(things[0], *numbers[:6], flag, flag),
-        lambda: core.packed_bytes(*numbers[:6], flag, flag),
+        lambda: core.write_packed_header(things[0], make_spec("int4", None, "float32", *numbers[:3], flag, flag)),
+        lambda: make_spec(f"int{numbers[0]}", numbers[1], "bfloat16", *numbers[2:5], flag, flag),
+        lambda: make_spec(things[0], things[1], things[2], *numbers[:3], flag, flag),
         lambda: core.select_experts(
             things[0], things[1], things[2], numbers[0], flag, things[3], numbers[1], numbers[2], flag, 1.0
         ),

@@ -32,8 +32,8 @@ from cpumoe import CheckpointError, Scheme, UnsupportedScheme, loading
 from cpumoe.checkpoint import Checkpoint, TensorCheck
 from cpumoe.formats.compressed_tensors import LinearFormat
 from cpumoe.loading import LinearSource, experts_of, load_experts
+from cpumoe.ops import unpack
 from cpumoe.quantize import quantize_weight
-from cpumoe.unpack import unpack
 
 EXAMPLES = Path(__file__).parent / "data" / "checkpoints"
 NAMES = sorted(path.name for path in EXAMPLES.iterdir())

@@ -27,7 +27,7 @@ def test_opcheck() -> None:
     linear = cpumoe.QuantizedLinear.quantize(torch.randn(20, 64), "w4a8-g32")
     torch.library.opcheck(torch.ops.cpumoe.linear.default, (torch.randn(3, 64), linear.weight_packed, 20))
     values, scales = torch.randint(-8, 8, (2, 32, 64), dtype=torch.int8), torch.rand(2, 32, 2)
-    torch.library.opcheck(torch.ops.cpumoe.pack.default, (values, scales, None, 64, 32, 4, 1))
+    torch.library.opcheck(torch.ops.cpumoe.pack.default, (values, scales, None, 64, 32, "int4", 1))
     logits = torch.randn(4, 8)
     torch.library.opcheck(torch.ops.cpumoe.select_experts.default, (logits, 2, 1, True, None, 0, 0, False, 1.0))
 
@@ -128,9 +128,9 @@ def test_dynamic_4bit_int_moe_per_channel_and_nibbles() -> None:
     x = torch.randn(4, 128)
     ids, weights = routing(4, 4, 2)
     gate_up = torch.ops.cpumoe.pack(
-        pack_nibbles(layer.gate_up), layer.gate_up_scale, None, 128, -1, 4, ops.ROWS_GATE_THEN_UP
+        pack_nibbles(layer.gate_up), layer.gate_up_scale, None, 128, -1, "int4", ops.ROWS_GATE_THEN_UP
     )
-    down = torch.ops.cpumoe.pack(pack_nibbles(layer.down), layer.down_scale, None, 96, -1, 4, ops.ROWS_PLAIN)
+    down = torch.ops.cpumoe.pack(pack_nibbles(layer.down), layer.down_scale, None, 96, -1, "int4", ops.ROWS_PLAIN)
     out = torch.ops.cpumoe.dynamic_4bit_int_moe(x, ids, weights, gate_up, down, 128, 96, 192, -1, False, 0)
     assert relative_error(out, layer.experts("reference")(x, ids, weights)) < 3e-3
 
@@ -140,7 +140,7 @@ def test_dynamic_4bit_int_moe_per_channel_and_nibbles() -> None:
     [
         ({"group": 64}, "packed with group_size=32, but the call says 64"),
         ({"group": 0}, "group_size=0; -1"),
-        ({"group": -1}, "packed with group_size=32, but the call says 0"),
+        ({"group": -1}, "packed with group_size=32, but the call says None"),
         ({"hidden": 64}, "packed with in_features=128, but the call says 64"),
         ({"double": 100}, "twice intermediate_size"),
         ({"kind": 3}, "activation_kind=3; 0, 1 and 2 are accepted"),

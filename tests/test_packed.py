@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import cpumoe
 from cpumoe import ops
+from cpumoe.packed_weights import ExpertsPacker
 
 
 def layer_and_call() -> tuple[cpumoe.Experts, tuple[torch.Tensor, ...], torch.Tensor]:
@@ -82,16 +83,46 @@ def call(experts: cpumoe.Experts, arguments: tuple[torch.Tensor, ...]) -> torch.
 
 def test_a_header_says_what_is_inside() -> None:
     experts = random_layer("w4a8-g32", bias=True, scale_dtype=torch.bfloat16).experts("native")
-    assert ops.describe_packed(experts.gate_up_packed) == {
-        "weight_bits": 4,
-        "scale_bytes": 2,
-        "group_size": 32,
-        "experts": 4,
-        "out_features": 192,
-        "in_features": 128,
-        "gated": True,
-        "has_bias": True,
-    }
+    spec = ops.read_spec(experts.gate_up_packed)
+    assert spec == ops.PackedSpec(
+        weights="int4",
+        group_size=32,
+        scales="bfloat16",
+        experts=4,
+        out_features=192,
+        in_features=128,
+        gated=True,
+        has_bias=True,
+    )
+    assert spec.packed_bytes == experts.gate_up_packed.numel() and spec.weight_format == "int4-g32"
+    assert repr(spec) == (
+        "PackedSpec(weights='int4', group_size=32, scales='bfloat16', experts=4, out_features=192, in_features=128, "
+        "gated=True, has_bias=True)"
+    )
+
+
+def test_weights_of_another_version_are_refused_by_name() -> None:
+    experts, *_ = layer_and_call()
+    blob = experts.gate_up_packed.clone()
+    blob[8] = 1
+    with pytest.raises(ValueError, match="packed format version 1; this build reads version 2: pack the weights again"):
+        ops.read_spec(blob)
+
+
+def test_experts_in_any_order() -> None:
+    layer = random_layer("w4a8-g32", bias=True, scale_dtype=torch.bfloat16)
+    whole = layer.experts("native")
+    plain = whole.quantized()
+    packer = ExpertsPacker(whole.config)
+    for expert in (2, 0, 3):
+        packer.put(expert, plain.each(lambda t, e=expert: t[e : e + 1]))
+    with pytest.raises(ValueError, match="experts 1 were not packed"):
+        packer.finish()
+    packer.put(1, plain.each(lambda t: t[1:2]))
+    assert torch.equal(packer.finish()["gate_up_packed"], whole.gate_up_packed)
+    assert torch.equal(packer.finish()["down_packed"], whole.down_packed)
+    with pytest.raises(ValueError, match="1 experts from number 4 on, where 4 are packed"):
+        packer.put(4, plain.each(lambda t: t[:1]))
 
 
 @pytest.mark.parametrize("damage", ["truncated", "longer", "empty", "magic", "version", "size", "noise"])

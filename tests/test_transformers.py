@@ -33,7 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Llama4Config, Llam
 import cpumoe
 from cpumoe import CheckpointError, Experts, QuantizedLinear, UnsupportedScheme
 from cpumoe.formats.tensor_file import TensorFile
-from cpumoe.unpack import unpack
+from cpumoe.ops import unpack
 
 transformers.logging.disable_progress_bar()
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpumoe import Scheme, ops
-from cpumoe.unpack import unpack
+from cpumoe.ops import unpack
 
 
 @settings(deadline=None)
@@ -33,7 +33,7 @@ def test_round_trip(scheme, groups, rows, experts, gated, interleaved, bias, nar
     biases = torch.randn(experts, rows) if bias else None
     order = (2 if interleaved else 1) if gated else 0
     blob = torch.ops.cpumoe.pack(
-        values, scales, biases, columns, parsed.group_size or -1, parsed.weights.bits, order, "values"
+        values, scales, biases, columns, parsed.group_size or -1, parsed.weights.element, order, "values"
     )
     got_values, got_scales, got_bias = unpack(blob)
     if order == 2:
@@ -49,7 +49,7 @@ def test_round_trip(scheme, groups, rows, experts, gated, interleaved, bias, nar
 
 def test_experts_outside_are_refused():
     blob = torch.ops.cpumoe.pack(
-        torch.zeros(2, 32, 32, dtype=torch.int8), torch.ones(2, 32, 1), None, 32, -1, 4, ops.ROWS_PLAIN
+        torch.zeros(2, 32, 32, dtype=torch.int8), torch.ones(2, 32, 1), None, 32, -1, "int4", ops.ROWS_PLAIN
     )
     with pytest.raises(ValueError, match="0 to 1 are packed"):
         unpack(blob, 1, 2)

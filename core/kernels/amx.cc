@@ -49,15 +49,17 @@ inline __attribute__((always_inline)) void add_scaled_rows(const std::int32_t* s
   }
 }
 
-template <int tiles, int subgroup>
+template <WeightFormat format, int tiles>
 void multiply_grouped(const Product& p) {
+  constexpr int subgroup = traits_of(format).subgroup;
   constexpr int kPasses = subgroup == 32 ? 2 : 1;         // per record
   constexpr int kStepsPerTile = subgroup == 128 ? 1 : 2;  // one per half unless both halves share a scale
   constexpr int kSlots = kPasses * tiles;                 // where unpacking and reading ahead are spread over
   constexpr int kLinesPerSlot = (32 + kSlots - 1) / kSlots;
   static constexpr std::uint8_t kZeroScales[kBlockVectorBytes] = {};
-  const int stride = record_bytes(p.format), scale_bytes = record_scale_bytes(p.format);
-  const int slot_bytes = kBlockColumns * static_cast<int>(p.format.scales);
+  const int stride = record_bytes(format, p.format.scales);
+  const int scale_bytes = record_scale_bytes(format, p.format.scales);
+  const int slot_bytes = kBlockColumns * size_of(p.format.scales);
   const ScaleType type = p.format.scales;
   const ReadAhead ahead = p.ahead;
   const std::uint8_t* next_rows = p.next_rows;
@@ -154,18 +156,13 @@ void multiply_grouped(const Product& p) {
   }
 }
 
-template <int subgroup>
+template <WeightFormat format>
 void multiply_grouped_by_tiles(const Product& p) {
-  switch (p.tiles) {
-    case 1: return multiply_grouped<1, subgroup>(p);
-    case 2: return multiply_grouped<2, subgroup>(p);
-    case 3: return multiply_grouped<3, subgroup>(p);
-    case 4: return multiply_grouped<4, subgroup>(p);
-    case 5: return multiply_grouped<5, subgroup>(p);
-    case 6: return multiply_grouped<6, subgroup>(p);
-    case 7: return multiply_grouped<7, subgroup>(p);
-    default: return multiply_grouped<8, subgroup>(p);
-  }
+  static constexpr void (*kByTiles[kMaxRowTiles])(const Product&) = {
+      multiply_grouped<format, 1>, multiply_grouped<format, 2>, multiply_grouped<format, 3>,
+      multiply_grouped<format, 4>, multiply_grouped<format, 5>, multiply_grouped<format, 6>,
+      multiply_grouped<format, 7>, multiply_grouped<format, 8>};
+  kByTiles[p.tiles - 1](p);
 }
 
 // One scale per column: the sums stay in tiles over several records, 2 x 2 tiles at a time. `weights` are the tiles of
@@ -205,10 +202,11 @@ inline void multiply_columns(const Product& p, const std::uint8_t* weights, int 
   }
 }
 
-template <bool packed>
+template <WeightFormat format>
 void multiply_per_column(const Product& p) {
-  constexpr int kRecordsAtOnce = 4;  // 16 KB of weight tiles stay in L1
-  const int stride = record_bytes(p.format);
+  constexpr bool packed = traits_of(format).bits == 4;
+  constexpr int kRecordsAtOnce = 4;                              // 16 KB of weight tiles stay in L1
+  constexpr int stride = record_bytes(format, ScaleType::kF32);  // it has no scales in its records
   for (int first = 0; first < p.record_count; first += kRecordsAtOnce) {
     const int count = p.record_count - first < kRecordsAtOnce ? p.record_count - first : kRecordsAtOnce;
     const std::uint8_t* weights = p.records + static_cast<std::ptrdiff_t>(first) * stride;
@@ -224,15 +222,17 @@ void multiply_per_column(const Product& p) {
   }
 }
 
-void multiply(const Product& p) {
-  if (p.tile_rows <= kMaxFewRows) return multiply_few_rows(p);
-  switch (p.format.subgroup) {
-    case 0: return p.format.weights == WeightType::kInt4 ? multiply_per_column<true>(p) : multiply_per_column<false>(p);
-    case 32: return multiply_grouped_by_tiles<32>(p);
-    case 64: return multiply_grouped_by_tiles<64>(p);
-    default: return multiply_grouped_by_tiles<128>(p);
+struct Amx {
+  template <WeightFormat format>
+  static void multiply(const Product& p) {
+    if (p.tile_rows <= kMaxFewRows) return multiply_few_rows<format>(p);
+    if constexpr (traits_of(format).subgroup == 0) {
+      multiply_per_column<format>(p);
+    } else {
+      multiply_grouped_by_tiles<format>(p);
+    }
   }
-}
+};
 
 double dot_peak(std::int64_t iterations) {
   configure_tiles();
@@ -247,11 +247,10 @@ double dot_peak(std::int64_t iterations) {
 }
 
 constexpr Kernels make_kernels() {
-  Kernels k = rowwise_kernels<F32x16>("amx");
+  Kernels k = kernels_of<F32x16, Amx>("amx");
   k.few_rows = kMaxFewRows;  // from 7 rows on a padded tile of 16 is faster
   k.thread_begin = configure_tiles;
   k.thread_end = release_tiles;
-  k.multiply = multiply;
   k.dot_peak = dot_peak;
   k.read_bytes = read_zmm;
   return k;

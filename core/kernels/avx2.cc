@@ -12,9 +12,9 @@ struct Avx2Dot {
 
     void clear() { sum = _mm256_setzero_si256(); }
 
-    template <WeightType weights>
+    template <int bits>
     void add(__m256i u, __m256i w) {
-      if constexpr (weights == WeightType::kInt4) {
+      if constexpr (bits == 4) {
         // Cannot saturate: 8 lines * 2 * 255 * 8 = 32640 < 32767.
         sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(u, w));
       } else {
@@ -28,9 +28,9 @@ struct Avx2Dot {
       }
     }
 
-    template <WeightType weights>
+    template <int bits>
     __m256i value() const {
-      return weights == WeightType::kInt4 ? _mm256_madd_epi16(sum, _mm256_set1_epi16(1)) : sum;
+      return bits == 4 ? _mm256_madd_epi16(sum, _mm256_set1_epi16(1)) : sum;
     }
   };
 };

@@ -60,13 +60,15 @@ inline __attribute__((always_inline)) void add_scaled(const FewSums<M>& sums, co
   }
 }
 
-template <int M, int subgroup>
+template <int M, WeightFormat format>
 void few_rows_int4(const Product& p) {
+  constexpr int subgroup = traits_of(format).subgroup;
   constexpr int kLines = subgroup == 32 ? 8 : 16;
   constexpr bool kOneScale = subgroup == 0 || subgroup == 128;  // both halves of a record share it
   // With one or two rows the halves get sums of their own, for more independent chains; with more, registers are short.
   constexpr bool kOneSum = kOneScale && M > 2;
-  const int stride = record_bytes(p.format), scale_bytes = record_scale_bytes(p.format);
+  const int stride = record_bytes(format, p.format.scales);
+  const int scale_bytes = record_scale_bytes(format, p.format.scales);
   const ScaleType type = p.format.scales;
   const ReadAhead ahead = p.ahead;
   __m512 total[M][2];  // grouped
@@ -137,7 +139,7 @@ void few_rows_int4(const Product& p) {
 // int8 weights (one scale per column): the lines of a record in their order, so that it is one stream.
 template <int M>
 void few_rows_int8(const Product& p) {
-  const int stride = record_bytes(p.format);
+  constexpr int stride = record_bytes(WeightFormat::kInt8, ScaleType::kF32);  // it has no scales in its records
   FewSums<M> sums;
   for (int r = 0; r < M; ++r) {
     for (int tile = 0; tile < 2; ++tile) {
@@ -170,25 +172,22 @@ void few_rows_int8(const Product& p) {
   }
 }
 
-template <int M>
-void few_rows_by_format(const Product& p) {
-  if (p.format.weights == WeightType::kInt8) return few_rows_int8<M>(p);
-  if (p.format.subgroup == 0) return few_rows_int4<M, 0>(p);
-  if (p.format.subgroup == 32) return few_rows_int4<M, 32>(p);
-  if (p.format.subgroup == 64) return few_rows_int4<M, 64>(p);
-  return few_rows_int4<M, 128>(p);
+template <int M, WeightFormat format>
+inline void few_rows(const Product& p) {
+  if constexpr (traits_of(format).bits == 8) {
+    few_rows_int8<M>(p);
+  } else {
+    few_rows_int4<M, format>(p);
+  }
 }
 
 // p.tiles is 1 and p.tile_rows is p.rows, at most kMaxFewRows.
-inline void multiply_few_rows(const Product& p) {
-  switch (p.rows) {
-    case 1: return few_rows_by_format<1>(p);
-    case 2: return few_rows_by_format<2>(p);
-    case 3: return few_rows_by_format<3>(p);
-    case 4: return few_rows_by_format<4>(p);
-    case 5: return few_rows_by_format<5>(p);
-    default: return few_rows_by_format<6>(p);
-  }
+template <WeightFormat format>
+void multiply_few_rows(const Product& p) {
+  static constexpr void (*kByRows[kMaxFewRows])(const Product&) = {few_rows<1, format>, few_rows<2, format>,
+                                                                   few_rows<3, format>, few_rows<4, format>,
+                                                                   few_rows<5, format>, few_rows<6, format>};
+  kByRows[p.rows - 1](p);
 }
 
 }  // namespace

@@ -19,8 +19,15 @@ struct Avx512Vnni {
     }
   }
 
-  template <int M, int subgroup, WeightType weights, bool packed>
+  template <WeightFormat format>
+  static void multiply(const Product& p) {
+    if (p.tile_rows <= kMaxFewRows) return multiply_few_rows<format>(p);
+    multiply_rows<Avx512Vnni, format>(p);
+  }
+
+  template <int M, WeightFormat format, bool packed>
   static void record_product(const RecordArgs& args) {
+    constexpr int subgroup = traits_of(format).subgroup;
     __m512i sum[M][2];
     for (int r = 0; r < M; ++r) {
       for (int tile = 0; tile < 2; ++tile) {
@@ -63,11 +70,6 @@ struct Avx512Vnni {
   }
 };
 
-void multiply(const Product& p) {
-  if (p.tile_rows <= kMaxFewRows) return multiply_few_rows(p);
-  multiply_row_blocks<Avx512Vnni>(p);
-}
-
 double dot_peak(std::int64_t iterations) {
   constexpr int kChains = 16;
   __m512i sum[kChains];
@@ -83,8 +85,7 @@ double dot_peak(std::int64_t iterations) {
 }
 
 constexpr Kernels make_kernels() {
-  Kernels k = rowwise_kernels<F32x16>("avx512_vnni");
-  k.multiply = multiply;
+  Kernels k = kernels_of<F32x16, Avx512Vnni>("avx512_vnni");
   k.dot_peak = dot_peak;
   k.read_bytes = read_zmm;
   return k;

@@ -12,7 +12,7 @@ struct AvxVnniDot {
 
     void clear() { total = _mm256_setzero_si256(); }
 
-    template <WeightType>
+    template <int bits>
     void add(__m256i u, __m256i w) {
 // Assembly: GCC 12 copies every running sum of a loop around its own intrinsic.
 #if defined(CPUMOE_EMULATE)
@@ -22,7 +22,7 @@ struct AvxVnniDot {
 #endif
     }
 
-    template <WeightType>
+    template <int bits>
     __m256i value() const {
       return total;
     }

@@ -2,8 +2,9 @@
 //
 //   template <int M> struct Dot::Sums {             // running sums of M rows x 16 columns
 //     void clear();
-//     void add(const int8x16_t (&w)[2][4], const std::uint8_t* x);  // 8 inputs: two lines; rows of x are 64 bytes
-//     apart int32x4_t value(int row, int quarter) const;                  // columns 4 quarter .. 4 quarter + 3
+//     // 8 inputs: two lines; rows of x are 64 bytes apart
+//     void add(const int8x16_t (&w)[2][4], const std::uint8_t* x);
+//     int32x4_t value(int row, int quarter) const;  // columns 4 quarter .. 4 quarter + 3
 //   };
 #pragma once
 
@@ -37,8 +38,14 @@ struct Neon {
     }
   }
 
-  template <int M, int subgroup, WeightType weights, bool packed>
+  template <WeightFormat format>
+  static void multiply(const Product& p) {
+    multiply_rows<Neon, format>(p);
+  }
+
+  template <int M, WeightFormat format, bool packed>
   static void record_product(const RecordArgs& args) {
+    constexpr int subgroup = traits_of(format).subgroup;
     for (int tile = 0; tile < 2; ++tile) {
       typename Dot::template Sums<M> sums;
       sums.clear();
@@ -103,8 +110,7 @@ double dot_peak(std::int64_t iterations) {
 
 template <class Dot>
 constexpr Kernels neon_kernels(const char* name) {
-  Kernels k = rowwise_kernels<F32x4>(name);
-  k.multiply = multiply_row_blocks<Neon<Dot>>;
+  Kernels k = kernels_of<F32x4, Neon<Dot>>(name);
   k.dot_peak = dot_peak<Dot>;
   k.read_bytes = read_neon;
   return k;

@@ -3,7 +3,7 @@
 //   kRowsAtOnce                 rows whose running sums fit the registers
 //   kStraightRows               up to so many rows int4 weights are decoded on the way instead of into a buffer first
 //   unpack_record(packed, dst)  int4 record -> int8 layout
-//   record_product<M, subgroup, weights, packed>(weights, a, half_bytes, scales, scale_type, acc)
+//   record_product<M, format, packed>(args)  M rows with one record; `packed` where its int4 weights were not unpacked
 //
 // The order of the sub-group scales is that of packed.h. Internal linkage on purpose: see kernel.h.
 #pragma once
@@ -36,19 +36,20 @@ struct RecordArgs {
   float* acc;
 };
 
-template <class Isa, int M, int subgroup, WeightType weights, bool packed>
+template <class Isa, int M, WeightFormat format, bool packed>
 inline void product_of_rows(int rows, const RecordArgs& args) {
   if constexpr (M > 1) {
-    if (rows < M) return product_of_rows<Isa, M - 1, subgroup, weights, packed>(rows, args);
+    if (rows < M) return product_of_rows<Isa, M - 1, format, packed>(rows, args);
   }
-  Isa::template record_product<M, subgroup, weights, packed>(args);
+  Isa::template record_product<M, format, packed>(args);
 }
 
-template <class Isa, int subgroup, WeightType weights>
+template <class Isa, WeightFormat format>
 void multiply_rows(const Product& p) {
-  const int stride = record_bytes(p.format), scale_bytes = record_scale_bytes(p.format);
+  const int stride = record_bytes(format, p.format.scales);
+  const int scale_bytes = record_scale_bytes(format, p.format.scales);
   const std::ptrdiff_t half_bytes = static_cast<std::ptrdiff_t>(p.tile_rows) * 64;
-  constexpr bool kInt4 = weights == WeightType::kInt4;
+  constexpr bool kInt4 = traits_of(format).bits == 4;
   const bool straight = kInt4 && p.rows <= Isa::kStraightRows;
   for (int g = 0; g < p.record_count; ++g) {
     const std::uint8_t* record = p.records + static_cast<std::ptrdiff_t>(g) * stride;
@@ -65,23 +66,12 @@ void multiply_rows(const Product& p) {
       args.a = p.a + g * p.a_record_stride + tile * 2 * half_bytes + r * 64;
       args.acc = p.acc + tile * kAccTileFloats + r * kTileColumns;
       if (straight) {
-        product_of_rows<Isa, Isa::kRowsAtOnce, subgroup, weights, kInt4>(count, args);
+        product_of_rows<Isa, Isa::kRowsAtOnce, format, kInt4>(count, args);
       } else {
-        product_of_rows<Isa, Isa::kRowsAtOnce, subgroup, weights, false>(count, args);
+        product_of_rows<Isa, Isa::kRowsAtOnce, format, false>(count, args);
       }
       row += count;
     }
-  }
-}
-
-template <class Isa>
-void multiply_row_blocks(const Product& p) {
-  if (p.format.weights == WeightType::kInt8) return multiply_rows<Isa, 0, WeightType::kInt8>(p);
-  switch (p.format.subgroup) {
-    case 0: return multiply_rows<Isa, 0, WeightType::kInt4>(p);
-    case 32: return multiply_rows<Isa, 32, WeightType::kInt4>(p);
-    case 64: return multiply_rows<Isa, 64, WeightType::kInt4>(p);
-    default: return multiply_rows<Isa, 128, WeightType::kInt4>(p);
   }
 }
 

@@ -124,36 +124,35 @@ inline V gate_times_up(V gate, V up, const ActivationSpec& spec) {
   return activation_of<V, kind>(gate, spec) * up;
 }
 
-// One block's head and rows, giving finished values V at (row, column).
-template <class V>
+// One block's head and rows, giving finished values V at (row, column). `per_column`: the sums are integers, and the
+// scales of the columns stand in the head.
+template <class V, bool per_column>
 struct FinishedRows {
   const float *scale, *bias, *acc;
   const float* row_scale;
-  bool per_column;
 
   explicit FinishedRows(const BlockRows& b)
       : scale(reinterpret_cast<const float*>(b.head + kBlockVectorBytes)),
-        bias(b.format.has_bias
-                 ? reinterpret_cast<const float*>(b.head + kBlockVectorBytes * (b.format.subgroup == 0 ? 2 : 1))
-                 : nullptr),
+        bias(b.format.has_bias ? reinterpret_cast<const float*>(b.head + kBlockVectorBytes * (per_column ? 2 : 1))
+                               : nullptr),
         acc(b.acc),
-        row_scale(b.row_scale),
-        per_column(b.format.subgroup == 0) {}
+        row_scale(b.row_scale) {}
 
   V at(int row, int column) const {
     const float* p = acc + acc_index(row, column);
-    V value = per_column ? V::load_int(reinterpret_cast<const std::int32_t*>(p)) * V::load(scale + column) : V::load(p);
+    V value = V::load(p);
+    if constexpr (per_column) value = V::load_int(reinterpret_cast<const std::int32_t*>(p)) * V::load(scale + column);
     value = value * V::set(row_scale[row]);
     return bias == nullptr ? value : value + V::load(bias + column);
   }
 };
 
-template <class V>
+template <class V, bool per_column>
 void start_rows(const BlockRows& b) {
   for (int row = 0; row < b.rows; ++row) {
     for (int column = 0; column < kBlockColumns; column += V::kWidth) {
       float* p = b.acc + acc_index(row, column);
-      if (b.format.subgroup == 0) {
+      if constexpr (per_column) {
         V::store_scaled_int(reinterpret_cast<const std::int32_t*>(b.head) + column, -b.row_zero[row],
                             reinterpret_cast<std::int32_t*>(p));
       } else {
@@ -165,9 +164,9 @@ void start_rows(const BlockRows& b) {
   }
 }
 
-template <class V>
+template <class V, bool per_column>
 void finish_rows(const BlockRows& b, float* values, std::ptrdiff_t stride, int columns) {
-  const FinishedRows<V> finished(b);
+  const FinishedRows<V, per_column> finished(b);
   for (int row = 0; row < b.rows; ++row) {
     float line[kBlockColumns];
     for (int column = 0; column < kBlockColumns; column += V::kWidth) {
@@ -177,9 +176,9 @@ void finish_rows(const BlockRows& b, float* values, std::ptrdiff_t stride, int c
   }
 }
 
-template <class V, Activation kind>
+template <class V, bool per_column, Activation kind>
 void activate_kind(const BlockRows& b, const ActivationSpec& spec, float* hidden, std::ptrdiff_t stride) {
-  const FinishedRows<V> finished(b);
+  const FinishedRows<V, per_column> finished(b);
   for (int row = 0; row < b.rows; ++row) {
     float* h = hidden + row * stride;
     if (spec.gated) {
@@ -196,22 +195,22 @@ void activate_kind(const BlockRows& b, const ActivationSpec& spec, float* hidden
   }
 }
 
-template <class V>
+template <class V, bool per_column>
 void activate_rows(const BlockRows& b, const ActivationSpec& spec, float* hidden, std::ptrdiff_t stride) {
   switch (spec.kind) {
-    case Activation::kSilu: return activate_kind<V, Activation::kSilu>(b, spec, hidden, stride);
-    case Activation::kSwigluOai: return activate_kind<V, Activation::kSwigluOai>(b, spec, hidden, stride);
-    case Activation::kSwigluStep: return activate_kind<V, Activation::kSwigluStep>(b, spec, hidden, stride);
-    case Activation::kGelu: return activate_kind<V, Activation::kGelu>(b, spec, hidden, stride);
-    case Activation::kGeluTanh: return activate_kind<V, Activation::kGeluTanh>(b, spec, hidden, stride);
-    case Activation::kRelu2: return activate_kind<V, Activation::kRelu2>(b, spec, hidden, stride);
+    case Activation::kSilu: return activate_kind<V, per_column, Activation::kSilu>(b, spec, hidden, stride);
+    case Activation::kSwigluOai: return activate_kind<V, per_column, Activation::kSwigluOai>(b, spec, hidden, stride);
+    case Activation::kSwigluStep: return activate_kind<V, per_column, Activation::kSwigluStep>(b, spec, hidden, stride);
+    case Activation::kGelu: return activate_kind<V, per_column, Activation::kGelu>(b, spec, hidden, stride);
+    case Activation::kGeluTanh: return activate_kind<V, per_column, Activation::kGeluTanh>(b, spec, hidden, stride);
+    case Activation::kRelu2: return activate_kind<V, per_column, Activation::kRelu2>(b, spec, hidden, stride);
   }
 }
 
-template <class V>
+template <class V, bool per_column>
 void combine_rows(const BlockRows& b, const float* weight, const std::int32_t* token, float* out,
                   std::ptrdiff_t stride) {
-  const FinishedRows<V> finished(b);
+  const FinishedRows<V, per_column> finished(b);
   constexpr int kRowsAhead = 6;  // the rows of `out` lie apart: fetch them before they are due
   for (int row = 0; row < b.rows; ++row) {
     const int later = row + kRowsAhead < b.rows ? row + kRowsAhead : b.rows - 1;
@@ -230,9 +229,9 @@ struct RowFactors {
   float lift, factor;
 };
 
-// Range, scale and zero point of a row, from its extremes (NUMERICS: asymmetric int8, here shifted by 128 so that the
-// bytes are unsigned), and the factors to multiply with before rounding.
-inline RowFactors row_parameters(float low, float high, RowQuant* q) {
+// Range, scale and zero point of a row, from its extremes (asymmetric int8 as PyTorch's dynamic quantisation has it,
+// here shifted by 128 so that the bytes are unsigned), and the factors to multiply with before rounding.
+inline RowFactors row_parameters(float low, float high, RowScale* q) {
   constexpr float kLargest = 3.40282347e+38f, kLift = 0x1p100f;
   const float range = high - low;
   RowFactors f{1.0f, 1.0f};
@@ -259,7 +258,7 @@ inline RowFactors row_parameters(float low, float high, RowQuant* q) {
 }
 
 template <class V, DType type>
-RowQuant quantize_typed(const QuantizeRow& args) {
+RowScale quantize_typed(const PrepareRow& args) {
   using Element = typename V::template Element<type>;
   const auto* x = static_cast<const Element*>(args.src);
   const std::int64_t whole = args.count / V::kWidth * V::kWidth;
@@ -292,7 +291,7 @@ RowQuant quantize_typed(const QuantizeRow& args) {
       bad += brokens[i];
     }
   }
-  RowQuant q{};
+  RowScale q{};
   RowFactors factors{};
   if (bad == 0.0f) {
     factors = row_parameters(rmin, rmax, &q);
@@ -321,13 +320,13 @@ RowQuant quantize_typed(const QuantizeRow& args) {
 }
 
 template <class V>
-RowQuant quantize_row(const QuantizeRow& args) {
+RowScale quantize_row(const PrepareRow& args) {
   switch (args.type) {
     case DType::kF32: return quantize_typed<V, DType::kF32>(args);
     case DType::kBF16: return quantize_typed<V, DType::kBF16>(args);
     case DType::kF16: return quantize_typed<V, DType::kF16>(args);
   }
-  return RowQuant{};
+  return RowScale{};
 }
 
 template <class V, DType type>
@@ -399,7 +398,6 @@ inline V sqrt_softplus_of(V x) {
 
 template <class V>
 void score_logits(float* scores, int count, Scoring scoring) {
-  // `scores` holds the logits and has room for whole vectors of 16 beyond `count`.
   if (scoring == Scoring::kNone) return;
   if (scoring != Scoring::kSoftmax) {
     for (int i = 0; i < count; i += V::kWidth) {
@@ -427,26 +425,27 @@ void score_logits(float* scores, int count, Scoring scoring) {
 }
 
 template <class V, DType type>
-void convert_logits(const void* logits, int count, float* scores) {
+void load_typed(const void* src, int count, float* dst) {
   using Element = typename V::template Element<type>;
-  const auto* x = static_cast<const Element*>(logits);
+  const auto* x = static_cast<const Element*>(src);
   int i = 0;
-  for (; i + V::kWidth <= count; i += V::kWidth) V::store(scores + i, V::template load_as<type>(x + i));
+  for (; i + V::kWidth <= count; i += V::kWidth) V::store(dst + i, V::template load_as<type>(x + i));
   if (i < count) {
     Element rest[V::kWidth] = {};
+    float converted[V::kWidth];
     for (int j = i; j < count; ++j) rest[j - i] = x[j];
-    V::store(scores + i, V::template load_as<type>(rest));
+    V::store(converted, V::template load_as<type>(rest));
+    for (int j = i; j < count; ++j) dst[j] = converted[j - i];
   }
 }
 
 template <class V>
-void score_row(const void* logits, DType type, int count, Scoring scoring, float* scores) {
+void load_row(const void* src, DType type, int count, float* dst) {
   switch (type) {
-    case DType::kF32: convert_logits<V, DType::kF32>(logits, count, scores); break;
-    case DType::kBF16: convert_logits<V, DType::kBF16>(logits, count, scores); break;
-    case DType::kF16: convert_logits<V, DType::kF16>(logits, count, scores); break;
+    case DType::kF32: return load_typed<V, DType::kF32>(src, count, dst);
+    case DType::kBF16: return load_typed<V, DType::kBF16>(src, count, dst);
+    case DType::kF16: return load_typed<V, DType::kF16>(src, count, dst);
   }
-  score_logits<V>(scores, count, scoring);
 }
 
 template <class V, DType type>
@@ -601,21 +600,41 @@ void sum_rows(const SumRows& a) {
   }
 }
 
-// The table entries that are the same for every instruction set but for V.
-template <class V>
-constexpr Kernels rowwise_kernels(const char* name) {
+// A row of the table but for its product: the epilogues of a weight format on vectors V.
+template <class V, WeightFormat format>
+constexpr FormatKernels format_kernels(void (*multiply)(const Product&)) {
+  constexpr bool kPerColumn = traits_of(format).subgroup == 0;
+  FormatKernels f{};
+  f.weights = format;
+  f.rows = RowFormat::kBytes;
+  f.codec = traits_of(format).bits == 4 ? &kInt4Codec : &kInt8Codec;
+  f.multiply = multiply;
+  f.start = start_rows<V, kPerColumn>;
+  f.finish = finish_rows<V, kPerColumn>;
+  f.activate = activate_rows<V, kPerColumn>;
+  f.combine = combine_rows<V, kPerColumn>;
+  return f;
+}
+
+// The whole table of an instruction set but for what it alone has. `Isa::multiply<format>` is its product, which is all
+// that a weight format needs from an instruction set.
+template <class V, class Isa>
+constexpr Kernels kernels_of(const char* name) {
   Kernels k{};
   k.name = name;
+  // In the order of their numbers, in which Kernels::of looks them up.
+  k.formats[0] = format_kernels<V, WeightFormat::kInt4>(Isa::template multiply<WeightFormat::kInt4>);
+  k.formats[1] = format_kernels<V, WeightFormat::kInt4Group32>(Isa::template multiply<WeightFormat::kInt4Group32>);
+  k.formats[2] = format_kernels<V, WeightFormat::kInt4Group64>(Isa::template multiply<WeightFormat::kInt4Group64>);
+  k.formats[3] = format_kernels<V, WeightFormat::kInt4Group128>(Isa::template multiply<WeightFormat::kInt4Group128>);
+  k.formats[4] = format_kernels<V, WeightFormat::kInt8>(Isa::template multiply<WeightFormat::kInt8>);
+  k.row_formats[0] = {RowFormat::kBytes, 64, quantize_row<V>};
   k.few_rows = kTileRows - 1;
   k.thread_begin = [] {};
   k.thread_end = [] {};
-  k.quantize_row = quantize_row<V>;
-  k.start = start_rows<V>;
-  k.finish = finish_rows<V>;
-  k.activate = activate_rows<V>;
-  k.combine = combine_rows<V>;
+  k.load_row = load_row<V>;
   k.store_row = store_row<V>;
-  k.score = score_row<V>;
+  k.score = score_logits<V>;
   k.dot_rows = dot_rows<V>;
   k.sum_rows = sum_rows<V>;
   k.normalize_row = normalize_row<V>;

@@ -5,13 +5,12 @@
 namespace cpumoe {
 namespace {
 
-// Weights of one line (4 consecutive inputs of 16 columns), times 16 for int4 so that the high nibble
-// needs no shift and the low one a single one; the 1/16 is folded into the scales.
-template <WeightType weights>
+// Weights of one line (4 consecutive inputs of 16 columns), times the format's unit.
+template <int bits>
 std::int32_t weight_at(const std::uint8_t* record, int half, int line, int column, int i) {
   const int tile = column / kTileColumns;
   const int offset = (line * 2 + tile) * 64 + column % kTileColumns * 4 + i;
-  if constexpr (weights == WeightType::kInt4) {
+  if constexpr (bits == 4) {
     const std::uint8_t byte = record[offset];
     return static_cast<std::int8_t>(half == 0 ? static_cast<std::uint8_t>(byte << 4)
                                               : static_cast<std::uint8_t>(byte & 0xF0u));
@@ -31,56 +30,51 @@ float scale_at(const std::uint8_t* scales, ScaleType type, int index) {
   return bits_as<float>(static_cast<std::uint32_t>(h) << 16);
 }
 
-template <WeightType weights>
-void multiply_typed(const Product& p) {
-  const int stride = record_bytes(p.format), scale_bytes = record_scale_bytes(p.format);
-  const int subgroup = p.format.subgroup;
-  // Lines that share a scale: 8 (subgroup 32) or all 16. With subgroup 128 both halves share one too.
-  const int lines = subgroup == 32 ? 8 : 16;
-  for (int row = 0; row < p.rows; ++row) {
-    const int tile = row / p.tile_rows, r = row % p.tile_rows;
-    for (int column = 0; column < kBlockColumns; ++column) {
-      float* acc = p.acc + acc_index(tile * kTileRows + r, column);
-      for (int g = 0; g < p.record_count; ++g) {
-        const std::uint8_t* record = p.records + static_cast<std::ptrdiff_t>(g) * stride;
-        const std::uint8_t* a = p.a + g * p.a_record_stride + tile * (2 * p.tile_rows * 64) + r * 64;
-        std::int32_t sum = 0;
-        int scale = 0;
-        for (int first = 0; first < 16; first += lines) {
-          for (int half = 0; half < 2; ++half) {
-            for (int line = first; line < first + lines; ++line) {
-              for (int i = 0; i < 4; ++i) {
-                sum += a[half * p.tile_rows * 64 + line * 4 + i] *
-                       weight_at<weights>(record + scale_bytes, half, line, column, i);
+struct Scalar {
+  template <WeightFormat format>
+  static void multiply(const Product& p) {
+    const int stride = record_bytes(format, p.format.scales);
+    const int scale_bytes = record_scale_bytes(format, p.format.scales);
+    constexpr int kBits = traits_of(format).bits, kSubgroup = traits_of(format).subgroup;
+    // Lines that share a scale: 8 (sub-groups of 32) or all 16. With 128 both halves share one too.
+    constexpr int kLines = kSubgroup == 32 ? 8 : 16;
+    for (int row = 0; row < p.rows; ++row) {
+      const int tile = row / p.tile_rows, r = row % p.tile_rows;
+      for (int column = 0; column < kBlockColumns; ++column) {
+        float* acc = p.acc + acc_index(tile * kTileRows + r, column);
+        for (int g = 0; g < p.record_count; ++g) {
+          const std::uint8_t* record = p.records + static_cast<std::ptrdiff_t>(g) * stride;
+          const std::uint8_t* a = p.a + g * p.a_record_stride + tile * (2 * p.tile_rows * 64) + r * 64;
+          std::int32_t sum = 0;
+          int scale = 0;
+          for (int first = 0; first < 16; first += kLines) {
+            for (int half = 0; half < 2; ++half) {
+              for (int line = first; line < first + kLines; ++line) {
+                for (int i = 0; i < 4; ++i) {
+                  sum += a[half * p.tile_rows * 64 + line * 4 + i] *
+                         weight_at<kBits>(record + scale_bytes, half, line, column, i);
+                }
+              }
+              const bool scale_ends = kSubgroup == 32 || kSubgroup == 64 || (kSubgroup == 128 && half == 1);
+              if (scale_ends) {
+                const float s = scale_at(record, p.format.scales, scale * kBlockColumns + column);
+                *acc = __builtin_fmaf(static_cast<float>(sum), s, *acc);
+                sum = 0;
+                ++scale;
               }
             }
-            const bool scale_ends = subgroup == 32 || subgroup == 64 || (subgroup == 128 && half == 1);
-            if (scale_ends) {
-              const float s = scale_at(record, p.format.scales, scale * kBlockColumns + column);
-              *acc = __builtin_fmaf(static_cast<float>(sum), s, *acc);
-              sum = 0;
-              ++scale;
-            }
           }
-        }
-        if (subgroup == 0) {
-          std::int32_t total;
-          memcpy(&total, acc, 4);
-          total = static_cast<std::int32_t>(static_cast<std::uint32_t>(total) + static_cast<std::uint32_t>(sum));
-          memcpy(acc, &total, 4);
+          if (kSubgroup == 0) {
+            std::int32_t total;
+            memcpy(&total, acc, 4);
+            total = static_cast<std::int32_t>(static_cast<std::uint32_t>(total) + static_cast<std::uint32_t>(sum));
+            memcpy(acc, &total, 4);
+          }
         }
       }
     }
   }
-}
-
-void multiply(const Product& p) {
-  if (p.format.weights == WeightType::kInt4) {
-    multiply_typed<WeightType::kInt4>(p);
-  } else {
-    multiply_typed<WeightType::kInt8>(p);
-  }
-}
+};
 
 double dot_peak(std::int64_t iterations) {
   volatile std::int32_t a = 3, b = 5;
@@ -107,8 +101,7 @@ std::uint64_t read_bytes(const std::uint8_t* data, std::int64_t bytes) {
 }
 
 constexpr Kernels make_kernels() {
-  Kernels k = rowwise_kernels<F32x1>("scalar");
-  k.multiply = multiply;
+  Kernels k = kernels_of<F32x1, Scalar>("scalar");
   k.dot_peak = dot_peak;
   k.read_bytes = read_bytes;
   return k;

@@ -3,7 +3,7 @@
 //   struct Dot {
 //     static constexpr bool kTimes16;   // weights come in as 16 w (int4), not w
 //     struct Sum { ... };               // running sums of 8 columns over at most 8 lines (32 inputs)
-//     Sum::clear(), Sum::add<weights>(activations, weights), Sum::value<weights>() -> __m256i of 8 int32
+//     Sum::clear(), Sum::add<bits>(activations, weights), Sum::value<bits>() -> __m256i of 8 int32
 //   };
 #pragma once
 
@@ -45,7 +45,7 @@ inline __m256i nibbles(__m256i v) {
 // sums[row][c] (+)= eight lines (32 inputs) of 8 columns each, for one 16-column tile and one half of the record.
 // `packed` reads nibbles on the way, else the record is in the int8 layout. Not inlined: what the sums of a whole
 // record need would otherwise push the running sums of these lines out of the 16 registers.
-template <class Dot, int M, WeightType weights, bool packed, int half>
+template <class Dot, int M, int bits, bool packed, int half>
 __attribute__((noinline)) void part_sums(const std::uint8_t* w, const std::uint8_t* x, bool add, __m256i (*sums)[2]) {
   typename Dot::Sum sum[M][2];
   for (int r = 0; r < M; ++r) {
@@ -62,14 +62,14 @@ __attribute__((noinline)) void part_sums(const std::uint8_t* w, const std::uint8
 #pragma GCC unroll 8
     for (int r = 0; r < M; ++r) {
       const __m256i u = broadcast_quad(x + r * 64 + line * 4);
-      sum[r][0].template add<weights>(u, w0);
-      sum[r][1].template add<weights>(u, w1);
+      sum[r][0].template add<bits>(u, w0);
+      sum[r][1].template add<bits>(u, w1);
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < M; ++r) {
     for (int c = 0; c < 2; ++c) {
-      const __m256i value = sum[r][c].template value<weights>();
+      const __m256i value = sum[r][c].template value<bits>();
       sums[r][c] = add ? _mm256_add_epi32(sums[r][c], value) : value;
     }
   }
@@ -88,10 +88,16 @@ struct Ymm {
     }
   }
 
-  template <int M, int subgroup, WeightType weights, bool packed>
+  template <WeightFormat format>
+  static void multiply(const Product& p) {
+    multiply_rows<Ymm, format>(p);
+  }
+
+  template <int M, WeightFormat format, bool packed>
   static void record_product(const RecordArgs& args) {
-    constexpr int kShift = weights == WeightType::kInt4 && !Dot::kTimes16 ? 4 : 0;  // brings w to 16 w
-    for (int tile = 0; tile < 2; ++tile) {                                          // 16 columns at a time
+    constexpr int bits = traits_of(format).bits, subgroup = traits_of(format).subgroup;
+    constexpr int kShift = bits == 4 && !Dot::kTimes16 ? 4 : 0;  // brings w to 16 w
+    for (int tile = 0; tile < 2; ++tile) {                       // 16 columns at a time
       __m256i sums[M][2];
       bool started = false;
       float* tile_acc = args.acc + tile * (kTileRows * kTileColumns);
@@ -101,9 +107,9 @@ struct Ymm {
             args.weights + part.line * 128 + tile * 64 + (packed ? 0 : part.half * (kInt8RecordBytes / 2));
         const std::uint8_t* x = args.a + part.half * args.half_bytes + part.line * 4;
         if (part.half == 0) {
-          part_sums<Dot, M, weights, packed, 0>(w, x, started, sums);
+          part_sums<Dot, M, bits, packed, 0>(w, x, started, sums);
         } else {
-          part_sums<Dot, M, weights, packed, 1>(w, x, started, sums);
+          part_sums<Dot, M, bits, packed, 1>(w, x, started, sums);
         }
         started = !part.scale_ends;
         if (!part.scale_ends) continue;
@@ -140,11 +146,11 @@ double dot_peak(std::int64_t iterations) {
 #pragma GCC unroll 8
       for (int j = 0; j < kChains; ++j) {
         asm volatile("" : "+x"(u), "+x"(w));  // a product of its own for every chain
-        sum[j].template add<WeightType::kInt4>(u, w);
+        sum[j].template add<4>(u, w);
       }
     }
 #pragma GCC unroll 8
-    for (int j = 0; j < kChains; ++j) total = _mm256_add_epi32(total, sum[j].template value<WeightType::kInt4>());
+    for (int j = 0; j < kChains; ++j) total = _mm256_add_epi32(total, sum[j].template value<4>());
   }
   asm volatile("" : : "x"(total));
   return static_cast<double>(iterations) * 8 * kChains * 64.0;
@@ -152,8 +158,7 @@ double dot_peak(std::int64_t iterations) {
 
 template <class Dot>
 constexpr Kernels ymm_kernels(const char* name) {
-  Kernels k = rowwise_kernels<F32x8>(name);
-  k.multiply = multiply_row_blocks<Ymm<Dot>>;
+  Kernels k = kernels_of<F32x8, Ymm<Dot>>(name);
   k.dot_peak = dot_peak<Dot>;
   k.read_bytes = read_ymm;
   return k;

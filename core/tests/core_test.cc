@@ -13,9 +13,12 @@
 
 #include "../attention.h"
 #include "../dispatch.h"
+#include "../formats.h"
 #include "../linear.h"
+#include "../measure.h"
 #include "../memory.h"
 #include "../moe.h"
+#include "../norm.h"
 #include "../packed.h"
 #include "../products.h"
 #include "../route.h"
@@ -38,6 +41,13 @@ void check(bool ok, const std::string& what) {
 
 bool same_bits(const void* a, const void* b, std::size_t bytes) { return std::memcmp(a, b, bytes) == 0; }
 
+bool same_numbers(const std::vector<float>& a, const std::vector<float>& b, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {
+    if (!(same_bits(&a[i], &b[i], 4) || (a[i] != a[i] && b[i] != b[i]))) return false;
+  }
+  return true;
+}
+
 std::vector<const Kernels*> other_kernels() {
   std::vector<const Kernels*> found;
   for (const IsaEntry& e : instruction_sets()) {
@@ -49,7 +59,7 @@ std::vector<const Kernels*> other_kernels() {
 const Kernels& scalar() { return *instruction_sets()[0].kernels; }
 
 struct Matrix {
-  MatrixSpec spec;
+  PackedSpec spec;
   std::vector<std::int8_t> values;
   std::vector<float> scales, bias;
   std::vector<std::uint8_t> blob;
@@ -71,11 +81,11 @@ float as_bfloat(float f) {
   return f;
 }
 
-Matrix make_matrix(MatrixSpec spec, unsigned seed) {
+Matrix make_matrix(PackedSpec spec, unsigned seed) {
   Matrix m;
   m.spec = spec;
   std::mt19937 random(seed);
-  const bool four = spec.weights == WeightType::kInt4;
+  const bool four = traits_of(spec.weights).bits == 4;
   std::uniform_int_distribution<int> value(four ? -8 : -128, four ? 7 : 127);
   std::uniform_real_distribution<float> scale(0.001f, 0.02f), bias(-1.0f, 1.0f);
   m.values.resize(static_cast<std::size_t>(spec.experts * spec.columns * spec.depth));
@@ -111,24 +121,25 @@ std::vector<float> random_values(std::size_t count, unsigned seed, float offset 
   return values;
 }
 
-std::string describe(const MatrixSpec& s, const std::string& kernel, std::int64_t rows) {
-  return kernel + " int" + std::to_string(static_cast<int>(s.weights)) + " group " + std::to_string(s.group) + " " +
-         std::to_string(s.columns) + "x" + std::to_string(s.depth) + " rows " + std::to_string(rows) +
+std::string describe(const PackedSpec& s, const std::string& kernel, std::int64_t rows) {
+  return kernel + " " + find_format(static_cast<std::uint32_t>(s.weights))->name + " group " + std::to_string(s.group) +
+         " " + std::to_string(s.columns) + "x" + std::to_string(s.depth) + " rows " + std::to_string(rows) +
          (s.has_bias ? " bias" : "") + (s.scales == ScaleType::kBF16 ? " bf16" : " fp32");
 }
 
 std::vector<float> run_linear(const Kernels& k, const Matrix& m, const std::vector<float>& x, std::int64_t rows) {
   std::vector<float> out(static_cast<std::size_t>(rows * m.spec.columns), -7.0f);
-  linear_forward(k, {m.packed, x.data(), DType::kF32, rows, out.data()});
+  linear_forward(k, {m.packed, x.data(), DType::kF32, DType::kF32, rows, out.data()});
   return out;
 }
 
-std::vector<MatrixSpec> linear_specs() {
-  std::vector<MatrixSpec> specs;
+std::vector<PackedSpec> linear_specs() {
+  std::vector<PackedSpec> specs;
   for (const std::int64_t group : {0, 32, 64, 96, 128, 256, 384}) {
     for (const std::int64_t depth : {32, 50, 64, 96, 128, 160, 192, 256, 384, 768, 2880}) {
       if (group != 0 && depth % group != 0) continue;
-      MatrixSpec s;
+      PackedSpec s;
+      s.weights = find_format("int4", group)->id;
       s.group = group;
       s.experts = 1;
       s.depth = depth;
@@ -137,7 +148,7 @@ std::vector<MatrixSpec> linear_specs() {
       s.scales = depth % 64 == 0 ? ScaleType::kBF16 : ScaleType::kF32;
       specs.push_back(s);
       if (group == 0) {
-        s.weights = WeightType::kInt8;
+        s.weights = WeightFormat::kInt8;
         specs.push_back(s);
       }
     }
@@ -146,7 +157,7 @@ std::vector<MatrixSpec> linear_specs() {
 }
 
 void test_linear_kernels() {
-  for (const MatrixSpec& spec : linear_specs()) {
+  for (const PackedSpec& spec : linear_specs()) {
     const Matrix m = make_matrix(spec, 7);
     for (const std::int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 15, 16, 17, 31, 40, 130}) {
       if (rows > 17 && spec.depth > 800) continue;
@@ -164,7 +175,8 @@ void test_linear_kernels() {
 void test_many_rows() {
   for (const std::int64_t group : {0, 32, 64, 96, 128}) {
     for (const std::int64_t depth : {384, 3456}) {
-      MatrixSpec spec;
+      PackedSpec spec;
+      spec.weights = find_format("int4", group)->id;
       spec.group = group;
       spec.experts = 1;
       spec.depth = depth;
@@ -187,7 +199,7 @@ void test_many_rows() {
 
 // The scalar kernel against double arithmetic on the same quantised inputs.
 void test_linear_meaning() {
-  for (const MatrixSpec& spec : linear_specs()) {
+  for (const PackedSpec& spec : linear_specs()) {
     const Matrix m = make_matrix(spec, 19);
     const std::int64_t rows = 3;
     const auto x = random_values(static_cast<std::size_t>(rows * spec.depth), 23);
@@ -195,7 +207,7 @@ void test_linear_meaning() {
     double error = 0, norm = 0;
     for (std::int64_t r = 0; r < rows; ++r) {
       std::vector<std::uint8_t> bytes(static_cast<std::size_t>(m.packed.padded_depth));
-      const RowQuant q = scalar().quantize_row(
+      const RowScale q = scalar().row_formats[0].prepare(
           {x.data() + r * spec.depth, DType::kF32, spec.depth, m.packed.padded_depth, bytes.data(), 128, 64});
       for (std::int64_t n = 0; n < spec.columns; ++n) {
         double sum = 0;
@@ -216,10 +228,10 @@ struct Layer {
   Matrix gate_up, down;
 };
 
-Layer make_layer(std::int64_t hidden, std::int64_t inner, std::int64_t experts, std::int64_t group, WeightType weights,
+Layer make_layer(std::int64_t hidden, std::int64_t inner, std::int64_t experts, std::int64_t group, const char* element,
                  bool gated, bool bias) {
-  MatrixSpec first, second;
-  first.weights = second.weights = weights;
+  PackedSpec first, second;
+  first.weights = second.weights = find_format(element, group)->id;
   first.group = second.group = group;
   first.experts = second.experts = experts;
   first.columns = gated ? 2 * inner : inner;
@@ -241,6 +253,7 @@ std::vector<T> run_layer(const Kernels& k, const Layer& layer, const std::vector
                layer.down.packed,
                x.data(),
                type,
+               type,
                tokens,
                tokens == 0 ? 0 : static_cast<std::int64_t>(ids.size()) / tokens,
                ids.data(),
@@ -255,11 +268,11 @@ std::vector<T> run_layer(const Kernels& k, const Layer& layer, const std::vector
 void test_layers() {
   struct Case {
     std::int64_t hidden, inner, experts, group;
-    WeightType weights;
+    const char* element;
     bool gated, bias;
     Activation activation;
   };
-  const WeightType i4 = WeightType::kInt4, i8 = WeightType::kInt8;
+  const char *i4 = "int4", *i8 = "int8";
   const std::vector<Case> cases = {
       {128, 64, 5, 32, i4, true, false, Activation::kSilu},
       {256, 128, 4, 128, i4, true, true, Activation::kSwigluOai},
@@ -272,7 +285,7 @@ void test_layers() {
       {2880, 96, 4, 32, i4, true, true, Activation::kSwigluOai},
   };
   for (const Case& c : cases) {
-    const Layer layer = make_layer(c.hidden, c.inner, c.experts, c.group, c.weights, c.gated, c.bias);
+    const Layer layer = make_layer(c.hidden, c.inner, c.experts, c.group, c.element, c.gated, c.bias);
     for (const std::int64_t tokens : {1, 2, 9, 70, 300}) {
       if (tokens > 9 && c.hidden > 1000) continue;
       const std::int64_t topk = std::min<std::int64_t>(3, c.experts);
@@ -327,14 +340,17 @@ void test_rowwise() {
         const void* src =
             type == DType::kF32 ? static_cast<const void*>(x.data()) : half[type == DType::kF16 ? 1 : 0].data();
         std::vector<std::uint8_t> a(static_cast<std::size_t>(padded), 1), b(a);
-        const RowQuant qa = scalar().quantize_row({src, type, count, padded, a.data(), 128, 64});
-        const RowQuant qb = k->quantize_row({src, type, count, padded, b.data(), 128, 64});
+        const RowScale qa = scalar().row_formats[0].prepare({src, type, count, padded, a.data(), 128, 64});
+        const RowScale qb = k->row_formats[0].prepare({src, type, count, padded, b.data(), 128, 64});
         check(a == b && qa.zero == qb.zero && (qa.scale == qb.scale || (qa.scale != qa.scale && qb.scale != qb.scale)),
               std::string(k->name) + " quantize_row " + std::to_string(count));
         for (const Scoring scoring : {Scoring::kNone, Scoring::kSoftmax, Scoring::kSigmoid, Scoring::kSqrtSoftplus}) {
           std::vector<float> sa(static_cast<std::size_t>(count + 32)), sb(sa);
-          scalar().score(src, type, count, scoring, sa.data());
-          k->score(src, type, count, scoring, sb.data());
+          scalar().load_row(src, type, count, sa.data());
+          k->load_row(src, type, count, sb.data());
+          check(same_numbers(sa, sb, sa.size()), std::string(k->name) + " load_row " + std::to_string(count));
+          scalar().score(sa.data(), count, scoring);
+          k->score(sb.data(), count, scoring);
           bool same = true;
           for (int i = 0; i < count; ++i) {
             const float p = sa[static_cast<std::size_t>(i)], q = sb[static_cast<std::size_t>(i)];
@@ -359,20 +375,15 @@ std::vector<float> random_bits(std::size_t count, std::mt19937& random) {
   return values;
 }
 
-bool same_numbers(const std::vector<float>& a, const std::vector<float>& b, std::size_t count) {
-  for (std::size_t i = 0; i < count; ++i) {
-    if (!(same_bits(&a[i], &b[i], 4) || (a[i] != a[i] && b[i] != b[i]))) return false;
-  }
-  return true;
-}
-
 std::vector<float> activated(const Kernels& k, const ActivationSpec& spec, std::vector<float> acc) {
   const std::vector<std::uint8_t> head(kBlockVectorBytes);
   const std::vector<float> scale(kTileRows, 1.0f);
   const std::vector<std::int32_t> zero(kTileRows, 0);
   std::vector<float> out(kAccTileFloats, 0.0f);
-  const BlockFormat format{WeightType::kInt4, ScaleType::kF32, 128, false};
-  k.activate({format, head.data(), acc.data(), kTileRows, scale.data(), zero.data()}, spec, out.data(), kBlockColumns);
+  const BlockFormat format{WeightFormat::kInt4Group128, ScaleType::kF32, false};
+  k.of(format.weights)
+      .activate({format, head.data(), acc.data(), kTileRows, scale.data(), zero.data()}, spec, out.data(),
+                kBlockColumns);
   return out;
 }
 
@@ -389,7 +400,7 @@ void test_extremes() {
     for (std::size_t i = 0; i < row.size() && round % 3 != 0; ++i) row[i] = std::fmod(x[i], 1.99f) * unit;
     const int count = 1 + static_cast<int>(random() % 200);
     std::vector<std::uint8_t> bytes(256), other(256);
-    const RowQuant q = scalar().quantize_row({row.data(), DType::kF32, count, 256, bytes.data(), 128, 64});
+    const RowScale q = scalar().row_formats[0].prepare({row.data(), DType::kF32, count, 256, bytes.data(), 128, 64});
     double low = 0, high = 0, worst = 0;
     for (int i = 0; i < count; ++i) {
       low = std::min(low, static_cast<double>(row[static_cast<std::size_t>(i)]));
@@ -401,12 +412,14 @@ void test_extremes() {
     }
     check(worst <= 1.01 * (high - low) / 255 + 1.5e-45, "a row is off by more than a step");
     for (const Kernels* k : other_kernels()) {
-      const RowQuant p = k->quantize_row({row.data(), DType::kF32, count, 256, other.data(), 128, 64});
+      const RowScale p = k->row_formats[0].prepare({row.data(), DType::kF32, count, 256, other.data(), 128, 64});
       check(bytes == other && same_bits(&p, &q, sizeof(p)), std::string(k->name) + " quantize_row of every magnitude");
     }
     for (const Scoring scoring : {Scoring::kSoftmax, Scoring::kSigmoid, Scoring::kSqrtSoftplus}) {
-      std::vector<float> expected(x.size() + 32), got(expected);
-      scalar().score(x.data(), DType::kF32, kAccTileFloats, scoring, expected.data());
+      std::vector<float> expected = x;
+      expected.resize(x.size() + 32);
+      const std::vector<float> logits = expected;
+      scalar().score(expected.data(), kAccTileFloats, scoring);
       for (std::size_t i = 0; i < x.size() && scoring != Scoring::kSoftmax; ++i) {
         const double e = std::exp(-std::fabs(static_cast<double>(x[i])));
         double truth = x[i] < 0 ? e / (1 + e) : 1 / (1 + e);
@@ -414,7 +427,8 @@ void test_extremes() {
         check(std::fabs(expected[i] - truth) <= 5e-7 * truth + 1.5e-45, "score of " + std::to_string(x[i]));
       }
       for (const Kernels* k : other_kernels()) {
-        k->score(x.data(), DType::kF32, kAccTileFloats, scoring, got.data());
+        std::vector<float> got = logits;
+        k->score(got.data(), kAccTileFloats, scoring);
         check(same_numbers(got, expected, x.size()), std::string(k->name) + " scores of every magnitude");
       }
     }
@@ -449,7 +463,7 @@ void set_float_mode(std::uint64_t mode) { asm volatile("msr fpcr, %0" : : "r"(mo
 // A caller that flushes subnormal numbers gets the bits of one that does not, on any number of threads, and keeps its
 // mode.
 void test_float_mode() {
-  const Matrix m = make_matrix({WeightType::kInt4, ScaleType::kF32, 32, 1, 96, 64, false, false}, 73);
+  const Matrix m = make_matrix({WeightFormat::kInt4Group32, ScaleType::kF32, 32, 1, 96, 64, false, false}, 73);
   const std::int64_t rows = 40;
   auto x = random_values(static_cast<std::size_t>(rows * 64), 79);
   for (auto& v : x) v *= 1e-36f;
@@ -593,7 +607,7 @@ void test_norms() {
     const auto x = random_values(static_cast<std::size_t>(count), static_cast<unsigned>(count));
     const auto w = random_values(static_cast<std::size_t>(count), 99);
     for (const DType type : {DType::kF32, DType::kBF16, DType::kF16}) {
-      const std::size_t bytes = static_cast<std::size_t>(count) * (type == DType::kF32 ? 4 : 2);
+      const std::size_t bytes = static_cast<std::size_t>(count) * static_cast<std::size_t>(size_of(type));
       std::vector<std::uint8_t> xs(bytes), ws(bytes), expected(bytes), out(bytes);
       scalar().store_row(x.data(), count, type, xs.data());
       scalar().store_row(w.data(), count, type, ws.data());
@@ -616,11 +630,25 @@ void test_norms() {
       check(worst < 1e-5, "a norm is " + std::to_string(worst) + " from the truth");
     }
   }
+  const std::int64_t rows = 300, width = 130;  // enough for threads
+  const auto x = random_values(static_cast<std::size_t>(rows * width), 3);
+  const auto w = random_values(static_cast<std::size_t>(width), 5);
+  std::vector<float> expected(x.size()), out(x.size());
+  for (std::int64_t r = 0; r < rows; ++r) {
+    scalar().normalize_row(
+        {x.data() + r * width, w.data(), DType::kF32, width, 1e-6f, false, expected.data() + r * width});
+  }
+  for (const int threads : {1, 2, 3}) {
+    set_thread_count(threads);
+    rms_norm(scalar(), {DType::kF32, rows, width, x.data(), w.data(), 1e-6f, false, out.data()});
+    check(out == expected, "norms on " + std::to_string(threads) + " threads");
+  }
+  set_thread_count(0);
 }
 
 // A token with a NaN comes out as NaN and leaves the others as they were.
 void test_nan_stays_in_its_token() {
-  const Layer layer = make_layer(128, 64, 4, 32, WeightType::kInt4, true, false);
+  const Layer layer = make_layer(128, 64, 4, 32, "int4", true, false);
   const std::int64_t tokens = 5;
   auto x = random_values(static_cast<std::size_t>(tokens * 128), 47);
   const std::vector<std::int32_t> ids = {0, 1, 0, 1, 2, 3, 0, 3, 1, 2};
@@ -637,7 +665,7 @@ void test_nan_stays_in_its_token() {
 
 // Several callers at once, with thread counts that change, get what one caller gets.
 void test_callers() {
-  const Layer layer = make_layer(128, 64, 6, 32, WeightType::kInt4, true, false);
+  const Layer layer = make_layer(128, 64, 6, 32, "int4", true, false);
   const std::int64_t tokens = 12;
   const auto x = random_values(static_cast<std::size_t>(tokens * 128), 53);
   std::vector<std::int32_t> ids;
@@ -672,7 +700,7 @@ bool refused(Call&& call) {
 
 // Damaged, truncated and foreign bytes are refused.
 void test_packed_bytes() {
-  const Matrix m = make_matrix(make_layer(128, 64, 2, 32, WeightType::kInt4, true, false).gate_up.spec, 59);
+  const Matrix m = make_matrix(make_layer(128, 64, 2, 32, "int4", true, false).gate_up.spec, 59);
   for (std::size_t i = 0; i < 64; ++i) {
     auto blob = m.blob;
     blob[i] ^= 0x5A;
@@ -681,12 +709,99 @@ void test_packed_bytes() {
   for (const std::size_t size : {std::size_t{0}, std::size_t{63}, std::size_t{64}, m.blob.size() - 1}) {
     check(refused([&] { open_packed(m.blob.data(), static_cast<std::int64_t>(size), "blob"); }), "truncated");
   }
-  check(refused([&] { layout_of({WeightType::kInt4, ScaleType::kF32, 48, 1, 32, 96, false, false}, "m"); }),
-        "group 48");
-  check(refused([&] { layout_of({WeightType::kInt4, ScaleType::kF32, 64, 1, 32, 96, false, false}, "m"); }),
-        "64 in 96");
-  check(refused([&] { layout_of({WeightType::kInt4, ScaleType::kF32, 0, 1, 32, 1 << 20, false, false}, "m"); }),
-        "deep");
+  const ScaleType f32 = ScaleType::kF32;
+  check(refused([&] { choose_format("int4", 48, "m"); }) && refused([&] { choose_format("int8", 32, "m"); }) &&
+            refused([&] { choose_format("fp4", 32, "m"); }),
+        "formats that there are not");
+  check(refused([&] { layout_of({WeightFormat::kInt4Group64, f32, 64, 1, 32, 96, false, false}, "m"); }), "64 in 96");
+  check(refused([&] { layout_of({WeightFormat::kInt4, f32, 0, 1, 32, 1 << 20, false, false}, "m"); }), "deep");
+  check(refused([&] { layout_of({WeightFormat::kInt4, f32, 32, 1, 32, 96, false, false}, "m"); }) &&
+            refused([&] { layout_of({WeightFormat::kInt4Group32, f32, 64, 1, 32, 64, false, false}, "m"); }),
+        "a format that does not go with its group");
+  check(refused([&] { layout_of({static_cast<WeightFormat>(77), f32, 0, 1, 32, 64, false, false}, "m"); }) &&
+            refused(
+                [&] { layout_of({WeightFormat::kInt8, static_cast<ScaleType>(9), 0, 1, 32, 64, false, false}, "m"); }),
+        "numbers that stand for nothing");
+}
+
+// One list of formats: every instruction set has a row for each, in its place, and all rows pack alike.
+void test_formats() {
+  for (int i = 0; i < kFormatCount; ++i) {
+    const FormatInfo& f = kWeightFormats[i];
+    check(find_format(static_cast<std::uint32_t>(f.id)) == &f && static_cast<int>(f.id) == i + 1, f.name);
+    for (const IsaEntry& e : instruction_sets()) {
+      if (e.kernels == nullptr) continue;
+      const FormatKernels& row = e.kernels->of(f.id);
+      check(row.weights == f.id && row.codec == scalar().of(f.id).codec && row.multiply != nullptr &&
+                row.start != nullptr && row.finish != nullptr && row.activate != nullptr && row.combine != nullptr &&
+                e.kernels->of(row.rows).format == row.rows,
+            std::string(e.name) + " " + f.name);
+    }
+  }
+  check(find_format(0u) == nullptr && find_format("int4", 96) == find_format("int4", 32), "look-up of formats");
+}
+
+// What was packed comes back to the bit, for every format, odd sizes, gated rows and biases.
+void test_unpacking() {
+  std::vector<PackedSpec> specs = linear_specs();
+  for (const char* element : {"int4", "int8"}) {
+    for (const bool bias : {false, true}) specs.push_back(make_layer(160, 96, 3, 0, element, true, bias).gate_up.spec);
+  }
+  specs.push_back(make_layer(192, 96, 2, 96, "int4", true, true).gate_up.spec);
+  for (const PackedSpec& spec : specs) {
+    const Matrix m = make_matrix(spec, 97);
+    std::vector<std::int8_t> values(m.values.size(), 99);
+    std::vector<float> scales(m.scales.size()), bias(m.bias.size());
+    std::vector<UnpackTarget> targets;
+    for (std::int64_t e = 0; e < spec.experts; ++e) {
+      targets.push_back({values.data() + e * spec.columns * spec.depth,
+                         scales.data() + e * spec.columns * spec.groups(), DType::kF32,
+                         spec.has_bias ? bias.data() + e * spec.columns : nullptr});
+    }
+    unpack_experts(m.packed, 0, targets.data(), spec.experts, "matrix");
+    check(values == m.values && scales == m.scales && bias == m.bias, "unpacked " + describe(spec, "", 0));
+    check(refused([&] { unpack_experts(m.packed, spec.experts, targets.data(), 1, "matrix"); }), "too many experts");
+  }
+}
+
+// Sums that are given in fp32 are those that would be rounded.
+void test_fp32_results() {
+  const Layer layer = make_layer(128, 64, 4, 32, "int4", true, false);
+  const std::int64_t tokens = 5;
+  const auto wide = random_values(static_cast<std::size_t>(tokens * 128), 101);
+  std::vector<std::uint16_t> x(wide.size()), rounded(wide.size()), expected(wide.size());
+  scalar().store_row(wide.data(), static_cast<std::int64_t>(wide.size()), DType::kBF16, x.data());
+  const std::vector<std::int32_t> ids = {0, 1, 2, 3, 1, 0, 3, 2, 0, 2};
+  const std::vector<float> weights(ids.size(), 0.4f);
+  for (const IsaEntry& e : instruction_sets()) {
+    if (!e.supported) continue;
+    expected = run_layer(*e.kernels, layer, x, DType::kBF16, ids, weights, tokens, {}, false);
+    std::vector<float> sums(wide.size());
+    moe_forward(*e.kernels, {layer.gate_up.packed,
+                             layer.down.packed,
+                             x.data(),
+                             DType::kBF16,
+                             DType::kF32,
+                             tokens,
+                             2,
+                             ids.data(),
+                             weights.data(),
+                             false,
+                             {},
+                             sums.data()});
+    e.kernels->store_row(sums.data(), static_cast<std::int64_t>(sums.size()), DType::kBF16, rounded.data());
+    check(rounded == expected, std::string("fp32 sums on ") + e.name);
+  }
+}
+
+void test_measuring() {
+  const std::vector<std::uint8_t> data(1 << 20, 1);
+  for (const IsaEntry& e : instruction_sets()) {
+    if (!e.supported) continue;
+    check(read_rate(*e.kernels, data.data(), static_cast<std::int64_t>(data.size())) > 0 &&
+              dot_rate(*e.kernels, 1000) > 0,
+          std::string("rates of ") + e.name);
+  }
 }
 
 void test_routing() {
@@ -730,7 +845,8 @@ int main(int argc, char** argv) {
       {"meaning", test_linear_meaning}, {"layers", test_layers},          {"nan", test_nan_stays_in_its_token},
       {"callers", test_callers},        {"packed", test_packed_bytes},    {"routing", test_routing},
       {"attention", test_attention},    {"logits", test_router_logits},   {"norms", test_norms},
-      {"extremes", test_extremes},      {"mode", test_float_mode}};
+      {"extremes", test_extremes},      {"mode", test_float_mode},        {"formats", test_formats},
+      {"unpacking", test_unpacking},    {"fp32", test_fp32_results},      {"measuring", test_measuring}};
   for (const auto& [name, test] : tests) {
     if (only.empty() || only == name) test();
   }

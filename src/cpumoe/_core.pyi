@@ -1,8 +1,53 @@
-"""Types of the compiled core (core/bind.cc). Arrays are anything with DLPack or the buffer protocol."""
+"""Types of the compiled core (core/bind.cc)."""
 
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
-Array = Any
+import numpy as np
+import torch
+
+# Anything with DLPack's C exchange table, DLPack or the buffer protocol; these are what is used.
+Array: TypeAlias = torch.Tensor | np.ndarray[Any, Any]
+
+class PackedSpec:
+    """What packed weights are: all that their header says."""
+
+    def __init__(
+        self,
+        *,
+        weights: str,
+        group_size: int | None,
+        scales: str,
+        experts: int,
+        out_features: int,
+        in_features: int,
+        gated: bool,
+        has_bias: bool,
+    ) -> None: ...
+    @property
+    def weights(self) -> Literal["int4", "int8"]: ...
+    @property
+    def weight_format(self) -> str: ...
+    @property
+    def weight_bits(self) -> int: ...
+    @property
+    def group_size(self) -> int | None: ...
+    @property
+    def groups(self) -> int: ...
+    @property
+    def scales(self) -> Literal["float32", "bfloat16"]: ...
+    @property
+    def experts(self) -> int: ...
+    @property
+    def out_features(self) -> int: ...
+    @property
+    def in_features(self) -> int: ...
+    @property
+    def gated(self) -> bool: ...
+    @property
+    def has_bias(self) -> bool: ...
+    @property
+    def packed_bytes(self) -> int: ...
+    def __eq__(self, other: object) -> bool: ...
 
 def moe(
     x: Array,
@@ -18,31 +63,13 @@ def moe(
     weight_on_input: bool,
 ) -> None: ...
 def linear(x: Array, weight: Array, out: Array) -> None: ...
-def packed_bytes(
-    weight_bits: int,
-    scale_bytes: int,
-    group: int,
-    experts: int,
-    columns: int,
-    depth: int,
-    gated: bool,
-    has_bias: bool,
-) -> int: ...
-def write_packed_header(
-    blob: Array,
-    weight_bits: int,
-    scale_bytes: int,
-    group: int,
-    experts: int,
-    columns: int,
-    depth: int,
-    gated: bool,
-    has_bias: bool,
-) -> None: ...
+def read_spec(blob: Array) -> PackedSpec: ...
+def write_packed_header(blob: Array, spec: PackedSpec) -> None: ...
 def pack_into(
     blob: Array, first_expert: int, values: Array, scales: Array, bias: Array | None, order: int, name: str
 ) -> None: ...
-def describe(blob: Array) -> dict[str, Any]: ...
+def unpack_into(blob: Array, first_expert: int, values: Array, scales: Array, bias: Array | None) -> None: ...
+def weight_formats() -> list[tuple[str, str, int, int]]: ...
 def select_experts(
     logits: Array,
     weights: Array,

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, fields, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,59 +20,12 @@ from torch import Tensor
 from cpumoe import ops, reference
 from cpumoe.config import MoEConfig
 from cpumoe.errors import NoBackend
-from cpumoe.quantize import pack_nibbles, unpack_nibbles
+from cpumoe.packed_weights import ExpertsPacker
+from cpumoe.quantize import pack_nibbles
+from cpumoe.quantized_experts import QuantizedExperts
 from cpumoe.routing import RoutingMethod
-from cpumoe.unpack import unpack
 
 _log = logging.getLogger("cpumoe")
-
-
-@dataclass(frozen=True)
-class QuantizedExperts:
-    """Integers and scales of one layer, as checkpoints hold them.
-
-    ``gate_up`` [E, rows, H] and ``down`` [E, H, I] are int8 values, or uint8 nibbles with half the last dimension.
-    Scales are [E, out, groups]; biases [E, out] or None. ``interleaved``: rows of ``gate_up`` alternate gate and up.
-    """
-
-    gate_up: Tensor
-    gate_up_scale: Tensor
-    down: Tensor
-    down_scale: Tensor
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
-    interleaved: bool = False
-
-    def copy(self) -> QuantizedExperts:
-        """The same in memory of its own: a reader may use its buffers again for the next experts."""
-        return self._each(Tensor.clone)
-
-    def _each(self, function: Callable[[Tensor], Tensor]) -> QuantizedExperts:
-        """The same with a function applied to every tensor."""
-        held = {f.name: getattr(self, f.name) for f in fields(self)}
-        changed: dict[str, Any] = {n: function(v) for n, v in held.items() if isinstance(v, Tensor)}
-        return replace(self, **changed)
-
-    def plain(self) -> QuantizedExperts:
-        """One value per byte, gate rows before up rows."""
-        unpacked = replace(
-            self,
-            gate_up=unpack_nibbles(self.gate_up) if self.gate_up.dtype == torch.uint8 else self.gate_up,
-            down=unpack_nibbles(self.down) if self.down.dtype == torch.uint8 else self.down,
-        )
-        if not self.interleaved:
-            return unpacked
-
-        def apart(t: Tensor) -> Tensor:
-            return torch.cat((t[:, 0::2], t[:, 1::2]), 1)
-
-        return replace(
-            unpacked,
-            gate_up=apart(unpacked.gate_up),
-            gate_up_scale=apart(self.gate_up_scale),
-            gate_up_bias=None if self.gate_up_bias is None else apart(self.gate_up_bias),
-            interleaved=False,
-        )
 
 
 def _checked(experts: QuantizedExperts, config: MoEConfig) -> QuantizedExperts:
@@ -134,12 +87,12 @@ def _check_call(config: MoEConfig, hidden_states: Tensor, topk_ids: Tensor, topk
         raise ValueError(f"topk_weights {list(topk_weights.shape)} and topk_ids {list(topk_ids.shape)} differ in shape")
     if not topk_weights.is_floating_point():
         raise ValueError(f"topk_weights are {topk_weights.dtype}; a floating point dtype is accepted")
-    outside = (topk_ids < -1) | (topk_ids >= config.experts)
+    outside = (topk_ids < -1) | (topk_ids >= config.local_experts)
     if bool(outside.any()):
         token, slot = outside.nonzero()[0].tolist()
         raise ValueError(
-            f"topk_ids[{token}, {slot}]={int(topk_ids[token, slot])}; 0 to {config.experts - 1} are experts and -1 "
-            "means none"
+            f"topk_ids[{token}, {slot}]={int(topk_ids[token, slot])}; 0 to {config.local_experts - 1} are experts and "
+            "-1 means none"
         )
 
 
@@ -200,23 +153,9 @@ class Backend(ABC):
         topk_ids: Tensor,
         topk_weights: Tensor,
         apply_router_weight_on_input: bool,
+        fp32_out: bool = False,
     ) -> Tensor:
-        """[tokens, H] -> [tokens, H]."""
-
-
-def _builder(
-    config: MoEConfig, scales: Tensor, rows: int, columns: int, gated: bool, bias: Tensor | None
-) -> ops.PackedBuilder:
-    return ops.PackedBuilder(
-        config.scheme.weights.bits,
-        2 if scales.dtype == torch.bfloat16 else 4,
-        config.scheme.group_size or 0,
-        config.experts,
-        rows,
-        columns,
-        gated,
-        bias is not None,
-    )
+        """[tokens, H] -> [tokens, H] of the same dtype, or with ``fp32_out`` the sums in fp32."""
 
 
 class NativeBackend(Backend):
@@ -225,28 +164,18 @@ class NativeBackend(Backend):
     name = "native"
 
     def prepare(self, chunks: Iterable[QuantizedExperts], config: MoEConfig) -> dict[str, Tensor]:
-        gate_up: ops.PackedBuilder | None = None
-        down: ops.PackedBuilder | None = None
-        hidden, inner, gated = config.hidden_size, config.intermediate_size, bool(config.activation.gated)
+        packer = ExpertsPacker(config)
+        first = 0
         for chunk in chunks:
-            if gate_up is None or down is None:
-                rows = config.activation.gate_up_rows(inner)
-                gate_up = _builder(config, chunk.gate_up_scale, rows, hidden, gated, chunk.gate_up_bias)
-                down = _builder(config, chunk.down_scale, hidden, inner, False, chunk.down_bias)
-            order = ops.ROWS_PLAIN
-            if gated:
-                order = ops.ROWS_GATE_UP_INTERLEAVED if chunk.interleaved else ops.ROWS_GATE_THEN_UP
-            gate_up.add(chunk.gate_up, chunk.gate_up_scale, chunk.gate_up_bias, order, "gate_up")
-            down.add(chunk.down, chunk.down_scale, chunk.down_bias, ops.ROWS_PLAIN, "down")
-        if gate_up is None or down is None:
-            raise ValueError("no experts were given")
-        return {"gate_up_packed": gate_up.blob, "down_packed": down.blob}
+            packer.put(first, chunk)
+            first += chunk.down.shape[0]
+        return packer.finish()
 
     def quantized(
         self, tensors: Mapping[str, Tensor], config: MoEConfig, first: int, count: int | None
     ) -> QuantizedExperts:
-        gate_up, gate_up_scale, gate_up_bias = unpack(tensors["gate_up_packed"], first, count)
-        down, down_scale, down_bias = unpack(tensors["down_packed"], first, count)
+        gate_up, gate_up_scale, gate_up_bias = ops.unpack(tensors["gate_up_packed"], first, count)
+        down, down_scale, down_bias = ops.unpack(tensors["down_packed"], first, count)
         return QuantizedExperts(gate_up, gate_up_scale, down, down_scale, gate_up_bias, down_bias)
 
     def forward(
@@ -257,6 +186,7 @@ class NativeBackend(Backend):
         topk_ids: Tensor,
         topk_weights: Tensor,
         apply_router_weight_on_input: bool,
+        fp32_out: bool = False,
     ) -> Tensor:
         activation = config.activation
         out: Tensor = torch.ops.cpumoe.fused_experts(
@@ -270,6 +200,7 @@ class NativeBackend(Backend):
             activation.alpha,
             activation.limit,
             apply_router_weight_on_input,
+            fp32_out=fp32_out,
         )
         return out
 
@@ -321,6 +252,7 @@ class AtenBackend(Backend):
         topk_ids: Tensor,
         topk_weights: Tensor,
         apply_router_weight_on_input: bool,
+        fp32_out: bool = False,
     ) -> Tensor:
         _check_call(config, hidden_states, topk_ids, topk_weights)
         hidden, inner = config.hidden_size, config.intermediate_size
@@ -340,7 +272,7 @@ class AtenBackend(Backend):
         # fp32 whatever came in: grouped products exist for it alone.
         x = hidden_states.to(torch.float32)
         out = reference.sum_of_experts(x, topk_ids, topk_weights, expert, apply_router_weight_on_input)
-        return out.to(hidden_states.dtype)
+        return out if fp32_out else out.to(hidden_states.dtype)
 
 
 class ReferenceBackend(Backend):
@@ -365,9 +297,9 @@ class ReferenceBackend(Backend):
     def quantized(
         self, tensors: Mapping[str, Tensor], config: MoEConfig, first: int, count: int | None
     ) -> QuantizedExperts:
-        end = config.experts if count is None else first + count
+        end = config.local_experts if count is None else first + count
         held: dict[str, Any] = dict(tensors)
-        return QuantizedExperts(**held)._each(lambda t: t[first:end])
+        return QuantizedExperts(**held).each(lambda t: t[first:end])
 
     def forward(
         self,
@@ -377,10 +309,12 @@ class ReferenceBackend(Backend):
         topk_ids: Tensor,
         topk_weights: Tensor,
         apply_router_weight_on_input: bool,
+        fp32_out: bool = False,
     ) -> Tensor:
         _check_call(config, hidden_states, topk_ids, topk_weights)
+        x = hidden_states.to(torch.float32) if fp32_out else hidden_states
         return reference.experts(
-            hidden_states,
+            x,
             topk_ids,
             topk_weights,
             reference.dequantize(tensors["gate_up"], tensors["gate_up_scale"]),

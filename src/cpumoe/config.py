@@ -28,7 +28,9 @@ class ParallelLayout:
 class MoEConfig:
     """One mixture-of-experts layer.
 
-    ``hidden_size`` and ``intermediate_size`` are those of this rank; ``scale_dtype`` is the dtype of the weight scales.
+    ``experts`` are those of the whole layer, ``held_experts`` those that this rank holds (None: all of them); ids that
+    a layer is called with count the latter. ``hidden_size`` and ``intermediate_size`` are those of this rank;
+    ``scale_dtype`` is the dtype of the weight scales.
     """
 
     scheme: Scheme
@@ -43,6 +45,12 @@ class MoEConfig:
     logits_dtype: torch.dtype = torch.float32
     layout: ParallelLayout = field(default_factory=ParallelLayout)
     expert_map: bool = False
+    held_experts: int | None = None
+
+    @property
+    def local_experts(self) -> int:
+        """How many experts are held here."""
+        return self.experts if self.held_experts is None else self.held_experts
 
     def __post_init__(self) -> None:
         for name, size in (("hidden_size", self.hidden_size), ("intermediate_size", self.intermediate_size)):
@@ -50,5 +58,7 @@ class MoEConfig:
                 raise ValueError(f"{name}={size}; a positive multiple of 32 is accepted")
         if self.experts < 1:
             raise ValueError(f"experts={self.experts}; 1 or more is accepted")
+        if not 1 <= self.local_experts <= self.experts:
+            raise ValueError(f"held_experts={self.held_experts}; 1 to {self.experts} are accepted")
         self.scheme.check_inputs(self.hidden_size, "gate_up")
         self.scheme.check_inputs(self.intermediate_size, "down")

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from cpumoe.architectures import Projections
-from cpumoe.backends import QuantizedExperts
 from cpumoe.checkpoint import Checkpoint, TensorCheck
 from cpumoe.config import MoEConfig
 from cpumoe.errors import CheckpointError
 from cpumoe.formats.compressed_tensors import LinearFormat, StoredTensor
 from cpumoe.formats.tensor_file import DTYPES
 from cpumoe.quantize import quantize_weight, scale_dtype_of
+from cpumoe.quantized_experts import QuantizedExperts
 from cpumoe.scheme import Scheme
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
@@ -105,7 +105,7 @@ class _PerExpert:
         yield down, hidden, inner
 
     def _check_linears(self, check: TensorCheck, stored: Callable[[int, int], dict[str, StoredTensor]]) -> None:
-        for expert in range(self.config.experts):
+        for expert in range(self.config.local_experts):
             for name, rows, columns in self._linears(expert):
                 for suffix, tensor in stored(rows, columns).items():
                     check.expect(f"{name}.{suffix}", tensor)
@@ -250,7 +250,7 @@ class FusedFloat:
         return f"{prefix}.gate_proj", f"{prefix}.up_proj", f"{prefix}.down_proj"
 
     def check(self, check: TensorCheck) -> None:
-        experts, hidden, inner = self.config.experts, self.config.hidden_size, self.config.intermediate_size
+        experts, hidden, inner = self.config.local_experts, self.config.hidden_size, self.config.intermediate_size
         check.expect(f"{self.prefix}.gate_up_proj", StoredTensor(self._dtypes, (experts, hidden, 2 * inner)))
         check.expect(f"{self.prefix}.down_proj", StoredTensor(self._dtypes, (experts, inner, hidden)))
         if self._has_bias:
@@ -266,7 +266,7 @@ class FusedFloat:
         def part(name: str) -> Tensor:
             info = self._checkpoint.info(f"{self.prefix}.{name}")
             out = buffers.get(name, (count, *info.shape[1:]), DTYPES[info.dtype])
-            self._checkpoint.read_into(f"{self.prefix}.{name}", out, first * (info.bytes // self.config.experts))
+            self._checkpoint.read_into(f"{self.prefix}.{name}", out, first * (info.bytes // self.config.local_experts))
             return out
 
         def rows_apart(rows: Tensor) -> Tensor:  # [count, 2 I, ...]

@@ -9,10 +9,12 @@ from torch import Tensor, nn
 
 from cpumoe import ops, reference
 from cpumoe.activation import Activation
-from cpumoe.backends import Backend, NativeBackend, QuantizedExperts, select_backend
+from cpumoe.backends import Backend, NativeBackend, select_backend
 from cpumoe.config import MoEConfig
 from cpumoe.errors import NoBackend
+from cpumoe.packed_weights import scheme_of
 from cpumoe.quantize import quantize_weight
+from cpumoe.quantized_experts import QuantizedExperts
 from cpumoe.scheme import GroupShape, Scheme
 
 
@@ -156,29 +158,29 @@ class Experts(nn.Module):
 
         They describe themselves but for the activation, which belongs to the model and not to the weights.
         """
-        first, second = ops.describe_packed(gate_up_packed), ops.describe_packed(down_packed)
+        first, second = ops.read_spec(gate_up_packed), ops.read_spec(down_packed)
         activation = Activation.of(activation)
-        for key in ("weight_bits", "group_size", "experts"):
-            if first[key] != second[key]:
-                raise ValueError(f"gate_up_packed has {key}={first[key]}, down_packed {second[key]}")
-        rows = activation.gate_up_rows(second["in_features"])
-        if first["gated"] != activation.gated or second["gated"]:
+        for key in ("weights", "group_size", "experts"):
+            if (one := getattr(first, key)) != (other := getattr(second, key)):
+                raise ValueError(f"gate_up_packed has {key}={one}, down_packed {other}")
+        rows = activation.gate_up_rows(second.in_features)
+        if first.gated != activation.gated or second.gated:
             raise ValueError(f"gate_up_packed and down_packed do not fit the activation {activation}")
-        if first["out_features"] != rows or first["in_features"] != second["out_features"]:
+        if first.out_features != rows or first.in_features != second.out_features:
             raise ValueError(
-                f"gate_up_packed is [{first['out_features']}, {first['in_features']}]; with down_packed "
-                f"[{second['out_features']}, {second['in_features']}] and activation {activation} "
-                f"[{rows}, {second['out_features']}] is accepted"
+                f"gate_up_packed is [{first.out_features}, {first.in_features}]; with down_packed "
+                f"[{second.out_features}, {second.in_features}] and activation {activation} "
+                f"[{rows}, {second.out_features}] is accepted"
             )
-        scheme = Scheme.of_packed(first)
+        scheme = scheme_of(first)
         config = MoEConfig(
             scheme,
-            first["experts"],
-            first["in_features"],
-            second["in_features"],
+            first.experts,
+            first.in_features,
+            second.in_features,
             activation,
-            has_bias=bool(first["has_bias"] or second["has_bias"]),
-            scale_dtype=torch.bfloat16 if first["scale_bytes"] == 2 else torch.float32,
+            has_bias=first.has_bias or second.has_bias,
+            scale_dtype=getattr(torch, first.scales),
         )
         backend = select_backend(config)
         if not isinstance(backend, NativeBackend):
@@ -192,6 +194,7 @@ class Experts(nn.Module):
         topk_weights: Tensor,
         *,
         apply_router_weight_on_input: bool = False,
+        fp32_out: bool = False,
     ) -> Tensor:
         """Computes the layer.
 
@@ -201,9 +204,10 @@ class Experts(nn.Module):
             topk_weights: [tokens, K] float.
             apply_router_weight_on_input: multiply the token by its weight before the first product, not after the
                 second.
+            fp32_out: give the sums as they are, for ranks that add theirs before they are rounded.
 
         Returns:
-            [tokens, H] in the dtype of ``hidden_states``.
+            [tokens, H] in the dtype of ``hidden_states``, or fp32.
         """
         ops.refuse_gradient(hidden_states=hidden_states, topk_weights=topk_weights)
         return self.backend.forward(
@@ -213,6 +217,7 @@ class Experts(nn.Module):
             topk_ids,
             topk_weights,
             apply_router_weight_on_input,
+            fp32_out,
         )
 
     def quantized(self, first: int = 0, count: int | None = None) -> QuantizedExperts:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from cpumoe import ops
+from cpumoe.packed_weights import scheme_of
 from cpumoe.quantize import quantize_weight
 from cpumoe.scheme import Scheme
 
@@ -18,12 +19,12 @@ class QuantizedLinear(nn.Module):
     def __init__(self, weight_packed: Tensor) -> None:
         """Takes packed weights (one matrix), checked by their header."""
         super().__init__()
-        header = ops.describe_packed(weight_packed)
-        if header["experts"] != 1 or header["gated"]:
+        spec = ops.read_spec(weight_packed)
+        if spec.experts != 1 or spec.gated:
             raise ValueError("these are the packed weights of experts, not of a linear")
-        self.in_features = header["in_features"]
-        self.out_features = header["out_features"]
-        self.scheme = Scheme.of_packed(header)
+        self.in_features = spec.in_features
+        self.out_features = spec.out_features
+        self.scheme = scheme_of(spec)
         self.register_buffer("weight_packed", weight_packed)
 
     @classmethod
@@ -64,7 +65,7 @@ class QuantizedLinear(nn.Module):
             None if bias is None else bias.unsqueeze(0),
             in_features,
             scheme.group_size or -1,
-            scheme.weights.bits,
+            scheme.weights.element,
             ops.ROWS_PLAIN,
             "weight",
         )
@@ -76,12 +77,12 @@ class QuantizedLinear(nn.Module):
         scheme = Scheme.parse(scheme)
         return cls.from_quantized(*quantize_weight(weight, scheme), scheme, bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., in] float32, bfloat16 or float16 -> [..., out] of the same dtype."""
+    def forward(self, x: Tensor, *, fp32_out: bool = False) -> Tensor:
+        """[..., in] float32, bfloat16 or float16 -> [..., out] of the same dtype, or with ``fp32_out`` in fp32."""
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"x is {list(x.shape)}; [..., {self.in_features}] is accepted")
         ops.refuse_gradient(x=x)
-        out: Tensor = torch.ops.cpumoe.linear(x, self.weight_packed, self.out_features)
+        out: Tensor = torch.ops.cpumoe.linear(x, self.weight_packed, self.out_features, fp32_out=fp32_out)
         return out
 
     def extra_repr(self) -> str:

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import TypeGuard
 
 from cpumoe.architectures import Architecture, ExpertsFacts, Projections, known_architecture
-from cpumoe.backends import QuantizedExperts
 from cpumoe.checkpoint import LAYER, Checkpoint, TensorCheck
 from cpumoe.config import MoEConfig
 from cpumoe.errors import CheckpointError, CpumoeError
@@ -27,6 +26,7 @@ from cpumoe.expert_sources import (
 from cpumoe.experts import Experts
 from cpumoe.formats.compressed_tensors import LinearFormat, StoredTensor
 from cpumoe.linear import QuantizedLinear
+from cpumoe.quantized_experts import QuantizedExperts
 from cpumoe.scheme import Scheme
 
 _CHUNK_BYTES = 64 << 20  # read at once: enough for all threads to pack, little beside a layer
@@ -34,7 +34,7 @@ _CHUNK_BYTES = 64 << 20  # read at once: enough for all threads to pack, little 
 
 def read_chunks(source: ExpertSource) -> Iterator[QuantizedExperts]:
     """All experts of a layer, some megabytes at a time; the next are read from disk while these are packed."""
-    experts = source.config.experts
+    experts = source.config.local_experts
     # Two chunks are in memory: a quarter of a small layer at most.
     step = max(1, min(experts // 8, _CHUNK_BYTES // source.expert_bytes))
     buffers = (Buffers(), Buffers())  # one is packed while the other is filled

@@ -70,13 +70,14 @@ def _fused_experts(
     alpha: float,
     limit: float,
     apply_router_weight_on_input: bool,
+    fp32_out: bool = False,
 ) -> Tensor:
     if topk_weights.dtype != torch.float32:  # asked first: even a conversion that does nothing costs a microsecond
         if not topk_weights.is_floating_point():
             raise ValueError(f"topk_weights are {topk_weights.dtype}; a floating point dtype is accepted")
         topk_weights = topk_weights.to(torch.float32)
     x = hidden_states.contiguous()
-    out = torch.empty_like(x)
+    out = torch.empty_like(x, dtype=torch.float32) if fp32_out else torch.empty_like(x)
     _core.moe(
         x,
         topk_ids.contiguous(),
@@ -93,11 +94,18 @@ def _fused_experts(
     return out
 
 
+def _fused_experts_fake(hidden_states: Tensor, *_: object, fp32_out: bool = False) -> Tensor:
+    out = _like_first(hidden_states)
+    return out.to(torch.float32) if fp32_out else out
+
+
+# fp32_out: the sums before they are rounded to the dtype of hidden_states, for ranks that add theirs first.
 _register(
     "fused_experts(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor gate_up, Tensor down, "
-    "int activation, bool gated, float alpha, float limit, bool apply_router_weight_on_input) -> Tensor",
+    "int activation, bool gated, float alpha, float limit, bool apply_router_weight_on_input, *, "
+    "bool fp32_out=False) -> Tensor",
     _fused_experts,
-    _like_first,
+    _fused_experts_fake,
 )
 
 
@@ -126,22 +134,22 @@ def _dynamic_4bit_int_moe(
         raise ValueError(f"gate_up_size={gate_up_size}; twice intermediate_size={intermediate_size} is accepted")
     if group_size == 0:
         raise ValueError("group_size=0; -1 (per channel) or a multiple of 32 is accepted")
-    group = 0 if group_size == -1 else group_size
+    group = None if group_size == -1 else group_size
     sizes = {
         "gate_up_packed": (gate_up_packed, gate_up_size, hidden_size),
         "down_packed": (down_packed, hidden_size, intermediate_size),
     }
     for name, (blob, out_features, in_features) in sizes.items():
-        held = describe_packed(blob)
+        held = read_spec(blob)
         wanted = {
-            "weight_bits": 4,
+            "weights": "int4",
             "group_size": group,
             "out_features": out_features,
             "in_features": in_features,
         }
         for key, value in wanted.items():
-            if held[key] != value:
-                raise ValueError(f"{name} was packed with {key}={held[key]}, but the call says {value}")
+            if (found := getattr(held, key)) != value:
+                raise ValueError(f"{name} was packed with {key}={found}, but the call says {value}")
     return _fused_experts(
         x,
         topk_ids,
@@ -168,83 +176,85 @@ _register(
 # ---- the linear ----------------------------------------------------------------------------------------------------
 
 
-def _linear(x: Tensor, weight: Tensor, out_features: int) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, out_features: int, fp32_out: bool = False) -> Tensor:
     x = x.contiguous()
-    out = x.new_empty((*x.shape[:-1], out_features))
+    out = _linear_fake(x, weight, out_features, fp32_out)
     _core.linear(x.view(-1, x.shape[-1]), weight, out.view(-1, out_features))
     return out
 
 
-def _linear_fake(x: Tensor, weight: Tensor, out_features: int) -> Tensor:
-    return x.new_empty((*x.shape[:-1], out_features))
+def _linear_fake(x: Tensor, weight: Tensor, out_features: int, fp32_out: bool = False) -> Tensor:
+    return x.new_empty((*x.shape[:-1], out_features), dtype=torch.float32 if fp32_out else x.dtype)
 
 
-_register("linear(Tensor x, Tensor weight, int out_features) -> Tensor", _linear, _linear_fake)
+_register("linear(Tensor x, Tensor weight, int out_features, *, bool fp32_out=False) -> Tensor", _linear, _linear_fake)
 
 
 # ---- packing -------------------------------------------------------------------------------------------------------
 
 
-def _packed_size(
+#: What packed weights are: weights ("int4", "int8"), group_size (None: one scale per row), scales ("float32",
+#: "bfloat16"), experts, out_features, in_features, gated, has_bias; all by keyword. It also knows ``packed_bytes``.
+PackedSpec = _core.PackedSpec
+
+
+def read_spec(blob: Tensor) -> PackedSpec:
+    """What the header of packed weights says; raises ValueError for what is not packed weights of this version."""
+    return _core.read_spec(blob)
+
+
+def scales_name(dtype: torch.dtype) -> str:
+    """How scales of a dtype are held: bf16 ones as they are, others as fp32."""
+    return "bfloat16" if dtype == torch.bfloat16 else "float32"
+
+
+class PackedBuilder:
+    """Packs a matrix of experts a few at a time, in any order."""
+
+    def __init__(self, spec: PackedSpec) -> None:
+        self.spec = spec
+        self._blob = torch.empty(spec.packed_bytes, dtype=torch.uint8)
+        _core.advise_huge_pages(self._blob)
+        _core.write_packed_header(self._blob, spec)
+        self._missing = set(range(spec.experts))
+
+    def put(self, first: int, values: Tensor, scales: Tensor, bias: Tensor | None, row_order: int, name: str) -> None:
+        """Experts from ``first`` on: values [n, out, in] (or nibbles), scales [n, out, groups], bias [n, out]."""
+        bias32 = None if bias is None else _aligned(bias.to(torch.float32))
+        _core.pack_into(self._blob, first, values.contiguous(), _aligned(scales), bias32, row_order, name)
+        self._missing -= set(range(first, first + values.shape[0]))
+
+    def finish(self) -> Tensor:
+        """The packed weights; raises ValueError if an expert is missing."""
+        if self._missing:
+            missing = sorted(self._missing)
+            more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+            raise ValueError(f"experts {', '.join(map(str, missing[:8]))}{more} were not packed")
+        return self._blob
+
+
+def _spec_of(
     values: Tensor,
     scales: Tensor,
     bias: Tensor | None,
     in_features: int,
     group_size: int,
-    weight_bits: int,
+    weights: str,
     row_order: int,
-    name: str = "values",
-) -> tuple[int, int, int, int, int, int, bool, bool]:
-    """Arguments of ``_core.packed_bytes``: scales stay bf16 if they are bf16, else they are held as fp32."""
+    name: str,
+) -> PackedSpec:
     if values.dim() != 3:
         raise ValueError(f"{name} has {values.dim()} dimensions; [experts, out_features, in_features] is accepted")
-    experts, out_features, _ = values.shape
-    group = 0 if group_size == -1 else group_size
-    scale_bytes = 2 if scales.dtype == torch.bfloat16 else 4
-    gated = row_order != ROWS_PLAIN
-    return weight_bits, scale_bytes, group, experts, out_features, in_features, gated, bias is not None
-
-
-def packed_bytes(
-    weight_bits: int,
-    scale_bytes: int,
-    group_size: int,
-    experts: int,
-    out_features: int,
-    in_features: int,
-    gated: bool,
-    has_bias: bool,
-) -> int:
-    """Bytes of packed weights; the arguments are those of :class:`PackedBuilder`."""
-    return _core.packed_bytes(weight_bits, scale_bytes, group_size, experts, out_features, in_features, gated, has_bias)
-
-
-class PackedBuilder:
-    """Packs a matrix of experts a few experts at a time; ``blob`` is whole when all of them were added."""
-
-    def __init__(
-        self,
-        weight_bits: int,
-        scale_bytes: int,
-        group_size: int,
-        experts: int,
-        out_features: int,
-        in_features: int,
-        gated: bool,
-        has_bias: bool,
-    ) -> None:
-        """``group_size`` is 0 per channel; ``scale_bytes`` 2 (bf16) or 4 (fp32)."""
-        size = (weight_bits, scale_bytes, group_size, experts, out_features, in_features, gated, has_bias)
-        self.blob = torch.empty(_core.packed_bytes(*size), dtype=torch.uint8)
-        _core.advise_huge_pages(self.blob)
-        _core.write_packed_header(self.blob, *size)
-        self._added = 0
-
-    def add(self, values: Tensor, scales: Tensor, bias: Tensor | None, row_order: int, name: str) -> None:
-        """The next experts: values [n, out, in] (or nibbles), scales [n, out, groups], bias [n, out]."""
-        bias32 = None if bias is None else _aligned(bias.to(torch.float32))
-        _core.pack_into(self.blob, self._added, values.contiguous(), _aligned(scales), bias32, row_order, name)
-        self._added += values.shape[0]
+    return PackedSpec(
+        weights=weights,
+        group_size=None if group_size == -1 else group_size,
+        scales=scales_name(scales.dtype),
+        experts=values.shape[0],
+        out_features=values.shape[1],
+        in_features=in_features,
+        gated=row_order != ROWS_PLAIN,
+        has_bias=bias is not None,
+    )
 
 
 def _pack(
@@ -253,13 +263,13 @@ def _pack(
     bias: Tensor | None,
     in_features: int,
     group_size: int,
-    weight_bits: int,
+    weights: str,
     row_order: int,
     name: str = "values",
 ) -> Tensor:
-    builder = PackedBuilder(*_packed_size(values, scales, bias, in_features, group_size, weight_bits, row_order, name))
-    builder.add(values, scales, bias, row_order, name)
-    return builder.blob
+    builder = PackedBuilder(_spec_of(values, scales, bias, in_features, group_size, weights, row_order, name))
+    builder.put(0, values, scales, bias, row_order, name)
+    return builder.finish()
 
 
 def _pack_fake(
@@ -268,27 +278,38 @@ def _pack_fake(
     bias: Tensor | None,
     in_features: int,
     group_size: int,
-    weight_bits: int,
+    weights: str,
     row_order: int,
     name: str = "values",
 ) -> Tensor:
-    size = _packed_size(values, scales, bias, in_features, group_size, weight_bits, row_order, name)
-    return torch.empty(_core.packed_bytes(*size), dtype=torch.uint8, device=values.device)
+    spec = _spec_of(values, scales, bias, in_features, group_size, weights, row_order, name)
+    return torch.empty(spec.packed_bytes, dtype=torch.uint8, device=values.device)
 
 
 _register(
-    "pack(Tensor values, Tensor scales, Tensor? bias, int in_features, int group_size, int weight_bits, "
+    "pack(Tensor values, Tensor scales, Tensor? bias, int in_features, int group_size, str weights, "
     'int row_order, str name="values") -> Tensor',
     _pack,
     _pack_fake,
 )
 
 
-def describe_packed(blob: Tensor) -> dict[str, int]:
-    """What the header of packed weights says: weight_bits, group_size (0 per channel), experts, out_features,
-    in_features, gated, has_bias, scale_bytes. Raises ValueError if these are not packed weights of this version.
+def unpack(blob: Tensor, first: int = 0, count: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Experts ``first`` to ``first + count - 1`` of packed weights (all by default), as they were packed, to the bit.
+
+    Returns:
+        int8 values [count, out, in], scales [count, out, groups] (groups is 1 per channel) in the dtype that was
+        packed, and the biases [count, out] fp32 or None. Rows of a gated matrix are gate rows, then up rows.
     """
-    return _core.describe(blob)
+    spec = read_spec(blob)
+    count = spec.experts - first if count is None else count
+    if not (first >= 0 and 0 <= count <= spec.experts - first):
+        raise ValueError(f"experts {first} to {first + count - 1}; 0 to {spec.experts - 1} are packed")
+    values = torch.empty((count, spec.out_features, spec.in_features), dtype=torch.int8)
+    scales = torch.empty((count, spec.out_features, spec.groups), dtype=getattr(torch, spec.scales))
+    bias = torch.empty((count, spec.out_features), dtype=torch.float32) if spec.has_bias else None
+    _core.unpack_into(blob.contiguous(), first, values, scales, bias)
+    return values, scales, bias
 
 
 # ---- routing -------------------------------------------------------------------------------------------------------

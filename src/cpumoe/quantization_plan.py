@@ -61,7 +61,7 @@ class LayerPlan:
 
     @property
     def experts_count(self) -> int:
-        return 0 if self.experts is None else self.experts.config.experts
+        return 0 if self.experts is None else self.experts.config.local_experts
 
     def stored(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Every tensor of this layer's file, in the order in which it is written."""
@@ -74,7 +74,7 @@ class LayerPlan:
                 out |= _announced_copy(self.checkpoint, f"{name}.bias")
         if self.experts is not None:
             config, bias = self.experts.config, self.experts.config.has_bias
-            for expert in range(config.experts):
+            for expert in range(config.local_experts):
                 gate, up, down = self.experts.linear_names(expert)
                 for name, rows, columns in (
                     (gate, config.intermediate_size, config.hidden_size),

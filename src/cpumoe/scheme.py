@@ -9,7 +9,6 @@ GroupShape(rows=1, columns=128)
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -117,12 +116,6 @@ class Scheme:
             )
         group = GroupShape.per_row() if match[2] is None else GroupShape.per_group(int(match[2]))
         return cls(TensorFormat("int4" if match[1] == "4" else "int8", group), PER_TOKEN_INT8)
-
-    @classmethod
-    def of_packed(cls, header: Mapping[str, int]) -> Scheme:
-        """Scheme of packed weights, from what their header says (``ops.describe_packed``)."""
-        group = f"-g{header['group_size']}" if header["group_size"] else ""
-        return cls.parse(f"w{header['weight_bits']}a8{group}")
 
     @property
     def group_size(self) -> int | None:

@@ -14,7 +14,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from cpumoe import cpu, ops
+from cpumoe import cpu
 from cpumoe.architectures import ExpertsFacts, text_config
 from cpumoe.checkpoint import LAYER, Checkpoint, TensorCheck
 from cpumoe.config import MoEConfig
@@ -36,6 +36,7 @@ from cpumoe.loading import (
     prediction_layers,
     stored_weight_shape,
 )
+from cpumoe.packed_weights import packed_spec
 from cpumoe.plugins.model_config import completed_config
 from cpumoe.scheme import Scheme
 
@@ -117,25 +118,28 @@ class Problems:
 def experts_weights(config: MoEConfig) -> int:
     """Number of weights of one layer's experts."""
     rows = config.activation.gate_up_rows(config.intermediate_size)
-    return config.experts * config.hidden_size * (rows + config.intermediate_size)
+    return config.local_experts * config.hidden_size * (rows + config.intermediate_size)
 
 
 def experts_bytes(config: MoEConfig) -> int:
     """Bytes of the packed experts of one layer."""
     rows, gated = config.activation.gate_up_rows(config.intermediate_size), bool(config.activation.gated)
     sizes = ((rows, config.hidden_size, gated), (config.hidden_size, config.intermediate_size, False))
-    scale_bytes = 2 if config.scale_dtype == torch.bfloat16 else 4
-    bits, group = config.scheme.weights.bits, config.scheme.group_size or 0
-    return sum(ops.packed_bytes(bits, scale_bytes, group, config.experts, *size, config.has_bias) for size in sizes)
+    specs = (
+        packed_spec(
+            config.scheme, config.scale_dtype, config.local_experts, *size, gated=gated, has_bias=config.has_bias
+        )
+        for *size, gated in sizes
+    )
+    return sum(spec.packed_bytes for spec in specs)
 
 
 def linear_bytes(checkpoint: Checkpoint, linear: LinearSource) -> int:
     """Bytes of a packed linear."""
     scheme, scale = linear.format.scheme, f"{linear.name}.weight_scale"
     scheme.check_inputs(linear.columns, linear.name)
-    scale_bytes = 2 if scale in checkpoint and checkpoint.info(scale).dtype == "BF16" else 4
-    size = (1, linear.rows, linear.columns, False, linear.has_bias)
-    return ops.packed_bytes(scheme.weights.bits, scale_bytes, scheme.group_size or 0, *size)
+    dtype = torch.bfloat16 if scale in checkpoint and checkpoint.info(scale).dtype == "BF16" else torch.float32
+    return packed_spec(scheme, dtype, 1, linear.rows, linear.columns, has_bias=linear.has_bias).packed_bytes
 
 
 class Survey:
@@ -281,7 +285,7 @@ class Survey:
             if isinstance(source, QuantizedPerExpert):
                 hidden, inner = source.config.hidden_size, source.config.intermediate_size
                 sizes = ((inner, hidden), (inner, hidden), (hidden, inner))
-                for expert in range(source.config.experts):
+                for expert in range(source.config.local_experts):
                     expected.update(zip(source.linear_names(expert), sizes, strict=True))
         for name, size in expected.items():
             told = stored_weight_shape(self.checkpoint, name)

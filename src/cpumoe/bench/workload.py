@@ -11,6 +11,7 @@ from cpumoe import ops
 from cpumoe.activation import Activation
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.experts import Experts
+from cpumoe.packed_weights import packed_spec
 from cpumoe.routing import RoutingMethod, select_experts
 from cpumoe.scheme import Scheme
 
@@ -68,21 +69,12 @@ def _random_packed(shape: Shape, rows: int, inputs: int, scheme: Scheme, gated: 
     """Packed weights of all experts. A few random experts are repeated: addresses matter here, not values."""
     distinct = min(shape.experts, 4)
     values, scales = random_values(distinct, rows, inputs, scheme, seed)
-    builder = ops.PackedBuilder(
-        scheme.weights.bits,
-        scales.element_size(),
-        scheme.group_size or 0,
-        shape.experts,
-        rows,
-        inputs,
-        gated,
-        has_bias=False,
-    )
+    builder = ops.PackedBuilder(packed_spec(scheme, scales.dtype, shape.experts, rows, inputs, gated=gated))
     order = ops.ROWS_GATE_THEN_UP if gated else ops.ROWS_PLAIN
     for expert in range(shape.experts):
         one = slice(expert % distinct, expert % distinct + 1)
-        builder.add(values[one], scales[one], None, order, "values")
-    return builder.blob
+        builder.put(expert, values[one], scales[one], None, order, "values")
+    return builder.finish()
 
 
 def random_experts(shape: Shape, scheme: Scheme, seed: int = 0) -> Experts:

@@ -24,10 +24,10 @@ from cpumoe.experts import Experts
 from cpumoe.formats.compressed_tensors import LinearFormat
 from cpumoe.formats.tensor_file import DTYPES
 from cpumoe.loading import LinearSource, architecture_if_needed, experts_of, find_linears, load_experts
+from cpumoe.ops import unpack
 from cpumoe.quantize import quantize_weight
 from cpumoe.scheme import Scheme
 from cpumoe.selftest import using_isa
-from cpumoe.unpack import unpack
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -245,7 +245,7 @@ def _check_experts(
         return list(weights.values())
 
     if experts is None:
-        for expert in range(config.experts):
+        for expert in range(config.local_experts):
             compared(expert)
         result.problems.append(refusal)
         return
@@ -264,11 +264,11 @@ def _check_experts(
             quantize=True,
         )
 
-    topk = min(config.experts, checkpoint.architecture.facts(checkpoint.text_config).topk)
-    count = tokens or max(_FEWEST_TOKENS, 2 + math.ceil(config.experts / topk))  # two are special
-    x, (ids, weights) = _inputs(count, config.hidden_size), _routing(count, config.experts, topk)
+    topk = min(config.local_experts, checkpoint.architecture.facts(checkpoint.text_config).topk)
+    count = tokens or max(_FEWEST_TOKENS, 2 + math.ceil(config.local_experts / topk))  # two are special
+    x, (ids, weights) = _inputs(count, config.hidden_size), _routing(count, config.local_experts, topk)
     truth = reference.sum_of_experts(reference.quantize_activations(x), ids, weights, plain)
-    for expert in set(range(config.experts)) - set(ids.flatten().tolist()):  # with few tokens
+    for expert in set(range(config.local_experts)) - set(ids.flatten().tolist()):  # with few tokens
         compared(expert)
     layer = experts
     _run(result, lambda some: layer(x[some], ids[some], weights[some]), truth, tolerance or _EXPERTS_TOLERANCE)

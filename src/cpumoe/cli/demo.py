@@ -14,7 +14,7 @@ from cpumoe.cli import demo_layer
 from cpumoe.cli.arguments import positive, refuse_given
 from cpumoe.experts import Experts
 from cpumoe.linear import QuantizedLinear
-from cpumoe.unpack import unpack
+from cpumoe.ops import unpack
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

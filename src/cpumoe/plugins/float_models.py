@@ -15,7 +15,6 @@ from transformers import PreTrainedModel
 
 from cpumoe import ops
 from cpumoe.architectures import ARCHITECTURES, Architecture, ExpertsFacts, known_architecture, text_config
-from cpumoe.backends import QuantizedExperts
 from cpumoe.config import MoEConfig
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.experts import Experts
@@ -33,6 +32,7 @@ from cpumoe.plugins.model_plan import (
 from cpumoe.plugins.saving import quantization_section
 from cpumoe.plugins.transformers import DEFAULT_SCHEME, PackedConfig, PackedQuantizer
 from cpumoe.quantize import quantize_weight, scale_dtype_of
+from cpumoe.quantized_experts import QuantizedExperts
 from cpumoe.scheme import Scheme
 
 _log = logging.getLogger("cpumoe")

@@ -12,9 +12,9 @@ from cpumoe.experts import Experts
 from cpumoe.formats.compressed_tensors import Form, LinearFormat, QuantizationConfig, write_config
 from cpumoe.linear import QuantizedLinear
 from cpumoe.loading import expert_prefixes
+from cpumoe.ops import unpack
 from cpumoe.plugins.model_plan import expert_modules, model_architecture
 from cpumoe.scheme import Scheme
-from cpumoe.unpack import unpack
 
 
 def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def state_dict_for_saving(model: PreTrainedModel, config: QuantizationConfig) ->
             add(name, values[0], scales[0], None if bias is None else bias[0])
             continue
         inner = module.config.intermediate_size
-        for expert in range(module.config.experts):
+        for expert in range(module.config.local_experts):
             part = module.quantized(expert, 1)
             first_bias: tuple[Tensor | None, Tensor | None] = (None, None)
             if part.gate_up_bias is not None:

@@ -1,0 +1,26 @@
+// The list of weight formats: what the header, the tests and Python know of them.
+#pragma once
+
+#include <cstdint>
+#include <string_view>
+
+#include "kernel.h"
+
+namespace cpumoe {
+
+struct FormatInfo {
+  WeightFormat id;
+  const char* name;     // such as "int4-g32"
+  const char* element;  // what Python and checkpoints call the weights: "int4"
+};
+
+extern const FormatInfo kWeightFormats[kFormatCount];
+
+// The format with this number in a header; null if there is none.
+const FormatInfo* find_format(std::uint32_t number);
+
+// The format that holds weights of `element` in groups of `group` inputs (0: a scale per column); null if there is
+// none. Groups that 128 does not divide are held as the largest sub-groups that divide both.
+const FormatInfo* find_format(std::string_view element, std::int64_t group);
+
+}  // namespace cpumoe

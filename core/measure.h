@@ -1,0 +1,16 @@
+// What the machine can do, measured with all threads.
+#pragma once
+
+#include <cstdint>
+
+#include "kernel.h"
+
+namespace cpumoe {
+
+// Bytes per second of one pass over `data`; what does not fill a page at its end is left out.
+double read_rate(const Kernels& kernels, const std::uint8_t* data, std::int64_t bytes);
+
+// Integer operations per second of register-only int8 dot products.
+double dot_rate(const Kernels& kernels, std::int64_t iterations);
+
+}  // namespace cpumoe

@@ -8,7 +8,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find src core -name '*.py' -o -
 CORE_SOURCES := CMakeLists.txt $(shell find core -name '*.cc' -o -name '*.h')
 
 .PHONY: demo test test-python test-core bench docs fuzz lint format clean
-.PHONY: test-heavy test-lm-eval test-emulated test-sanitized test-arm test-compilers test-symbols
+.PHONY: test-heavy test-lm-eval test-static test-emulated test-sanitized test-arm test-compilers test-symbols
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -84,7 +84,7 @@ test-lm-eval: $(VENV)/installed
 	$(PIP) lm-eval==0.4.13
 	$(BIN)/python -m pytest tests/test_lm_eval.py
 
-test-heavy: test-symbols test-emulated test-sanitized test-compilers test-arm
+test-heavy: test-symbols test-emulated test-static test-sanitized test-compilers test-arm
 
 # Kernel objects must not define weak symbols: the linker could keep an AVX-512 copy of one for the baseline code.
 test-symbols: build/core/core_test
@@ -97,10 +97,25 @@ test-emulated: $(VENV)/installed $(VENV)/cmake
 	$(call build_core_test,emulated,-DCPUMOE_EMULATE=ON)
 	build/emulated/core_test
 	$(call build_extension,emulated-python,-DCPUMOE_EMULATE=ON)
-	rm -rf build/emulated-package && mkdir build/emulated-package
-	cp -r src/cpumoe src/cpumoe_command build/emulated-package/
-	cp build/emulated-python/_core*.so build/emulated-package/cpumoe/
-	PYTHONPATH=build/emulated-package $(BIN)/python -m pytest tests/test_golden.py tests/test_isa.py tests/test_linear.py
+	$(call package_with,emulated)
+	PYTHONPATH=$(CURDIR)/build/emulated-package $(BIN)/python -m pytest tests/test_golden.py tests/test_isa.py tests/test_linear.py
+
+# A second copy of the C++ library in the process, as wheels built by other toolchains bring it: nothing of ours may
+# depend on which copy answers.
+test-static: $(VENV)/installed $(VENV)/cmake
+	$(call build_extension,static-python,-DCMAKE_MODULE_LINKER_FLAGS='-static-libstdc++ -static-libgcc')
+	@if ldd build/static-python/_core*.so | grep -q libstdc; then echo "libstdc++ is still shared"; exit 1; fi
+	@if nm -C $$(find build/static-python/CMakeFiles -path '*core/*.o') | grep -E 'basic_[io]stream|ios_base'; then \
+	  echo "iostreams are used"; exit 1; fi
+	$(call package_with,static)
+	PYTHONPATH=$(CURDIR)/build/static-package $(BIN)/python -m pytest tests/test_ops.py tests/test_experts.py tests/test_bad_input.py
+
+# The package with the extension of another build: $(call package_with,name)
+define package_with
+rm -rf build/$(1)-package && mkdir build/$(1)-package
+cp -r src/cpumoe src/cpumoe_command build/$(1)-package/
+cp build/$(1)-python/_core*.so build/$(1)-package/cpumoe/
+endef
 
 # The extension in a build folder of its own: $(call build_extension,folder,cmake options)
 define build_extension

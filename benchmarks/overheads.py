@@ -45,6 +45,12 @@ def routing() -> None:
     print(f"routing among 128 experts, T=1: softmax + top-8 {softmax:.1f} us, deepseek_v3 {grouped:.1f} us")
 
 
+def tiny_linear() -> None:
+    linear = cpumoe.QuantizedLinear.quantize(torch.randn(64, 64), "w8a8")
+    x = torch.randn(1, 64)
+    print(f"one call of a tiny linear, T=1: {median_us(lambda: linear(x)):.1f} us")
+
+
 def alternating(tokens: int) -> None:
     """A torch matmul and the fused layer in turn, against the two alone. Weights of both come from memory."""
     shape = SHAPES["qwen3-30b-a3b"]
@@ -87,6 +93,7 @@ def packing() -> None:
 def main() -> None:
     print(f"{cpumoe.isa()}, {cpumoe.get_num_threads()} threads")
     tiny_call()
+    tiny_linear()
     routing()
     for tokens in (1, 16, 256):
         alternating(tokens)

@@ -91,10 +91,10 @@ void linear_forward(const Kernels& kernels, const LinearCall& call) {
                  " experts; a linear takes one matrix");
   CPUMOE_REQUIRE(!call.weight.spec.gated, "weight was packed with gate and up rows; pack it as a plain matrix");
   static thread_local Scratch scratch;
-  const int threads = thread_count();
   for (std::int64_t first = 0; first < call.rows; first += kMaxRows) {
     LinearCall part = call;
     part.rows = std::min(kMaxRows, call.rows - first);
+    const int threads = threads_for(product_work(call.weight, 1, part.rows));
     part.x = static_cast<const std::uint8_t*>(call.x) + first * call.weight.spec.depth * size_of(call.type);
     part.out = static_cast<std::uint8_t*>(call.out) + first * call.weight.spec.columns * size_of(call.out_type);
     forward_rows(kernels, part, threads, scratch);

@@ -353,10 +353,11 @@ void moe_forward(const Kernels& kernels, const MoeCall& call) {
   const std::int64_t width = call.gate_up.spec.depth;
   const std::int64_t row_bytes = std::max<std::int64_t>(1, call.topk) * call.down.padded_depth * 4;
   const std::int64_t step = std::clamp(kHiddenBytes / row_bytes, kMinTokens, kMaxTokens);
-  const int threads = thread_count();
   for (std::int64_t first = 0; first < call.tokens; first += step) {
     MoeCall part = call;
     part.tokens = std::min(step, call.tokens - first);
+    const std::int64_t rows = part.tokens * call.topk, experts = std::min(rows, call.gate_up.spec.experts);
+    const int threads = threads_for(product_work(call.gate_up, experts, rows) + product_work(call.down, experts, rows));
     part.x = static_cast<const std::uint8_t*>(call.x) + first * width * size_of(call.type);
     part.out = static_cast<std::uint8_t*>(call.out) + first * width * size_of(call.out_type);
     part.ids = call.ids + first * call.topk;

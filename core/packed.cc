@@ -78,7 +78,12 @@ const RecordCodec& codec_of(WeightFormat format) { return *active_kernels().of(f
 class BlockPacker {
  public:
   BlockPacker(const PackedMatrix& layout, const PackSource& source, const std::string& name, std::int64_t expert)
-      : layout_(layout), traits_(traits_of(layout.format.weights)), source_(source), name_(name), expert_(expert) {}
+      : layout_(layout),
+        traits_(traits_of(layout.format.weights)),
+        codec_(codec_of(layout.format.weights)),
+        source_(source),
+        name_(name),
+        expert_(expert) {}
 
   void pack(std::int64_t block, std::uint8_t* dst) {
     const BlockFormat& f = layout_.format;
@@ -90,12 +95,13 @@ class BlockPacker {
       int_sums_[c] = 0;
     }
     std::uint8_t* record = dst + layout_.head_bytes;
+    const int scale_bytes = record_scale_bytes(f.weights, f.scales);
     for (int g = 0; g < layout_.records; ++g, record += layout_.record_bytes) {
       for (int c = 0; c < kBlockColumns; ++c) {
         read_values(rows[c], g, values_[c]);
         add_column(rows[c], g, c, record);
       }
-      codec_of(f.weights).write(values_, record + record_scale_bytes(f.weights, f.scales));
+      codec_.write(values_, record + scale_bytes);
     }
     write_head(rows, dst);
   }
@@ -136,7 +142,7 @@ class BlockPacker {
     const float s = element(source_.scales, source_.scale_type, row * layout_.spec.groups() + group);
     CPUMOE_REQUIRE(std::isfinite(s), name_, ": scale at [", expert_, ", ", row, ", ", group,
                    "] is not finite; only finite scales are accepted");
-    return s / static_cast<float>(traits_.unit);
+    return s * (1.0f / static_cast<float>(traits_.unit));  // a power of two: exact
   }
 
   // Scales of one column in one record, and what it adds to the column's sum.
@@ -188,6 +194,7 @@ class BlockPacker {
 
   const PackedMatrix& layout_;
   const FormatTraits traits_;
+  const RecordCodec& codec_;
   const PackSource& source_;
   const std::string& name_;
   std::int64_t expert_;
@@ -324,11 +331,13 @@ void unpack_block(const PackedMatrix& m, const std::uint8_t* block, std::int64_t
   const RowOrder order = m.spec.gated ? RowOrder::kGateThenUp : RowOrder::kPlain;
   const auto unit = static_cast<float>(traits.unit);
   const std::int64_t depth = m.spec.depth, groups = m.spec.groups();
+  const RecordCodec& codec = codec_of(f.weights);
+  const int scale_bytes = record_scale_bytes(f.weights, f.scales);
   alignas(64) RecordValues values;
   for (int g = 0; g < m.records; ++g) {
     const std::uint8_t* record = block + m.head_bytes + g * m.record_bytes;
     const std::int64_t first = static_cast<std::int64_t>(g) * kRecordDepth;
-    codec_of(f.weights).read(record + record_scale_bytes(f.weights, f.scales), values);
+    codec.read(record + scale_bytes, values);
     for (int c = 0; c < kBlockColumns; ++c) {
       const std::int64_t row = source_row(m.spec, order, index, c);
       if (row < 0) continue;

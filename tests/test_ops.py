@@ -158,3 +158,47 @@ def test_dynamic_4bit_int_moe_refuses_what_does_not_fit(changes: dict[str, int],
             False,
             sizes["kind"],
         )
+
+
+def test_whoever_watches_operators_sees_ours() -> None:
+    """Calls go straight to the core, but not past a mode, a profiler, a compiler or another device."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    experts = random_layer("w4a8-g32").experts("native")
+    x, (weights, ids) = torch.randn(3, 128), cpumoe.select_experts(torch.randn(3, 4), 2)
+    expected = experts(x, ids, weights)
+
+    class Seen(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+            self.names.append(str(operator))
+            return operator(*args, **(kwargs or {}))
+
+    with Seen() as seen:
+        assert torch.equal(experts(x, ids, weights), expected)
+    assert "cpumoe.fused_experts.default" in seen.names
+    with torch.profiler.profile() as profiler:
+        experts(x, ids, weights)
+    assert "cpumoe::fused_experts" in {event.key for event in profiler.key_averages()}
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = experts(mode.from_tensor(x), ids, weights)
+    assert fake.shape == expected.shape and type(fake) is not torch.Tensor
+    assert experts(x.to("meta"), ids.to("meta"), weights.to("meta")).device.type == "meta"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sums_in_fp32_are_those_that_are_rounded(dtype: torch.dtype) -> None:
+    x = torch.randn(5, 128, dtype=dtype)
+    weights, ids = cpumoe.select_experts(torch.randn(5, 4), 2)
+    for backend in ("native", "reference"):
+        experts = random_layer("w4a8-g32", bias=True).experts(backend)
+        sums = experts(x, ids, weights, fp32_out=True)
+        assert sums.dtype == torch.float32 and torch.equal(sums.to(dtype), experts(x, ids, weights))
+    linear = cpumoe.QuantizedLinear.quantize(torch.randn(96, 128), "w4a8-g32")
+    wide = linear(x, fp32_out=True)
+    assert wide.dtype == torch.float32 and torch.equal(wide.to(dtype), linear(x))
+    torch.library.opcheck(torch.ops.cpumoe.linear.default, (x, linear.weight_packed, 96, True))

@@ -189,20 +189,19 @@ class NativeBackend(Backend):
         fp32_out: bool = False,
     ) -> Tensor:
         activation = config.activation
-        out: Tensor = torch.ops.cpumoe.fused_experts(
+        return ops.fused_experts(
             hidden_states,
             topk_ids,
             topk_weights,
             tensors["gate_up_packed"],
             tensors["down_packed"],
             activation.kind,
-            activation.gated,
+            bool(activation.gated),
             activation.alpha,
             activation.limit,
             apply_router_weight_on_input,
-            fp32_out=fp32_out,
+            fp32_out,
         )
-        return out
 
 
 class AtenBackend(Backend):

@@ -59,7 +59,7 @@ class QuantizedLinear(nn.Module):
             )
         if bias is not None and tuple(bias.shape) != (out_features,):
             raise ValueError(f"bias is {list(bias.shape)}; [{out_features}] is accepted")
-        packed = torch.ops.cpumoe.pack(
+        packed = ops.pack(
             weight.unsqueeze(0),
             scale.unsqueeze(0),
             None if bias is None else bias.unsqueeze(0),
@@ -82,8 +82,7 @@ class QuantizedLinear(nn.Module):
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             raise ValueError(f"x is {list(x.shape)}; [..., {self.in_features}] is accepted")
         ops.refuse_gradient(x=x)
-        out: Tensor = torch.ops.cpumoe.linear(x, self.weight_packed, self.out_features, fp32_out=fp32_out)
-        return out
+        return ops.linear(x, self.weight_packed, self.out_features, fp32_out)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, scheme={self.scheme}"

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
-from cpumoe.ops import SCORING, refuse_gradient
+from cpumoe import ops
 
 CustomRouting = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
@@ -107,44 +109,90 @@ def select_experts(
     Raises:
         RuntimeError: a gradient would have to flow through the choice; there is none.
     """
-    method = parse_method(method)
     if router_logits.dim() != 2:
         raise ValueError(f"router_logits have {router_logits.dim()} dimensions; [tokens, experts] is accepted")
     if not router_logits.is_floating_point():
         raise ValueError(f"router_logits are {router_logits.dtype}; a floating point dtype is accepted")
     if not 1 <= topk <= router_logits.shape[1]:
         raise ValueError(f"topk={topk}; 1 to {router_logits.shape[1]} are accepted")
-    if method is RoutingMethod.UNSPECIFIED:
-        raise ValueError("routing method 'unspecified' cannot be computed; name a method")
-    if (custom is not None) != (method is RoutingMethod.CUSTOM):
-        raise ValueError(f"custom={'a callable' if custom else None} with method {method.value!r}")
-    for name, value in (("load", load), ("generator", generator)):
-        if value is not None and method is not RoutingMethod.SIMULATED:
-            raise ValueError(f"{name} is for method 'simulated', not {method.value!r}")
-    if method not in _METHODS:
-        options = {
-            "scoring": scoring,
-            "renormalize": renormalize,
-            "correction_bias": correction_bias,
-            "num_expert_group": num_expert_group,
-            "topk_group": topk_group,
-        }
-        for name, option in options.items():
-            if option is not None:
-                raise ValueError(f"{name} has no meaning with method {method.value!r}")
+    given = (load is not None, generator is not None, custom is not None, correction_bias is not None)
+    resolve = _resolve.__wrapped__ if torch.compiler.is_compiling() else _resolve  # compilers warn of caches
+    steps = resolve(method, topk, scoring, renormalize, num_expert_group, topk_group, given)
     if custom is not None:
         weights, ids = custom(router_logits, topk)
         return _checked_custom(weights, ids, router_logits, topk, routed_scaling_factor)
-    if method is RoutingMethod.SIMULATED:
+    if steps is None:
         return _simulate(router_logits, topk, load, generator, routed_scaling_factor)
+    ops.refuse_gradient(router_logits=router_logits, correction_bias=correction_bias)
+    if router_logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        router_logits = router_logits.to(torch.float32)
+    bias = None if correction_bias is None else correction_bias.to(torch.float32).contiguous()
+    return ops.select_experts(
+        router_logits,
+        topk,
+        steps.scoring,
+        steps.score_chosen,
+        bias,
+        steps.groups,
+        steps.topk_groups,
+        steps.renormalize,
+        routed_scaling_factor,
+    )
 
+
+@dataclass(frozen=True)
+class _Steps:
+    """A method with its options, in the words of the operator."""
+
+    scoring: int
+    score_chosen: bool
+    groups: int
+    topk_groups: int
+    renormalize: bool
+
+
+@cache  # checking the options of a call costs several times what routing one token does
+def _resolve(
+    method: RoutingMethod | str,
+    topk: int,
+    scoring: str | None,
+    renormalize: bool | None,
+    num_expert_group: int | None,
+    topk_group: int | None,
+    given: tuple[bool, bool, bool, bool],
+) -> _Steps | None:
+    """Checks options against each other; None for the methods that do not go to the operator.
+
+    ``given``: whether there are load, generator, custom and correction_bias.
+    """
+    method = parse_method(method)
+    has_load, has_generator, has_custom, has_bias = given
+    if method is RoutingMethod.UNSPECIFIED:
+        raise ValueError("routing method 'unspecified' cannot be computed; name a method")
+    if has_custom != (method is RoutingMethod.CUSTOM):
+        raise ValueError(f"custom={'a callable' if has_custom else None} with method {method.value!r}")
+    for name, is_given in (("load", has_load), ("generator", has_generator)):
+        if is_given and method is not RoutingMethod.SIMULATED:
+            raise ValueError(f"{name} is for method 'simulated', not {method.value!r}")
+    if method not in _METHODS:
+        options = {
+            "scoring": scoring is not None,
+            "renormalize": renormalize is not None,
+            "correction_bias": has_bias,
+            "num_expert_group": num_expert_group is not None,
+            "topk_group": topk_group is not None,
+        }
+        for name, is_given in options.items():
+            if is_given:
+                raise ValueError(f"{name} has no meaning with method {method.value!r}")
+        return None
     scorings, score_chosen, divide = _METHODS[method]
     scoring = scorings[0] if scoring is None else scoring
     if scoring not in scorings:
         raise ValueError(f"scoring={scoring!r} with method {method.value!r}; accepted: {', '.join(scorings)}")
     if method is RoutingMethod.LLAMA4 and topk != 1:
         raise ValueError(f"topk={topk} with method 'llama4'; 1 is accepted")
-    if correction_bias is not None and (score_chosen or method is RoutingMethod.TOPK):
+    if has_bias and (score_chosen or method is RoutingMethod.TOPK):
         raise ValueError(
             f"correction_bias with method {method.value!r}, which chooses by raw logits; use 'renormalize_naive', "
             "'default' or 'deepseek_v3'"
@@ -155,23 +203,13 @@ def select_experts(
     groups = num_expert_group or 0
     if (groups > 1) != (topk_group is not None) and groups != 1:
         raise ValueError(f"num_expert_group={num_expert_group} with topk_group={topk_group}; give both or neither")
-    refuse_gradient(router_logits=router_logits, correction_bias=correction_bias)
-    logits = router_logits
-    if logits.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        logits = logits.to(torch.float32)
-    bias = None if correction_bias is None else correction_bias.to(torch.float32).contiguous()
-    chosen: tuple[Tensor, Tensor] = torch.ops.cpumoe.select_experts(
-        logits,
-        topk,
-        SCORING[scoring],
+    return _Steps(
+        ops.SCORING[scoring],
         score_chosen,
-        bias,
         groups,
         topk_group or 0,
         renormalize is not False if divide is None else divide,
-        routed_scaling_factor,
     )
-    return chosen
 
 
 def _checked_custom(

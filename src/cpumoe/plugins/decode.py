@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from cpumoe import ops
 from cpumoe.experts import Experts
 from cpumoe.ops import SCORING, wants_gradient
 
@@ -85,7 +86,7 @@ def attention_forward(
     if ours:
         mask = None if attention_mask is None else _additive(attention_mask, query.shape[0], key.shape[2])
         sinks = s_aux if s_aux is None or s_aux.dtype == torch.float32 else s_aux.to(torch.float32)
-        result: Tensor = torch.ops.cpumoe.decode_attention(query[:, :, 0], key, value, mask, scale, sinks)
+        result = ops.decode_attention(query[:, :, 0], key, value, mask, scale, sinks)
         return result.unsqueeze(1), None
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if s_aux is not None:
@@ -183,7 +184,7 @@ def _norm(module: Any, round_first: bool, hidden_states: Tensor) -> Tensor:
     if hidden_states.dtype != module.weight.dtype or wants_gradient(hidden_states, module.weight):
         normed: Tensor = type(module).forward(module, hidden_states)
         return normed
-    out: Tensor = torch.ops.cpumoe.rms_norm(hidden_states, module.weight, module.variance_epsilon, round_first)
+    out = ops.rms_norm(hidden_states, module.weight, module.variance_epsilon, round_first)
     return out
 
 
@@ -239,13 +240,13 @@ def _route(
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     if x.shape[0] <= _FEW_TOKENS and x.dtype == weight.dtype:
         bias32 = None if bias is None else bias.to(torch.float32)
-        logits = torch.ops.cpumoe.router_logits(x, weight, bias32, in_fp32)
+        logits = ops.router_logits(x, weight, bias32, in_fp32)
     elif in_fp32:
         logits = nn.functional.linear(x.to(torch.float32), weight.to(torch.float32))
     else:
         logits = nn.functional.linear(x, weight, bias)
     correction = getattr(module, "e_score_correction_bias", None)
-    weights, ids = torch.ops.cpumoe.select_experts(
+    weights, ids = ops.select_experts(
         logits,
         module.top_k,
         SCORING[scoring],

@@ -8,7 +8,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find src core -name '*.py' -o -
 CORE_SOURCES := CMakeLists.txt $(shell find core -name '*.cc' -o -name '*.h')
 
 .PHONY: demo test test-python test-core bench docs fuzz lint format clean
-.PHONY: test-heavy test-lm-eval test-static test-emulated test-sanitized test-arm test-compilers test-symbols
+.PHONY: test-heavy test-lm-eval test-static test-x86 test-emulated test-sanitized test-arm test-compilers test-symbols
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -84,7 +84,7 @@ test-lm-eval: $(VENV)/installed
 	$(PIP) lm-eval==0.4.13
 	$(BIN)/python -m pytest tests/test_lm_eval.py
 
-test-heavy: test-symbols test-emulated test-static test-sanitized test-compilers test-arm
+test-heavy: test-symbols test-emulated test-static test-x86 test-sanitized test-compilers test-arm
 
 # Kernel objects must not define weak symbols: the linker could keep an AVX-512 copy of one for the baseline code.
 test-symbols: build/core/core_test
@@ -141,6 +141,19 @@ test-compilers: $(VENV)/cmake
 	build/clang/core_test
 	$(call build_core_test,gcc11,-DCMAKE_CXX_COMPILER=g++-11)
 	build/gcc11/core_test
+
+# Other x86 CPUs, as far as qemu knows them (it has no AVX-512): no illegal instruction, the expected choice, right bits.
+X86_CPUS := qemu64:scalar Nehalem:scalar SandyBridge:scalar Haswell:avx2 Skylake-Client:avx2 Skylake-Server:avx2 \
+  Cascadelake-Server:avx2 Icelake-Server:avx2 EPYC:avx2 EPYC-Rome:avx2 EPYC-Milan:avx2
+test-x86: $(VENV)/cmake
+	$(call build_core_test,x86,-DCMAKE_EXE_LINKER_FLAGS=-static)
+	@for entry in $(X86_CPUS); do \
+	  cpu=$${entry%%:*}; \
+	  chosen=$$(qemu-x86_64-static -cpu $$cpu build/x86/core_test isa 2> /dev/null) || exit 1; \
+	  echo "$$cpu: $$chosen"; \
+	  [ "$$chosen" = "$${entry##*:}" ] || { echo "$${entry##*:} was expected"; exit 1; }; \
+	  qemu-x86_64-static -cpu $$cpu build/x86/core_test layers 2> /dev/null | tail -n 1 | grep ' 0 failed' || exit 1; \
+	done
 
 # Arm kernels under qemu: i8mm and dot product, dot product alone, neither.
 test-arm: $(VENV)/cmake

@@ -837,6 +837,10 @@ void test_routing() {
 
 int main(int argc, char** argv) {
   const std::string only = argc > 1 ? argv[1] : "";
+  if (only == "isa") {  // the instruction set that would be used here
+    std::printf("%s\n", active_kernels().name);
+    return 0;
+  }
   for (const IsaEntry& e : instruction_sets()) {
     std::printf("%-12s %s\n", e.name, e.supported ? "tested" : e.reason.c_str());
   }

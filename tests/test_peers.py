@@ -9,7 +9,7 @@ from layers import relative_error
 from cpumoe.bench import peers
 from cpumoe.bench.peer import GROUPED, PER_CHANNEL, LayerWeights, Peer, PreparedPeer, repeated
 from cpumoe.bench.workload import Shape, random_routing
-from cpumoe.reference import dequantize, experts
+from cpumoe.layers.reference import dequantize, experts
 
 SHAPE = Shape("tiny", 256, 128, 6, 2)
 

@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cpumoe import reference
 from cpumoe.bench.measure import Call
 from cpumoe.bench.workload import ROTATED_BYTES, Shape, fitting_scheme, random_values
 from cpumoe.errors import UnsupportedScheme
-from cpumoe.scheme import Scheme
+from cpumoe.layers import reference
+from cpumoe.layers.scheme import Scheme
 
 GROUPED = Scheme.parse("w4a8-g128")
 PER_CHANNEL = Scheme.parse("w4a8")

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from cpumoe import _core
-from cpumoe.activation import Activation
 from cpumoe.bench.measure import Call
 from cpumoe.bench.peer import (
     GROUPED,
@@ -21,8 +20,9 @@ from cpumoe.bench.peer import (
     weights_per_expert,
 )
 from cpumoe.bench.workload import Shape, fitting_scheme
-from cpumoe.quantize import pack_nibbles
-from cpumoe.scheme import Scheme
+from cpumoe.layers.activation import Activation
+from cpumoe.layers.rounding import pack_nibbles
+from cpumoe.layers.scheme import Scheme
 
 
 class OnnxRuntimePeer(Peer):

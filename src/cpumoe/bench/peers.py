@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cpumoe import _core, reference
-from cpumoe.activation import Activation
+from cpumoe import _core
 from cpumoe.bench.measure import PROBE_BYTES, Call, Limits, Row, make_inputs, make_row, mean_active_experts, time_calls
 from cpumoe.bench.peer import (
     GROUPED,
@@ -31,7 +30,9 @@ from cpumoe.bench.peer import (
 from cpumoe.bench.peer_kt_kernel import KtKernelPeer
 from cpumoe.bench.peer_onnxruntime import OnnxRuntimePeer
 from cpumoe.bench.workload import Shape, fitting_scheme
-from cpumoe.experts import Experts
+from cpumoe.layers import reference
+from cpumoe.layers.activation import Activation
+from cpumoe.layers.experts import Experts
 
 Report = Callable[[str], None]  # takes a sentence
 

@@ -22,8 +22,8 @@ from cpumoe.cli.arguments import (
     seconds,
     size_in_features,
 )
-from cpumoe.demo_model import measured_load
-from cpumoe.scheme import Scheme
+from cpumoe.demo.model import measured_load
+from cpumoe.layers.scheme import Scheme
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

@@ -15,19 +15,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from cpumoe import cpu, reference
-from cpumoe.checkpoint import LAYER, Checkpoint, TensorCheck
+from cpumoe import cpu
+from cpumoe.checkpoints.checkpoint import LAYER, Checkpoint, TensorCheck
+from cpumoe.checkpoints.expert_sources import ExpertSource, FloatPerExpert, FusedFloat, QuantizedPerExpert
+from cpumoe.checkpoints.formats.compressed_tensors import LinearFormat
+from cpumoe.checkpoints.loading import LinearSource, architecture_if_needed, experts_of, find_linears, load_experts
+from cpumoe.checkpoints.tensor_file import DTYPES
 from cpumoe.cli.arguments import add_download, add_model, find_models, instruction_set, scheme_name
 from cpumoe.errors import CheckpointError, UnsupportedScheme, printable
-from cpumoe.expert_sources import ExpertSource, FloatPerExpert, FusedFloat, QuantizedPerExpert
-from cpumoe.experts import Experts
-from cpumoe.formats.compressed_tensors import LinearFormat
-from cpumoe.formats.tensor_file import DTYPES
-from cpumoe.loading import LinearSource, architecture_if_needed, experts_of, find_linears, load_experts
+from cpumoe.evaluation.selftest import using_isa
+from cpumoe.layers import reference
+from cpumoe.layers.experts import Experts
+from cpumoe.layers.rounding import quantize_weight
+from cpumoe.layers.scheme import Scheme
 from cpumoe.ops import unpack
-from cpumoe.quantize import quantize_weight
-from cpumoe.scheme import Scheme
-from cpumoe.selftest import using_isa
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

@@ -8,12 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cpumoe import cpu, demo_model, reference
+from cpumoe import cpu
 from cpumoe.bench.machine_load import MachineLoad, doubt
 from cpumoe.cli import demo_layer
 from cpumoe.cli.arguments import positive, refuse_given
-from cpumoe.experts import Experts
-from cpumoe.linear import QuantizedLinear
+from cpumoe.demo import model as demo_model
+from cpumoe.layers import reference
+from cpumoe.layers.experts import Experts
+from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.ops import unpack
 
 if TYPE_CHECKING:
@@ -57,11 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
 def _complete(tokens: int) -> int:
     from cpumoe.bench.generation import decode_times
     from cpumoe.cli.generation import load_tokenizer, prepare_transformers
-    from cpumoe.expert_load import count_expert_load
+    from cpumoe.evaluation.expert_load import count_expert_load
     from cpumoe.generation.session import Session
 
     prepare_transformers()
-    from cpumoe.plugins.transformers import load_model
+    from cpumoe.integrations.transformers.plugin import load_model
 
     start = time.perf_counter()
     model = load_model(demo_model.FOLDER)

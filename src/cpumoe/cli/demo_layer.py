@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 import cpumoe
-from cpumoe import reference
 from cpumoe.bench.machine_load import MachineLoad, doubt
 from cpumoe.bench.workload import SHAPES, Shape
 from cpumoe.cli.arguments import check_scheme_fits, positive, scheme_name
-from cpumoe.scheme import Scheme
-from cpumoe.selftest import using_isa
+from cpumoe.evaluation.selftest import using_isa
+from cpumoe.layers import reference
+from cpumoe.layers.scheme import Scheme
 
 #: What has no meaning without ``--layer``.
 OPTIONS = ("scheme", "experts")

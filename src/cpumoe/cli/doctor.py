@@ -14,7 +14,7 @@ import torch
 
 import cpumoe
 from cpumoe import _core
-from cpumoe.selftest import run_self_tests
+from cpumoe.evaluation.selftest import run_self_tests
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

@@ -20,8 +20,8 @@ from cpumoe.cli.generation import (
     load_tokenizer,
     prepare_transformers,
 )
-from cpumoe.evaluate import DEFAULT_WINDOW, Comparison, Evaluation, compare, perplexity
-from cpumoe.expert_load import count_expert_load
+from cpumoe.evaluation.expert_load import count_expert_load
+from cpumoe.evaluation.perplexity import DEFAULT_WINDOW, Comparison, Evaluation, compare, perplexity
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -74,9 +74,9 @@ def run(arguments: argparse.Namespace) -> int:
     model = load_model(arguments)
     against = None
     if arguments.against is not None:
-        from cpumoe.plugins import transformers
+        from cpumoe.integrations.transformers import plugin
 
-        against = transformers.load_model(arguments.against, scheme=FLOAT)
+        against = plugin.load_model(arguments.against, scheme=FLOAT)
     settings: dict[str, Any] = {"window": arguments.window, "stride": arguments.stride}
     if sys.stderr.isatty():
         settings["progress"] = _show_progress

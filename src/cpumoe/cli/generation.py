@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpumoe.checkpoint import Checkpoint
+from cpumoe.checkpoints.checkpoint import Checkpoint
+from cpumoe.checkpoints.regular_files import refuse_special_files
 from cpumoe.cli.arguments import (
     FLOAT,
     add_download,
@@ -18,7 +19,6 @@ from cpumoe.cli.arguments import (
     scheme_or_float,
 )
 from cpumoe.errors import UnsupportedScheme
-from cpumoe.regular_files import refuse_special_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -82,7 +82,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 def load_model(arguments: argparse.Namespace, **options: Any) -> PreTrainedModel:
     """The model that the arguments name; ``options`` are those of ``from_pretrained``."""
     check_schemes(arguments)
-    from cpumoe.plugins.transformers import load_model
+    from cpumoe.integrations.transformers.plugin import load_model
 
     return load_model(
         arguments.model, scheme=arguments.scheme, linears=arguments.linears, cache=arguments.cache, **options

@@ -6,11 +6,11 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from cpumoe.checkpoint import Checkpoint
+from cpumoe.checkpoints.checkpoint import Checkpoint
+from cpumoe.checkpoints.inspection import Survey
 from cpumoe.cli.arguments import add_download, add_model, find_models, scheme_name
 from cpumoe.errors import printable
-from cpumoe.scheme import Scheme
-from cpumoe.survey import Survey
+from cpumoe.layers.scheme import Scheme
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cpumoe.architectures import known_architecture
-from cpumoe.checkpoint import read_json
+from cpumoe.checkpoints.architectures import known_architecture
+from cpumoe.checkpoints.checkpoint import read_json
 from cpumoe.cli.arguments import find_models
 from cpumoe.cli.generation import (
     add_model_arguments,

@@ -18,18 +18,19 @@ from cpumoe.layers.layer import MoELayer
 from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.layers.routing import RoutingMethod, routing_method, select_experts
 from cpumoe.layers.scheme import GroupShape, Scheme, TensorFormat
-from cpumoe.quantization.checkpoint_quantizer import quantize_checkpoint
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from cpumoe.integrations.transformers.float_models import accelerate
     from cpumoe.integrations.transformers.plugin import load_model
+    from cpumoe.integrations.transformers.quantizing import quantize_checkpoint
 
-#: Names that need transformers, which is imported when one of them is used for the first time.
+#: Names whose modules are imported when one of them is used for the first time: transformers takes seconds.
 _LAZY = {
     "accelerate": "cpumoe.integrations.transformers.float_models",
     "load_model": "cpumoe.integrations.transformers.plugin",
+    "quantize_checkpoint": "cpumoe.integrations.transformers.quantizing",
 }
 
 

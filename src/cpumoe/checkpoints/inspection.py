@@ -5,18 +5,32 @@ Headers and config.json tell all of that: no weights are read, and transformers 
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from math import prod
 from typing import Any, ParamSpec, TypeVar
-
-import torch
 
 from cpumoe import cpu
 from cpumoe.checkpoints.architectures import ExpertsFacts, text_config
 from cpumoe.checkpoints.checkpoint import LAYER, Checkpoint, TensorCheck
+from cpumoe.checkpoints.contents import (
+    KINDS,
+    LINEARS,
+    NOT_LOADED,
+    ORDER,
+    OTHER,
+    PER_MLP,
+    SUFFIXES,
+    Part,
+    Problems,
+    bits_per_weight,
+    experts_bytes,
+    experts_weights,
+    linear_bytes,
+    offers,
+    total,
+)
 from cpumoe.checkpoints.expert_sources import FLOAT_DTYPES, ExpertSource, QuantizedPerExpert
 from cpumoe.checkpoints.formats.compressed_tensors import LinearFormat, StoredTensor
 from cpumoe.checkpoints.layer_shapes import Sizes
@@ -24,7 +38,6 @@ from cpumoe.checkpoints.loading import (
     EXPERT,
     FITS_ALL_SIZES,
     QUANTIZED_SUFFIXES,
-    LinearSource,
     architecture_if_needed,
     check_layers_behind,
     expert_prefixes,
@@ -35,118 +48,28 @@ from cpumoe.checkpoints.loading import (
     stored_weight_shape,
 )
 from cpumoe.errors import UnsupportedScheme
-from cpumoe.integrations.transformers.model_config import completed_config
-from cpumoe.layers.config import MoEConfig
-from cpumoe.layers.packed_weights import packed_spec
 from cpumoe.layers.scheme import Scheme
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
-_OFFERED = tuple(map(Scheme.parse, ("w8a8", "w4a8-g32", "w4a8-g64", "w4a8-g128", "w4a8")))
-
-NOT_LOADED = "not loaded"
-_OTHER = "other"
-# The first pattern that fits a name decides; routers come before these, from the table of architectures.
-_KINDS = tuple(
-    (kind, re.compile(pattern))
-    for kind, pattern in (
-        (NOT_LOADED, r"vision|multi_modal_projector|rotary_emb\.inv_freq$"),
-        ("experts", EXPERT.pattern),
-        ("norms", r"norm\w*\.(weight|bias)$"),
-        ("shared experts", r"\.shared_experts?\."),
-        ("attention", r"\.(self_attn|attn|attention)\."),
-        ("dense mlp", r"\.(mlp|feed_forward|block_sparse_moe)\."),
-        ("embeddings", r"(^|\.)embed_tokens\."),
-        ("lm_head", r"(^|\.)lm_head\."),
-    )
-)
-_ORDER = (
-    "experts",
-    "shared experts",
-    "router",
-    "attention",
-    "dense mlp",
-    "embeddings",
-    "lm_head",
-    "norms",
-    _OTHER,
-    NOT_LOADED,
-)
-_LINEARS = ("shared experts", "attention", "dense mlp", "lm_head")  # whose weights a tool may quantise
-_SUFFIXES = ("weight", "bias", "sinks", "e_score_correction_bias", *QUANTIZED_SUFFIXES)  # of layers without experts
-_PER_MLP = ("shared experts", "dense mlp", "router")  # what layers with experts and layers without differ in
-
-
-@dataclass
-class Part:
-    """Modules of one kind that are held alike. None stands for what cannot be told of a scheme that is not served."""
-
-    kind: str
-    scheme: str | None  # in memory; None for float
-    form: str  # on disk
-    modules: int = 0
-    parameters: int | None = 0
-    disk_bytes: int = 0
-    memory_bytes: int | None = 0
-    dtypes: list[str] = field(default_factory=list)  # on disk
-
-    @property
-    def held(self) -> str:
-        """Scheme and form in words."""
-        stored = "/".join(self.dtypes)
-        if self.memory_bytes is None:
-            return f"not served ({stored})"
-        if self.scheme is None:
-            return f"float ({stored})"
-        return f"{self.scheme}, from float ({stored})" if self.form == "float" else f"{self.scheme}, {self.form}"
-
-
-@dataclass
-class Problems:
-    """What would stop the load: names of tensors (with what is wrong), and sentences for everything else."""
-
-    missing: list[str]
-    wrong: list[str]
-    unexpected: list[str]
-    other: list[str]
-
-    def __bool__(self) -> bool:
-        return any((self.missing, self.wrong, self.unexpected, self.other))
-
-
-def experts_weights(config: MoEConfig) -> int:
-    """Number of weights of one layer's experts."""
-    rows = config.activation.gate_up_rows(config.intermediate_size)
-    return config.local_experts * config.hidden_size * (rows + config.intermediate_size)
-
-
-def experts_bytes(config: MoEConfig) -> int:
-    """Bytes of the packed experts of one layer."""
-    rows, gated = config.activation.gate_up_rows(config.intermediate_size), bool(config.activation.gated)
-    sizes = ((rows, config.hidden_size, gated), (config.hidden_size, config.intermediate_size, False))
-    specs = (
-        packed_spec(
-            config.scheme, config.scale_dtype, config.local_experts, *size, gated=gated, has_bias=config.has_bias
-        )
-        for *size, gated in sizes
-    )
-    return sum(spec.packed_bytes for spec in specs)
-
-
-def linear_bytes(checkpoint: Checkpoint, linear: LinearSource) -> int:
-    """Bytes of a packed linear."""
-    scheme, scale = linear.format.scheme, f"{linear.name}.weight_scale"
-    scheme.check_inputs(linear.columns, linear.name)
-    dtype = torch.bfloat16 if scale in checkpoint and checkpoint.info(scale).dtype == "BF16" else torch.float32
-    return packed_spec(scheme, dtype, 1, linear.rows, linear.columns, has_bias=linear.has_bias).packed_bytes
+#: Makes the whole configuration of config.json; None where nobody can be asked, ValueError for what is wrong with it.
+CompleteConfig = Callable[[Mapping[str, Any]], dict[str, Any] | None]
 
 
 class Survey:
     """All that headers and config.json tell. What goes wrong on the way is noted, and the rest is told as well."""
 
-    def __init__(self, checkpoint: Checkpoint, scheme: Scheme | None = None) -> None:
-        """``scheme`` is what the experts of a float checkpoint would be quantised to."""
+    def __init__(
+        self, checkpoint: Checkpoint, scheme: Scheme | None = None, complete: CompleteConfig | None = None
+    ) -> None:
+        """Looks at everything but the weights.
+
+        Args:
+            checkpoint: to look at.
+            scheme: what the experts of a float checkpoint would be quantised to.
+            complete: adds to config.json what the model's class would; None to take it as it stands.
+        """
         self.checkpoint = checkpoint
         self.config = checkpoint.text_config  # as it stands, or with all that transformers adds to it
         self._scheme = scheme
@@ -159,8 +82,8 @@ class Survey:
         is_served = not self.is_quantized or self.quantization is not None
         self.architecture = self._try(architecture_if_needed, checkpoint)
         self._try(checkpoint.check_config)
-        complete = self._try(completed_config, checkpoint.config)
-        self.config = text_config(complete or checkpoint.config)
+        completed = None if complete is None else self._try(complete, checkpoint.config)
+        self.config = text_config(completed or checkpoint.config)
         self.facts = None
         if self.architecture is not None and self._try(lambda: checkpoint.facts) is not None:
             self.facts = self._try(self.architecture.facts, self.config)
@@ -205,7 +128,7 @@ class Survey:
         module = name.rpartition(".")[0]
         if self.architecture is not None and module.endswith(self.architecture.routers):
             return "router"
-        return next((kind for kind, pattern in _KINDS if pattern.search(name)), _OTHER)
+        return next((kind for kind, pattern in KINDS if pattern.search(name)), OTHER)
 
     def _mark_prediction_layers(self) -> None:
         """Layers behind the last, which predict further tokens, are left where they are."""
@@ -237,7 +160,7 @@ class Survey:
             if part.scheme is not None:
                 sizes = [self._packed_size(module) for module in sorted(modules[key])]
                 part.parameters, part.memory_bytes = sum(s[0] for s in sizes), sum(s[1] for s in sizes)
-        return sorted(parts.values(), key=lambda part: (_ORDER.index(part.kind), str(part.scheme), part.form))
+        return sorted(parts.values(), key=lambda part: (ORDER.index(part.kind), str(part.scheme), part.form))
 
     def _scheme_and_form(self, module: str) -> tuple[str | None, str]:
         """Scheme of a module in memory (None for float) and its form on disk."""
@@ -316,7 +239,7 @@ class Survey:
     def _format_of(self, tensor: str) -> LinearFormat | None:
         """How config.json says that a linear is held, for the name of its weight; None for all that is float."""
         module, _, suffix = tensor.rpartition(".")
-        if self.quantization is None or suffix != "weight" or self._kind(tensor) not in _LINEARS:
+        if self.quantization is None or suffix != "weight" or self._kind(tensor) not in LINEARS:
             return None
         return self.quantization.format_of(module)
 
@@ -419,14 +342,14 @@ class Survey:
             module, _, suffix = name.rpartition(".")
             if layer >= count:
                 continue  # what is there and should not be has been noted
-            if kind == _OTHER or suffix not in _SUFFIXES:
+            if kind == OTHER or suffix not in SUFFIXES:
                 self._check.extra.append(name)
                 continue
             shape = self.checkpoint.info(name).shape
             if module in self.linears and suffix != "bias":  # one quantised layer may have a neighbour in float
                 inside = f"{inside.removesuffix(suffix)}weight"
                 shape = (self.linears[module].rows, self.linears[module].columns)
-            found[layer in expert_layers if kind in _PER_MLP else None, inside][layer] = shape
+            found[layer in expert_layers if kind in PER_MLP else None, inside][layer] = shape
         for (with_experts, inside), shapes in found.items():
             peers = [i for i in range(count) if with_experts is None or (i in expert_layers) == with_experts]
             if 2 * len(shapes) < len(peers):
@@ -448,21 +371,13 @@ class Survey:
 
     def offers(self) -> list[dict[str, Any]]:
         """What the experts of a float checkpoint would take, for every scheme that fits."""
-        if self.is_quantized or self._scheme is not None or not self.sources:
+        if self.is_quantized or self._scheme is not None:
             return []
-        offers = []
-        for scheme in _OFFERED:
-            try:
-                configs = [replace(source.config, scheme=scheme) for source in self.sources.values()]
-            except UnsupportedScheme:
-                continue
-            size, weights = sum(map(experts_bytes, configs)), sum(map(experts_weights, configs))
-            offers.append({"scheme": str(scheme), "memory_bytes": size, "bits_per_weight": _bits(size, weights)})
-        return offers
+        return offers([source.config for source in self.sources.values()])
 
     def to_json(self) -> dict[str, Any]:
         experts = [part for part in self.parts if part.kind == "experts"]
-        weights = _total([part.parameters for part in experts])
+        weights = total([part.parameters for part in experts])
         dtype, reason = cpu.float_dtype()
         facts, problems = self.facts, self.problems
         return {
@@ -479,25 +394,17 @@ class Survey:
                 "per_token": facts.topk,
                 "intermediate_size": facts.intermediate_size,
                 "activation": str(facts.activation),
-                "disk_bits_per_weight": _bits(sum(part.disk_bytes for part in experts), weights),
-                "memory_bits_per_weight": _bits(_total([part.memory_bytes for part in experts]), weights),
+                "disk_bits_per_weight": bits_per_weight(sum(part.disk_bytes for part in experts), weights),
+                "memory_bits_per_weight": bits_per_weight(total([part.memory_bytes for part in experts]), weights),
             },
             "quantized": self.is_quantized,
             "parts": [asdict(part) | {"held": part.held} for part in self.parts],
-            "parameters": _total([part.parameters for part in self.parts if part.kind != NOT_LOADED]),
+            "parameters": total([part.parameters for part in self.parts if part.kind != NOT_LOADED]),
             "disk_bytes": sum(part.disk_bytes for part in self.parts),
-            "memory_bytes": _total([part.memory_bytes for part in self.parts]),
+            "memory_bytes": total([part.memory_bytes for part in self.parts]),
             "float_dtype": str(dtype).removeprefix("torch."),
             "float_dtype_reason": reason,
             "schemes": self.offers(),
             "loads": not problems,
             "problems": asdict(problems),
         }
-
-
-def _bits(size: int | None, weights: int | None) -> float | None:
-    return round(8 * size / weights, 3) if size is not None and weights else None
-
-
-def _total(sizes: list[int | None]) -> int | None:
-    return None if None in sizes else sum(size or 0 for size in sizes)

@@ -22,7 +22,9 @@ from cpumoe.cli.arguments import (
     scheme_or_float,
     whole_number,
 )
-from cpumoe.quantization.checkpoint_quantizer import FLOAT, Report, quantize_checkpoint
+from cpumoe.integrations.transformers.quantizing import quantize_checkpoint
+from cpumoe.quantization.checkpoint_quantizer import FLOAT
+from cpumoe.quantization.quantization_plan import Report
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

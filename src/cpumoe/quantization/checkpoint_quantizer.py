@@ -3,7 +3,7 @@
 The work is done in ``DST.partial``, one file per decoder layer, each of which appears when it is whole; a run that was
 killed goes on after the last whole one. ``DST`` itself appears at the end, by one rename. Without calibration no more
 than one expert (or one linear) is in memory; with it, the float linears of one layer and the calibration activations
-besides (see :mod:`cpumoe.integrations.transformers.calibration`).
+besides. The float model itself is run by the :class:`Calibration` that the caller hands in.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import json
 import logging
 import shlex
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 from tqdm import tqdm
@@ -37,8 +37,6 @@ from cpumoe.quantization.unfinished_work import (
     write_durably,
 )
 
-__all__ = ["FLOAT", "Report", "quantize_checkpoint"]
-
 _log = logging.getLogger("cpumoe")
 
 #: What ``linears`` takes to leave all linears but those of the experts in float.
@@ -48,36 +46,27 @@ _REPORT_FILE = "quantization_report.json"
 _EXISTS = "{} exists already; name a folder that does not"
 
 
-def quantize_checkpoint(
-    src: str | Path,
-    dst: str | Path,
-    scheme: Scheme | str = "w4a8-g128",
-    *,
-    linears: Scheme | str | None = None,
-    form: str = "pack-quantized",
-    calibration: str | Path | None = None,
-    calibration_samples: int = 128,
-    calibration_length: int = 512,
+class Calibration(Protocol):
+    """Runs the float model for the quantiser, which knows no model."""
+
+    def ids(self, checkpoint: Checkpoint) -> Tensor:
+        """The sequences to calibrate with, [samples, length]; raises for all that can be wrong with their text."""
+
+    def quantize_layers(
+        self, plan: QuantizationPlan, shards: list[Path], work: Path, report: Report, ids: Tensor, watch: SourceWatch
+    ) -> None:
+        """Quantises every layer whose file is not there yet, with the inputs that it meets."""
+
+
+def quantize_folder(
+    src: Path,
+    dst: Path,
+    scheme: Scheme | str,
+    linears: Scheme | str | None,
+    form: str,
+    calibration: Calibration | None,
 ) -> Report:
-    """Quantises the float checkpoint ``src`` into the new folder ``dst``, which other tools read too.
-
-    Args:
-        src: folder of a float checkpoint.
-        dst: folder to be made. It appears when everything is in it; ``dst.partial`` holds the work until then, and a
-            later call with the same arguments goes on from there.
-        scheme: of the experts.
-        linears: of the other linears of the decoder layers: a scheme, ``"float"`` to leave them, None for that of the
-            experts. Routers, embeddings and the head stay in float.
-        form: ``"pack-quantized"`` (4 bits on disk, and what transformers reads without cpumoe) or ``"int-quantized"``
-            (a byte each).
-        calibration: a text file, or JSON lines (``.jsonl``) with a ``text`` or a list of ``messages`` each. With it
-            weights are chosen for the inputs they meet (GPTQ); without, rounded to nearest with the best of several
-            scales. No more of it is read than :mod:`cpumoe.quantization.calibration_text` says.
-        calibration_samples, calibration_length: how many sequences of how many tokens of it are used, at most.
-
-    Raises CheckpointError if the files of ``src`` change meanwhile.
-    """
-    src, dst = Path(src), Path(dst)
+    """What :func:`cpumoe.quantize_checkpoint` says, with the calibration made."""
     scheme = Scheme.parse(scheme)
     linear_scheme = None if linears == FLOAT else scheme if linears is None else Scheme.parse(linears)
     if form not in FORMS:
@@ -106,7 +95,7 @@ def quantize_checkpoint(
             )
         ids = None  # before anything is written: what is wrong with the text must not be in the way of a better one
         if calibration is not None:
-            ids = _calibration_ids(checkpoint, Path(calibration), calibration_samples, calibration_length)
+            ids = calibration.ids(checkpoint)
         settings = {
             "source": watch.fingerprint,
             "scheme": str(scheme),
@@ -118,7 +107,7 @@ def quantize_checkpoint(
         if stopped_at_the_end:
             return _clear_up(dst, settings)
         with work_folder(work, settings):
-            report = _quantize_layers(plan, work, watch, ids)
+            report = _quantize_layers(plan, work, watch, calibration, ids)
             _finish(plan, work, watch, report)
             work.rename(dst)
             sync(dst.absolute().parent)
@@ -134,18 +123,9 @@ def _clear_up(dst: Path, settings: dict[str, Any]) -> Report:
     return Report.from_json(json.loads((dst / _REPORT_FILE).read_text()))
 
 
-def _calibration_ids(checkpoint: Checkpoint, text: Path, samples: int, length: int) -> Tensor:
-    """The sequences to calibrate with, [samples, length]."""
-    try:
-        from cpumoe.integrations.transformers.calibration import calibration_ids
-    except ModuleNotFoundError as problem:
-        if problem.name != "transformers":
-            raise
-        raise RuntimeError("calibration needs transformers: pip install 'cpumoe[transformers]'") from None
-    return calibration_ids(checkpoint, text, samples, length)
-
-
-def _quantize_layers(plan: QuantizationPlan, work: Path, watch: SourceWatch, ids: Tensor | None) -> Report:
+def _quantize_layers(
+    plan: QuantizationPlan, work: Path, watch: SourceWatch, calibration: Calibration | None, ids: Tensor | None
+) -> Report:
     report = Report()
     shards = [work / plan.shard_name(index) for index in range(len(plan.layers) + 1)]
     if not shards[0].exists():
@@ -156,10 +136,8 @@ def _quantize_layers(plan: QuantizationPlan, work: Path, watch: SourceWatch, ids
     for index, layer in enumerate(plan.layers):
         if shards[index + 1].exists():
             layer.add_to(report, json.loads(notes_of(shards[index + 1]).read_text()))
-    if ids is not None:
-        from cpumoe.integrations.transformers.calibration import run_calibrated
-
-        run_calibrated(plan, shards[1:], work, report, ids, watch)
+    if calibration is not None and ids is not None:
+        calibration.quantize_layers(plan, shards[1:], work, report, ids, watch)
         return report
     pending = [(layer, path) for layer, path in zip(plan.layers, shards[1:], strict=True) if not path.exists()]
     for layer, path in tqdm(pending, desc="Quantising", unit="layer", disable=None):

@@ -98,7 +98,7 @@ MEANING: dict[str, dict[str, str]] = {
         "--shape": ALWAYS,
         **dict.fromkeys(("--hidden", "--intermediate", "--experts", "--topk"), "all four"),
         "--scheme": "it fits the shape",
-        **dict.fromkeys(("--tokens", "--routing", "--dtype", "--seconds", "--peers", "--json", "--plot"), ALWAYS),
+        **dict.fromkeys(("--tokens", "--routing", "--dtype", "--seconds", "--json", "--plot"), ALWAYS),
         "--isa": "it runs here",
         "--threads": ALWAYS,
         "--verbose": ALWAYS,
@@ -282,7 +282,7 @@ def test_the_table_has_all_options(command: str) -> None:
 
 
 def test_the_table_of_texts_is_right(places: dict[str, str]) -> None:
-    from cpumoe.cli.generation import load_tokenizer
+    from cpumoe.generation.model_folder import load_tokenizer
 
     assert len(load_tokenizer(Path(places["float"]))(Path(places["text"]).read_text())["input_ids"]) == 1200
 

@@ -10,18 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cpumoe.cli.arguments import FLOAT, find_models, positive, read_text
-from cpumoe.cli.generation import (
-    add_model_arguments,
-    check_folder,
-    check_schemes,
-    context_length,
-    is_quantized,
-    load_model,
-    load_tokenizer,
-    prepare_transformers,
-)
+from cpumoe.cli.generation import add_model_arguments, check_schemes, is_quantized, load_model
 from cpumoe.evaluation.expert_load import count_expert_load
 from cpumoe.evaluation.perplexity import DEFAULT_WINDOW, Comparison, Evaluation, compare, perplexity
+from cpumoe.generation.model_folder import check_folder, context_length, load_tokenizer, prepare_transformers
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

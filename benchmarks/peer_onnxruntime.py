@@ -5,11 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
-
-from cpumoe import _core
-from cpumoe.bench.measure import Call
-from cpumoe.bench.peer import (
+from peer import (
     GROUPED,
     LayerWeights,
     Peer,
@@ -19,6 +15,10 @@ from cpumoe.bench.peer import (
     sentence,
     weights_per_expert,
 )
+from torch import Tensor
+
+from cpumoe import _core
+from cpumoe.bench.measure import Call
 from cpumoe.bench.workload import Shape, fitting_scheme
 from cpumoe.layers.activation import Activation
 from cpumoe.layers.rounding import pack_nibbles

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peer import PER_CHANNEL, LayerWeights, Peer, PreparedPeer, repeated, sentence, weights_per_expert
 from torch import Tensor
 
 from cpumoe import _core
 from cpumoe.bench.measure import Call
-from cpumoe.bench.peer import PER_CHANNEL, LayerWeights, Peer, PreparedPeer, repeated, sentence, weights_per_expert
 from cpumoe.bench.workload import Shape
 
 _KT_CHUNK = 4096  # tokens that its buffers are made for

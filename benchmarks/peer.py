@@ -10,11 +10,11 @@ import importlib.util
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from cpumoe import cpu
 from cpumoe.bench.measure import Call
 from cpumoe.bench.workload import ROTATED_BYTES, Shape, fitting_scheme, random_values
 from cpumoe.errors import UnsupportedScheme
@@ -116,11 +116,7 @@ def scheme_obstacle(shape: Shape) -> str | None:
 
 def available_bytes() -> float:
     """Memory that can be had without swapping, less a tenth for everything else."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if name == "MemAvailable":
-            return 0.9 * 1024 * int(rest.split()[0])
-    raise OSError("/proc/meminfo has no MemAvailable")
+    return 0.9 * cpu.memory_bytes()["MemAvailable"]
 
 
 def sentence(error: BaseException) -> str:

@@ -1,7 +1,13 @@
-"""Other systems on the same routing, weights in memory and threads, for rows beside cpumoe's own."""
+"""Other systems on the same routing, weights in memory and threads, in rows beside cpumoe's own.
+
+    python benchmarks/peers.py --tokens 1,8,64   # takes the options of ``cpumoe bench``
+
+Systems that are not installed are named and left out.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import os
@@ -11,12 +17,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
-
-from cpumoe import _core
-from cpumoe.bench.measure import PROBE_BYTES, Call, Limits, Row, make_inputs, make_row, mean_active_experts, time_calls
-from cpumoe.bench.peer import (
+from peer import (
     GROUPED,
     PER_CHANNEL,
     LayerWeights,
@@ -27,9 +28,16 @@ from cpumoe.bench.peer import (
     sentence,
     weights_per_expert,
 )
-from cpumoe.bench.peer_kt_kernel import KtKernelPeer
-from cpumoe.bench.peer_onnxruntime import OnnxRuntimePeer
+from peer_kt_kernel import KtKernelPeer
+from peer_onnxruntime import OnnxRuntimePeer
+from torch import Tensor
+from torch.nn import functional as F
+
+from cpumoe import _core
+from cpumoe.bench.measure import PROBE_BYTES, Call, Limits, Row, make_inputs, make_row, mean_active_experts, time_calls
 from cpumoe.bench.workload import Shape, fitting_scheme
+from cpumoe.cli import bench
+from cpumoe.cli.arguments import add_threads, use_threads
 from cpumoe.layers import reference
 from cpumoe.layers.activation import Activation
 from cpumoe.layers.experts import Experts
@@ -171,3 +179,21 @@ def _stdout_to_stderr() -> Iterator[None]:
         libc.fflush(None)
         os.dup2(saved, 1)
         os.close(saved)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Measures as cpumoe bench does, and then other systems.")
+    bench.add_options(parser)
+    add_threads(parser)
+    arguments = parser.parse_args()
+    if arguments.threads is not None:
+        use_threads(arguments.threads)
+    try:
+        return bench.run(arguments, bench_peers)
+    except (ValueError, RuntimeError, OSError) as problem:
+        print(f"{sys.argv[0]}: {problem}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

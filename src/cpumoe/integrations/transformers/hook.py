@@ -1,7 +1,8 @@
 """Registers the plug-in with transformers as soon as transformers is imported, and costs nothing until then.
 
 ``import cpumoe`` must be enough for ``AutoModelForCausalLM.from_pretrained`` to read quantised checkpoints, and must
-not import transformers (seconds) for those who only want a layer.
+not import transformers (seconds) for those who only want a layer. ``CPUMOE_TRANSFORMERS=0`` leaves transformers as it
+is; what is asked of cpumoe itself (``cpumoe.load_model``) works nevertheless.
 """
 
 from __future__ import annotations
@@ -9,10 +10,18 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import logging
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from types import ModuleType
 from typing import Any
+
+_log = logging.getLogger("cpumoe")
+
+_SWITCH = "CPUMOE_TRANSFORMERS"
 
 # Names that transformers accepts as experts_implementation; the scheme is in the name, or in CPUMOE_SCHEME.
 EXPERTS_IMPLEMENTATIONS = ("cpumoe", *(f"cpumoe-{s}" for s in ("w4a8", "w4a8-g32", "w4a8-g64", "w4a8-g128", "w8a8")))
@@ -74,14 +83,28 @@ _AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
 }
 
 
+def _take_over(name: str, module: ModuleType) -> None:
+    _AFTER_IMPORT.pop(name)(module)
+    _say()
+
+
+@cache  # once
+def _say() -> None:
+    _log.info(
+        "transformers loads compressed-tensors checkpoints through cpumoe from here on and knows "
+        "experts_implementation=%r and others; %s=0 switches this off",
+        EXPERTS_IMPLEMENTATIONS[0],
+        _SWITCH,
+    )
+
+
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds the modules above as usual, and adds a step behind their execution."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        action = _AFTER_IMPORT.get(fullname)
-        if action is None:
+        if fullname not in _AFTER_IMPORT:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
@@ -89,17 +112,45 @@ class _Finder(importlib.abc.MetaPathFinder):
 
             def exec_module(module: ModuleType) -> None:
                 execute(module)
-                del _AFTER_IMPORT[fullname]
-                action(module)
+                _take_over(fullname, module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
+@cache  # what holds when cpumoe is imported
+def is_on() -> bool:
+    """Whether transformers is to know of cpumoe."""
+    value = os.environ.get(_SWITCH, "1")
+    if value not in ("0", "1"):
+        raise ValueError(f"{_SWITCH}={value!r}; 0 (transformers is left as it is) and 1 (the default) are accepted")
+    return value == "1"
+
+
 def install() -> None:
     """Called once, when cpumoe is imported."""
+    if not is_on():
+        return
     for name in list(_AFTER_IMPORT):
         if name in sys.modules:
-            _AFTER_IMPORT.pop(name)(sys.modules[name])
+            _take_over(name, sys.modules[name])
     if _AFTER_IMPORT:
         sys.meta_path.insert(0, _Finder())
+
+
+@contextmanager
+def taken_over() -> Iterator[None]:
+    """Inside the block compressed-tensors files go through our reader even where the plug-in is switched off."""
+    if is_on():
+        yield
+        return
+    from transformers.quantizers import auto
+
+    mappings = (auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING)
+    before = [mapping["compressed-tensors"] for mapping in mappings]
+    _add_quantizer(auto)
+    try:
+        yield
+    finally:
+        for mapping, stock in zip(mappings, before, strict=True):
+            mapping["compressed-tensors"] = stock

@@ -35,6 +35,7 @@ from cpumoe.checkpoints.packed_cache import PackedCache
 from cpumoe.errors import CheckpointError, CpumoeError, UnsupportedScheme
 from cpumoe.integrations.transformers.decode import ATTENTION, register_attention, speed_up
 from cpumoe.integrations.transformers.handed_on import CURE, watched
+from cpumoe.integrations.transformers.hook import taken_over
 from cpumoe.integrations.transformers.llama4 import adapt_llama4
 from cpumoe.integrations.transformers.model_config import completed_config
 from cpumoe.integrations.transformers.model_plan import (
@@ -121,7 +122,7 @@ def load_model(
         _Options(wanted, packed_linears, None if cache is None else Path(cache).expanduser(), strict=True)
     )
     try:
-        with _transformers_errors(path, bool(options)), _progress_on_terminals():
+        with _transformers_errors(path, bool(options)), _progress_on_terminals(), taken_over():
             return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, **more, **options)
     finally:
         _options.reset(token)

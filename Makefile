@@ -49,6 +49,8 @@ lint: $(VENV)/tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy benchmarks/peers.py
+	PYTHONPATH=src $(BIN)/lint-imports --no-cache
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'core/*.h' 'core/*.cc')
 
 format: $(VENV)/tools
@@ -66,7 +68,7 @@ $(VENV)/installed: $(VENV)/created constraints.txt $(SOURCES)
 	touch $@
 
 $(VENV)/tools: $(VENV)/installed
-	$(PIP) ruff==0.17.4 mypy==2.4.1 clang-format==23.1.3
+	$(PIP) ruff==0.17.4 mypy==2.4.1 import-linter==2.16 clang-format==23.1.3
 	touch $@
 
 $(VENV)/cmake: $(VENV)/created

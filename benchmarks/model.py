@@ -24,9 +24,9 @@ from torch import Tensor
 
 import cpumoe
 from cpumoe.bench.generation import decode_times
-from cpumoe.formats.compressed_tensors import LinearFormat, write_config
-from cpumoe.formats.tensor_file import TensorFileWriter
-from cpumoe.scheme import Scheme
+from cpumoe.checkpoints.formats.compressed_tensors import LinearFormat, write_config
+from cpumoe.checkpoints.tensor_file import TensorFileWriter
+from cpumoe.layers.scheme import Scheme
 
 HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 2048, 768, 128, 8
 HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 32, 4, 128, 151936
@@ -120,7 +120,7 @@ def memory_bytes(key: str) -> int:
 
 def load(folder: Path, linears: str | None, cache: Path | None) -> tuple[Any, dict[str, float]]:
     """Loads the model and says how long it took and how much memory it needed."""
-    from cpumoe.plugins.transformers import load_model
+    from cpumoe.integrations.transformers.plugin import load_model
 
     before = memory_bytes("VmRSS")
     start = time.perf_counter()

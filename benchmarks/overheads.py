@@ -81,7 +81,7 @@ def alternating(tokens: int) -> None:
 def packing() -> None:
     scheme = cpumoe.Scheme.parse("w4a8-g128")
     values, scales = random_values(64, 1536, 2048, scheme, 0)
-    for source, name in ((values, "int8 values"), (cpumoe.quantize.pack_nibbles(values), "nibbles")):
+    for source, name in ((values, "int8 values"), (cpumoe.layers.rounding.pack_nibbles(values), "nibbles")):
         rates = []
         for _ in range(5):
             start = time.perf_counter()

@@ -13,7 +13,7 @@ import pdoc
 
 import cpumoe
 
-MODULES = ["cpumoe", "cpumoe.evaluate", "cpumoe.expert_load", "cpumoe.hub"]
+MODULES = ["cpumoe", "cpumoe.evaluation.perplexity", "cpumoe.evaluation.expert_load", "cpumoe.checkpoints.hub"]
 
 
 def main(folder: Path) -> None:

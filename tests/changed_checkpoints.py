@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cpumoe.quantize import unpack_nibbles
-from cpumoe.reference import dequantize
+from cpumoe.layers.reference import dequantize
+from cpumoe.layers.rounding import unpack_nibbles
 
 CHECKPOINTS = Path(__file__).parent / "data" / "checkpoints"
 NAMES = (

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import cpumoe
-from cpumoe.quantize import quantize_weight
+from cpumoe.layers.rounding import quantize_weight
 
 
 @dataclass

@@ -9,7 +9,8 @@ import torch
 from layers import random_layer, relative_error, routing
 
 import cpumoe
-from cpumoe import MoEConfig, NoBackend, RoutingMethod, Scheme, backends, explain, select_backend
+from cpumoe import MoEConfig, NoBackend, RoutingMethod, Scheme, explain, select_backend
+from cpumoe.layers import backends
 
 
 def config(scheme: str = "w4a8-g32", **facts: object) -> MoEConfig:

@@ -16,9 +16,10 @@ from tiny_models import write_tiny_model, write_tiny_tokenizer
 from transformers import AutoTokenizer
 
 import cpumoe
-from cpumoe import CheckpointError, calibration_text
-from cpumoe.calibration_text import read_sequences
-from cpumoe.demo_model import FOLDER
+from cpumoe import CheckpointError
+from cpumoe.demo.model import FOLDER
+from cpumoe.quantization import calibration_text
+from cpumoe.quantization.calibration_text import read_sequences
 
 SENTENCE = "The experts that a token does not choose cost it nothing.\n"
 
@@ -206,7 +207,7 @@ _MEMORY = """
 import sys
 from pathlib import Path
 from transformers import AutoTokenizer
-from cpumoe.calibration_text import read_sequences
+from cpumoe.quantization.calibration_text import read_sequences
 def memory(key):
     lines = Path('/proc/self/status').read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(key))

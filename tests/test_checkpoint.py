@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from cpumoe import CheckpointError
-from cpumoe.architectures import ARCHITECTURES
-from cpumoe.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json
+from cpumoe.checkpoints.architectures import ARCHITECTURES
+from cpumoe.checkpoints.checkpoint import INDEX_FILE, SINGLE_FILE, Checkpoint, read_json
+from cpumoe.checkpoints.tensor_file import ALIGNMENT, DTYPES, TensorFile, TensorFileWriter
 from cpumoe.errors import printable
-from cpumoe.formats.tensor_file import ALIGNMENT, DTYPES, TensorFile, TensorFileWriter
 
 TENSORS = {
     "a": torch.arange(12, dtype=torch.float32).view(3, 4),

@@ -15,11 +15,11 @@ from tiny_architectures import together
 from torch import Tensor
 
 import cpumoe
-from cpumoe import cli, expert_sources, loading
-from cpumoe.cli import check
-from cpumoe.formats.compressed_tensors import LinearFormat
-from cpumoe.quantize import quantize_weight
-from cpumoe.scheme import Scheme
+from cpumoe import cli
+from cpumoe.checkpoints import expert_sources, loading, verification
+from cpumoe.checkpoints.formats.compressed_tensors import LinearFormat
+from cpumoe.layers.rounding import quantize_weight
+from cpumoe.layers.scheme import Scheme
 
 PACKED = "qwen3moe-w4a8-g32-packed"
 INT8 = "qwen3moe-w8a8-int8"
@@ -151,7 +151,7 @@ def test_weights_that_changed_in_memory_in_one_layer(monkeypatch: pytest.MonkeyP
             experts.get_buffer("down_packed")[-1] ^= 1
         return experts
 
-    monkeypatch.setattr(check, "load_experts", damaged)
+    monkeypatch.setattr(verification, "load_experts", damaged)
     code, text, facts = checked(CHECKPOINTS / CHANNEL)
     assert code == 1 and facts["differing"] == ["model.layers.1.mlp.experts"]
     assert [layer["agrees"] for layer in facts["layers"]] == [True, False]

@@ -15,7 +15,7 @@ from test_evaluate import EXPERTS, POSITIONS, TEXT, tiny_model, tiny_tokenizer
 
 from cpumoe import cpu
 from cpumoe.cli import main
-from cpumoe.evaluate import Evaluation, perplexity
+from cpumoe.evaluation.perplexity import Evaluation, perplexity
 
 
 @pytest.fixture(autouse=True)

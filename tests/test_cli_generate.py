@@ -14,8 +14,8 @@ from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 pytest.importorskip("transformers")
 
-from cpumoe.cli import generation, main
-from cpumoe.cli.generation import load_tokenizer, render_chat
+from cpumoe.cli import main
+from cpumoe.generation.model_folder import load_tokenizer, prepare_transformers, render_chat
 from cpumoe.generation.session import Session
 from cpumoe.generation.text import TextPieces
 
@@ -255,5 +255,5 @@ def test_reuse_after_an_interrupt(between_layers: bool, folder: Path) -> None:
 
 
 def test_transformers_stays_off_the_network() -> None:
-    generation.prepare_transformers()
+    prepare_transformers()
     assert os.environ["HF_HUB_OFFLINE"] == "1"

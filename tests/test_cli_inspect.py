@@ -16,11 +16,11 @@ from changed_checkpoints import CHECKPOINTS, NAMES, Config, Tensors, changed_cop
 from tiny_architectures import together, write_tensors
 
 from cpumoe import cli
-from cpumoe.checkpoint import Checkpoint, TensorCheck
+from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
+from cpumoe.checkpoints.loading import experts_of, find_linears, load_experts
+from cpumoe.checkpoints.tensor_file import TensorFile
 from cpumoe.cli.inspect import size_text
-from cpumoe.formats.tensor_file import TensorFile
-from cpumoe.loading import experts_of, find_linears, load_experts
-from cpumoe.scheme import Scheme
+from cpumoe.layers.scheme import Scheme
 
 PACKED = "qwen3moe-w4a8-g32-packed"
 INT8 = "qwen3moe-w8a8-int8"

@@ -98,7 +98,7 @@ MEANING: dict[str, dict[str, str]] = {
         "--shape": ALWAYS,
         **dict.fromkeys(("--hidden", "--intermediate", "--experts", "--topk"), "all four"),
         "--scheme": "it fits the shape",
-        **dict.fromkeys(("--tokens", "--routing", "--dtype", "--seconds", "--peers", "--json", "--plot"), ALWAYS),
+        **dict.fromkeys(("--tokens", "--routing", "--dtype", "--seconds", "--json", "--plot"), ALWAYS),
         "--isa": "it runs here",
         "--threads": ALWAYS,
         "--verbose": ALWAYS,
@@ -240,7 +240,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def load_model(*_: object, **__: object) -> None:
         raise AssertionError("a model was loaded for what had to be refused before")
 
-    monkeypatch.setattr("cpumoe.plugins.transformers.load_model", load_model)
+    monkeypatch.setattr("cpumoe.integrations.transformers.plugin.load_model", load_model)
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -282,7 +282,7 @@ def test_the_table_has_all_options(command: str) -> None:
 
 
 def test_the_table_of_texts_is_right(places: dict[str, str]) -> None:
-    from cpumoe.cli.generation import load_tokenizer
+    from cpumoe.generation.model_folder import load_tokenizer
 
     assert len(load_tokenizer(Path(places["float"]))(Path(places["text"]).read_text())["input_ids"]) == 1200
 

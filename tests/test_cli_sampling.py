@@ -21,7 +21,7 @@ pytest.importorskip("transformers")
 
 import cpumoe
 from cpumoe.cli import main
-from cpumoe.cli.generation import load_tokenizer
+from cpumoe.generation.model_folder import load_tokenizer
 from cpumoe.generation.session import Session
 from cpumoe.generation.text import StopStrings
 

@@ -23,7 +23,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("starlette")
 
 from cpumoe.cli import main
-from cpumoe.cli.serve import BATCH_TOKENS, available_bytes, plan_cache
+from cpumoe.generation.memory import BATCH_TOKENS, available_bytes, plan_cache
 
 # Reasoning in marks that transformers knows of this family, and a variable of its own.
 TEMPLATE = (

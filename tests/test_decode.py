@@ -12,8 +12,7 @@ from tiny_architectures import ARCHITECTURES, write_float
 from tiny_models import ARCHITECTURES as TINY
 
 import cpumoe
-from cpumoe.plugins import decode
-from cpumoe.plugins import transformers as plugin
+from cpumoe.integrations.transformers import decode, plugin
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = {

@@ -11,14 +11,14 @@ import torch
 from transformers import AutoTokenizer
 
 import cpumoe
-from cpumoe import demo_model
 from cpumoe.bench.workload import Shape, random_routing
-from cpumoe.checkpoint import Checkpoint
+from cpumoe.checkpoints.checkpoint import Checkpoint
+from cpumoe.checkpoints.loading import experts_of
 from cpumoe.cli import main
-from cpumoe.evaluate import compare
-from cpumoe.loading import experts_of
-from cpumoe.quantization_plan import QuantizationPlan
-from cpumoe.scheme import Scheme
+from cpumoe.demo import model as demo_model
+from cpumoe.evaluation.perplexity import compare
+from cpumoe.layers.scheme import Scheme
+from cpumoe.quantization.quantization_plan import QuantizationPlan
 
 HELD_OUT = Path(__file__).parent / "data" / "heldout.txt"
 MASTER = Path(__file__).parent.parent / "models" / "python-stdlib" / "checkpoint"

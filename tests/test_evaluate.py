@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
 
 import cpumoe
-from cpumoe.evaluate import compare, perplexity
-from cpumoe.expert_load import ExpertLoad, count_expert_load, record_routing
+from cpumoe.evaluation.expert_load import ExpertLoad, count_expert_load, record_routing
+from cpumoe.evaluation.perplexity import compare, perplexity
 
 TEXT = """The quick brown fox of the café jumps over the lazy dog, and
 the dog, which is not as lazy as it looks, jumps after it. Whether they meet again is not known.

@@ -7,8 +7,8 @@ import torch
 from layers import random_layer, relative_error, routing
 
 import cpumoe
-from cpumoe import reference
-from cpumoe.quantize import pack_nibbles, quantize_weight, unpack_nibbles
+from cpumoe.layers import reference
+from cpumoe.layers.rounding import pack_nibbles, quantize_weight, unpack_nibbles
 
 # A flipped rounding tie in the requantised intermediate shows as one quantum of one value.
 FLIPS = 3e-3

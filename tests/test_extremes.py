@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cpumoe
-from cpumoe import _core, ops, reference, select_experts
+from cpumoe import _core, ops, select_experts
+from cpumoe.layers import reference
 
 SMALLEST, LARGEST = 2.0**-149, torch.finfo(torch.float32).max
 ISAS = [entry.name for entry in cpumoe.instruction_sets() if entry.supported]

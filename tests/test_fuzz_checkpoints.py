@@ -28,9 +28,10 @@ from tiny_architectures import ARCHITECTURES, write_float, write_quantized
 
 import cpumoe
 from cpumoe import CheckpointError, UnsupportedScheme
-from cpumoe.checkpoint import Checkpoint
+from cpumoe.checkpoints.checkpoint import Checkpoint
+from cpumoe.checkpoints.inspection import Survey
 from cpumoe.errors import printable
-from cpumoe.survey import Survey
+from cpumoe.integrations.transformers.model_config import completed_config
 
 EXAMPLES = int(os.environ.get("CPUMOE_FUZZ_EXAMPLES", "60"))
 FUZZ = settings(
@@ -82,7 +83,7 @@ def outcome(folder: Path) -> tuple[torch.nn.Module | None, str]:
         assert said.isprintable() and len(said) < 20_000
     try:
         with Checkpoint.open(folder) as checkpoint:
-            facts = Survey(checkpoint).to_json()
+            facts = Survey(checkpoint, complete=completed_config).to_json()
             json.dumps(facts)
         loads, problems = facts["loads"], facts["problems"]
     except REFUSALS as refusal:

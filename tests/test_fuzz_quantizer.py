@@ -169,7 +169,7 @@ import cpumoe
 from test_fuzz_quantizer import drive
 source, root, options, examples = json.loads(sys.argv[2])
 if "calibration" in options:  # what it imports, once for all children
-    from cpumoe.calibration import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from cpumoe.integrations.transformers.calibration import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     AutoTokenizer.from_pretrained(source)
     with torch.device("meta"):
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))

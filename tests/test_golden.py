@@ -95,8 +95,8 @@ def test_a_poisoned_row_is_nan_and_alone(name: str, isa: str) -> None:
 @pytest.mark.parametrize("name", [c["name"] for c in CASES if c["kind"] not in POISONED])
 def test_reference_agrees(name: str) -> None:
     """The plain-PyTorch statement of the arithmetic, on the same inputs."""
-    from cpumoe import reference
-    from cpumoe.quantize import unpack_nibbles
+    from cpumoe.layers import reference
+    from cpumoe.layers.rounding import unpack_nibbles
 
     case = next(c for c in CASES if c["name"] == name)
     x, linear = load(name)

@@ -19,8 +19,8 @@ from tiny_models import write_tiny_model
 pytest.importorskip("transformers")
 
 import cpumoe
+from cpumoe.checkpoints.hub import NotDownloaded, find_model, is_model_id
 from cpumoe.cli import main
-from cpumoe.hub import NotDownloaded, find_model, is_model_id
 
 ID = "tiny-owner/Tiny-MoE.v1"
 PICKLES = "tiny-owner/pickles"

@@ -15,7 +15,7 @@ from layers import random_layer
 
 import cpumoe
 from cpumoe import _core
-from cpumoe.selftest import run_self_tests, using_isa
+from cpumoe.evaluation.selftest import run_self_tests, using_isa
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

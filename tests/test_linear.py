@@ -8,8 +8,8 @@ from layers import random_layer, relative_error
 from torch.nn import functional as F
 
 import cpumoe
-from cpumoe import reference
-from cpumoe.quantize import pack_nibbles, quantize_weight
+from cpumoe.layers import reference
+from cpumoe.layers.rounding import pack_nibbles, quantize_weight
 
 
 @pytest.mark.parametrize("scheme", ["w4a8", "w4a8-g32", "w4a8-g160", "w8a8"])

@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("lm_eval")
 
-from cpumoe.demo_model import FOLDER
+from cpumoe.demo.model import FOLDER
 
 TASK = """\
 task: imports
@@ -37,7 +37,7 @@ def run(tmp_path: Path, arguments: str) -> subprocess.CompletedProcess[str]:
     command = ["run", "--model", "cpumoe", "--model_args", arguments, "--tasks", "imports"]
     command += ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "out")]
     return subprocess.run(
-        [sys.executable, "-m", "cpumoe.plugins.lm_eval", *command],
+        [sys.executable, "-m", "cpumoe.integrations.lm_eval", *command],
         capture_output=True,
         text=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hub")},

@@ -28,12 +28,13 @@ from tiny_architectures import (
 )
 
 import cpumoe
-from cpumoe import CheckpointError, Scheme, UnsupportedScheme, loading
-from cpumoe.checkpoint import Checkpoint, TensorCheck
-from cpumoe.formats.compressed_tensors import LinearFormat
-from cpumoe.loading import LinearSource, experts_of, load_experts
+from cpumoe import CheckpointError, Scheme, UnsupportedScheme
+from cpumoe.checkpoints import loading
+from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
+from cpumoe.checkpoints.formats.compressed_tensors import LinearFormat
+from cpumoe.checkpoints.loading import LinearSource, experts_of, load_experts
+from cpumoe.layers.rounding import quantize_weight
 from cpumoe.ops import unpack
-from cpumoe.quantize import quantize_weight
 
 EXAMPLES = Path(__file__).parent / "data" / "checkpoints"
 NAMES = sorted(path.name for path in EXAMPLES.iterdir())
@@ -524,8 +525,8 @@ import sys
 from pathlib import Path
 import torch
 import cpumoe
-from cpumoe.checkpoint import Checkpoint
-from cpumoe.loading import experts_of, load_experts
+from cpumoe.checkpoints.checkpoint import Checkpoint
+from cpumoe.checkpoints.loading import experts_of, load_experts
 
 def status(field):
     lines = Path("/proc/self/status").read_text().splitlines()

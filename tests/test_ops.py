@@ -8,7 +8,7 @@ from layers import random_layer, relative_error, routing
 
 import cpumoe
 from cpumoe import ops
-from cpumoe.quantize import pack_nibbles
+from cpumoe.layers.rounding import pack_nibbles
 
 
 def fused_arguments(tokens: int = 5) -> tuple[object, ...]:

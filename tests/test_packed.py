@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 import cpumoe
 from cpumoe import ops
-from cpumoe.packed_weights import ExpertsPacker
+from cpumoe.layers.packed_weights import ExpertsPacker
 
 
 def layer_and_call() -> tuple[cpumoe.Experts, tuple[torch.Tensor, ...], torch.Tensor]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import peers
 import pytest
 import torch
 from layers import relative_error
+from peer import GROUPED, PER_CHANNEL, LayerWeights, Peer, PreparedPeer, repeated
 
-from cpumoe.bench import peers
-from cpumoe.bench.peer import GROUPED, PER_CHANNEL, LayerWeights, Peer, PreparedPeer, repeated
 from cpumoe.bench.workload import Shape, random_routing
-from cpumoe.reference import dequantize, experts
+from cpumoe.layers.reference import dequantize, experts
 
 SHAPE = Shape("tiny", 256, 128, 6, 2)
 
@@ -18,7 +18,7 @@ SHAPE = Shape("tiny", 256, 128, 6, 2)
 def test_peers_compute_the_layer(peer: Peer, monkeypatch: pytest.MonkeyPatch) -> None:
     if (reason := peer.obstacle(SHAPE)) is not None:
         pytest.skip(reason)
-    monkeypatch.setattr("cpumoe.bench.peer.ROTATED_BYTES", 1)
+    monkeypatch.setattr("peer.ROTATED_BYTES", 1)
     prepared = peer.prepare(SHAPE, torch.float32)
     assert len(prepared.calls) == 2 and prepared.bytes_per_expert > 0
     scheme = GROUPED if "g128" in prepared.scheme else PER_CHANNEL
@@ -44,7 +44,7 @@ def test_rows_and_reports(monkeypatch: pytest.MonkeyPatch) -> None:
         name = "missing"
         packages = ("a_package_that_nobody_has",)
 
-    monkeypatch.setattr("cpumoe.bench.peer.ROTATED_BYTES", 1)
+    monkeypatch.setattr("peer.ROTATED_BYTES", 1)
     monkeypatch.setattr(peers, "PEERS", (Broken(), Missing(), peers.TorchBf16Peer()))
     told: list[str] = []
     rows = list(peers.bench_peers(SHAPE, [3, 1], torch.bfloat16, 0.02, told.append))

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpumoe import CheckpointError, Scheme, UnsupportedScheme
-from cpumoe.formats.compressed_tensors import LinearFormat, QuantizationConfig, write_config
-from cpumoe.formats.name_patterns import NamePatterns
+from cpumoe.checkpoints.formats.compressed_tensors import LinearFormat, QuantizationConfig, write_config
+from cpumoe.checkpoints.formats.name_patterns import NamePatterns
 
 #: The ``quantization_config`` of checkpoints as llm-compressor, GPTQ, AWQ and OpenAI wrote them.
 CONFIGS = json.loads((Path(__file__).parent / "data" / "quantization_configs.json").read_text())
@@ -286,7 +286,7 @@ def test_patterns_that_take_too_long_are_refused_with_the_pattern(place, pattern
 
 def test_many_slow_patterns_are_refused_together(monkeypatch):
     """Each is quick enough for one name, and all of them for all names are not."""
-    monkeypatch.setattr("cpumoe.formats.name_patterns._SECONDS", 0.5)
+    monkeypatch.setattr("cpumoe.checkpoints.formats.name_patterns._SECONDS", 0.5)
     slow = r"re:(.*)(.*)(.*)(.*)\1\2\3\4(?<!j)$"
     config = QuantizationConfig.parse(base() | {"ignore": ["re:.*lm_head", slow, "re:.*router"]})
     with pytest.raises(CheckpointError, match="it takes too long .over 0.5 s for the names of this model") as refusal:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cpumoe import Scheme, UnsupportedScheme
-from cpumoe.gptq import MIN_TOKENS, InputStatistics, quantize_with_statistics
-from cpumoe.quantize import plain_scales, quantize_weight
-from cpumoe.reference import dequantize
+from cpumoe.layers.reference import dequantize
+from cpumoe.layers.rounding import plain_scales, quantize_weight
+from cpumoe.quantization.gptq import MIN_TOKENS, InputStatistics, quantize_with_statistics
 
 SCHEMES = ["w4a8", "w4a8-g32", "w4a8-g128", "w8a8"]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -132,7 +132,7 @@ def test_clip_search_does_not_depend_on_chunks_or_strides(monkeypatch: pytest.Mo
     strided = quantize_weight(weight.transpose(1, 2).contiguous().transpose(1, 2), scheme, clip_search=True)
     assert torch.equal(strided[0], values) and torch.equal(strided[1], scales)
     for chunk in (1, 1000):
-        monkeypatch.setattr("cpumoe.quantize._CHUNK", chunk)
+        monkeypatch.setattr("cpumoe.layers.rounding._CHUNK", chunk)
         chunked = quantize_weight(weight, scheme, clip_search=True)
         assert torch.equal(chunked[0], values) and torch.equal(chunked[1], scales)
 
@@ -259,7 +259,8 @@ def test_compensation_is_not_misled_by_chance(name: str, tokens: int) -> None:
 
 def test_compensation_of_two_inputs_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        "cpumoe.gptq.search_scales", lambda grouped, largest, dtype, _: plain_scales(grouped, largest, dtype)
+        "cpumoe.quantization.gptq.search_scales",
+        lambda grouped, largest, dtype, _: plain_scales(grouped, largest, dtype),
     )
     # The two inputs are always the same, so that only the sum of their weights matters: what rounding takes from one
     # is given to the other, and 0.8 becomes 1. The third, never seen, makes the step 1.

@@ -20,15 +20,17 @@ from tiny_architectures import ARCHITECTURES, write_float
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 import cpumoe
-from cpumoe import CheckpointError, UnsupportedScheme, calibration, reference
-from cpumoe.calibration_text import read_sequences
-from cpumoe.checkpoint import Checkpoint
+from cpumoe import CheckpointError, UnsupportedScheme
+from cpumoe.checkpoints.checkpoint import Checkpoint
+from cpumoe.checkpoints.expert_sources import Buffers
+from cpumoe.checkpoints.formats.compressed_tensors import FORMS
+from cpumoe.checkpoints.loading import experts_of
 from cpumoe.cli import main
-from cpumoe.expert_sources import Buffers
-from cpumoe.formats.compressed_tensors import FORMS
-from cpumoe.layer_writer import LayerWriter
-from cpumoe.loading import experts_of
-from cpumoe.quantize import quantize_weight
+from cpumoe.integrations.transformers import calibration
+from cpumoe.layers import reference
+from cpumoe.layers.rounding import quantize_weight
+from cpumoe.quantization.calibration_text import read_sequences
+from cpumoe.quantization.layer_writer import LayerWriter
 
 
 @pytest.fixture(autouse=True)
@@ -164,7 +166,7 @@ _RUN = "import sys, cpumoe; cpumoe.quantize_checkpoint(*sys.argv[1:4], **eval(sy
 # Stops in the second layer, with some of its tensors written, and waits to be killed.
 _RUN_AND_WAIT = """
 import time
-from cpumoe.layer_writer import LayerWriter
+from cpumoe.quantization.layer_writer import LayerWriter
 quantize_expert = LayerWriter.quantize_expert
 def wait_in_second_layer(self, expert, inputs):
     if self._layer.index == 1 and expert == 2:
@@ -213,8 +215,8 @@ def test_a_run_that_was_killed_at_its_very_end_is_taken_up(float_model, tmp_path
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr("cpumoe.checkpoint_quantizer.sync", lambda path: None)
-        patched.setattr("cpumoe.checkpoint_quantizer._finish", lambda *_: killed(None, None))
+        patched.setattr("cpumoe.quantization.checkpoint_quantizer.sync", lambda path: None)
+        patched.setattr("cpumoe.quantization.checkpoint_quantizer._finish", lambda *_: killed(None, None))
         cpumoe.quantize_checkpoint(float_model, tmp_path / "q", "w4a8-g32")
     report = cpumoe.quantize_checkpoint(float_model, tmp_path / "q", "w4a8-g32")
     assert report.matrices == 24 and not list((tmp_path / "q").rglob(".work"))
@@ -236,7 +238,7 @@ def test_a_run_that_was_stopped_while_it_cleared_up_is_finished(float_model, tmp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr("cpumoe.checkpoint_quantizer.clear_notes", stopped)
+        patched.setattr("cpumoe.quantization.checkpoint_quantizer.clear_notes", stopped)
         cpumoe.quantize_checkpoint(float_model, tmp_path / "q", "w4a8-g32")
     notes = sorted((tmp_path / "q/.work").iterdir())
     with pytest.raises(FileExistsError):  # of another run: nothing is touched
@@ -361,7 +363,7 @@ def test_a_tokenizer_that_changes_at_the_very_end_is_noticed(tmp_path, monkeypat
         if path.name == "tokenizer.json":
             path.write_text(path.read_text() + " ")
 
-    monkeypatch.setattr("cpumoe.checkpoint_quantizer.copy_durably", copy_and_change)
+    monkeypatch.setattr("cpumoe.quantization.checkpoint_quantizer.copy_durably", copy_and_change)
     with pytest.raises(CheckpointError, match="tokenizer.json changed"):
         cpumoe.quantize_checkpoint(source, tmp_path / "q", "w4a8-g32")
     assert not (tmp_path / "q").exists() and not (tmp_path / "q.partial/config.json").exists()

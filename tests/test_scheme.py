@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 import cpumoe
 from cpumoe import Activation, GroupShape, Scheme, TensorFormat, UnsupportedScheme
-from cpumoe.scheme import PER_TOKEN_INT8
+from cpumoe.layers.scheme import PER_TOKEN_INT8
 
 
 @pytest.mark.parametrize("name", ["w4a8", "w4a8-g32", "w4a8-g96", "w4a8-g128", "w4a8-g2048", "w8a8"])

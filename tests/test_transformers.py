@@ -32,7 +32,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Llama4Config, Llam
 
 import cpumoe
 from cpumoe import CheckpointError, Experts, QuantizedLinear, UnsupportedScheme
-from cpumoe.formats.tensor_file import TensorFile
+from cpumoe.checkpoints.tensor_file import TensorFile
 from cpumoe.ops import unpack
 
 transformers.logging.disable_progress_bar()
@@ -743,7 +743,7 @@ def test_a_mistake_of_our_own_is_not_blamed_on_the_configuration(models, monkeyp
     def mistaken(*_, **__):
         raise TypeError("a mistake")
 
-    monkeypatch.setattr("cpumoe.plugins.transformers.plan_model", mistaken)
+    monkeypatch.setattr("cpumoe.integrations.transformers.plugin.plan_model", mistaken)
     with pytest.raises(TypeError, match="a mistake"):
         load(models.quantized("qwen3_moe"))
 

@@ -20,7 +20,7 @@ from tiny_architectures import ARCHITECTURES, write_float
 from transformers import AutoModelForCausalLM
 
 import cpumoe
-from cpumoe.demo_model import FOLDER
+from cpumoe.demo.model import FOLDER
 
 #: With every expert chosen, rounding moves no token to another expert, and logits can be compared.
 EVERY_EXPERT = {

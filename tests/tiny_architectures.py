@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cpumoe.quantize import quantize_weight
-from cpumoe.scheme import Scheme
+from cpumoe.layers.rounding import quantize_weight
+from cpumoe.layers.scheme import Scheme
 
 _COMMON: dict[str, Any] = {
     "hidden_size": 64,

@@ -18,8 +18,8 @@ import torch
 from transformers import AutoTokenizer
 
 import cpumoe
-from cpumoe.evaluate import perplexity
-from cpumoe.expert_load import count_expert_load
+from cpumoe.evaluation.expert_load import count_expert_load
+from cpumoe.evaluation.perplexity import perplexity
 
 HERE = Path(__file__).parent
 SCHEMES = ("w4a8", "w4a8-g128", "w4a8-g32", "w8a8")

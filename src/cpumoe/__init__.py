@@ -7,27 +7,31 @@ from typing import TYPE_CHECKING, Any
 
 import cpumoe_command.python_m  # noqa: F401  # before PyTorch is imported: Ctrl-C in "python -m cpumoe"
 from cpumoe import cpu  # first: it guards oneDNN and looks whether PyTorch was imported before
-from cpumoe.activation import Activation
-from cpumoe.backends import explain, select_backend
-from cpumoe.checkpoint_quantizer import quantize_checkpoint
-from cpumoe.config import MoEConfig, ParallelLayout
 from cpumoe.cpu import get_num_threads, guard_onednn, instruction_sets, isa, set_num_threads
 from cpumoe.errors import CheckpointError, CpumoeError, NoBackend, UnsupportedScheme
-from cpumoe.experts import Experts
-from cpumoe.layer import MoELayer
-from cpumoe.linear import QuantizedLinear
-from cpumoe.plugins import hook
-from cpumoe.routing import RoutingMethod, routing_method, select_experts
-from cpumoe.scheme import GroupShape, Scheme, TensorFormat
+from cpumoe.integrations.transformers import hook
+from cpumoe.layers.activation import Activation
+from cpumoe.layers.backends import explain, select_backend
+from cpumoe.layers.config import MoEConfig, ParallelLayout
+from cpumoe.layers.experts import Experts
+from cpumoe.layers.layer import MoELayer
+from cpumoe.layers.linear import QuantizedLinear
+from cpumoe.layers.routing import RoutingMethod, routing_method, select_experts
+from cpumoe.layers.scheme import GroupShape, Scheme, TensorFormat
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from cpumoe.plugins.float_models import accelerate
-    from cpumoe.plugins.transformers import load_model
+    from cpumoe.integrations.transformers.float_models import accelerate
+    from cpumoe.integrations.transformers.plugin import load_model
+    from cpumoe.integrations.transformers.quantizing import quantize_checkpoint
 
-#: Names that need transformers, which is imported when one of them is used for the first time.
-_LAZY = {"accelerate": "cpumoe.plugins.float_models", "load_model": "cpumoe.plugins.transformers"}
+#: Names whose modules are imported when one of them is used for the first time: transformers takes seconds.
+_LAZY = {
+    "accelerate": "cpumoe.integrations.transformers.float_models",
+    "load_model": "cpumoe.integrations.transformers.plugin",
+    "quantize_checkpoint": "cpumoe.integrations.transformers.quantizing",
+}
 
 
 def __getattr__(name: str) -> Any:

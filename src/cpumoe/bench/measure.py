@@ -12,8 +12,8 @@ from torch import Tensor
 
 from cpumoe import _core
 from cpumoe.bench.workload import Shape, random_routing, rotating_experts
-from cpumoe.experts import Experts
-from cpumoe.scheme import Scheme
+from cpumoe.layers.experts import Experts
+from cpumoe.layers.scheme import Scheme
 
 #: hidden_states, topk_ids, topk_weights -> out
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from cpumoe import ops
-from cpumoe.activation import Activation
 from cpumoe.errors import UnsupportedScheme
-from cpumoe.experts import Experts
-from cpumoe.packed_weights import packed_spec
-from cpumoe.routing import RoutingMethod, select_experts
-from cpumoe.scheme import Scheme
+from cpumoe.layers.activation import Activation
+from cpumoe.layers.experts import Experts
+from cpumoe.layers.packed_weights import packed_spec
+from cpumoe.layers.routing import RoutingMethod, select_experts
+from cpumoe.layers.scheme import Scheme
 
 #: Weights rotated through so that decode reads DRAM, not a cache.
 ROTATED_BYTES = 1_100_000_000

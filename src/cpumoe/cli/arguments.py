@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 
 from cpumoe import cpu
-from cpumoe.architectures import known_architecture
-from cpumoe.checkpoint import Checkpoint
+from cpumoe.checkpoints.architectures import known_architecture
+from cpumoe.checkpoints.checkpoint import Checkpoint
+from cpumoe.checkpoints.hub import NotDownloaded, find_model
 from cpumoe.errors import UnsupportedScheme
-from cpumoe.hub import NotDownloaded, find_model
-from cpumoe.scheme import Scheme
+from cpumoe.layers.scheme import Scheme
 
 #: What ``--scheme`` and ``--linears`` take to leave weights in float.
 FLOAT = "float"

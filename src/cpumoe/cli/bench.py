@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,13 +23,16 @@ from cpumoe.cli.arguments import (
     seconds,
     size_in_features,
 )
-from cpumoe.demo_model import measured_load
-from cpumoe.scheme import Scheme
+from cpumoe.demo.model import measured_load
+from cpumoe.layers.scheme import Scheme
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _DEFAULT_SCHEME = Scheme.parse("w4a8-g128")
+#: Shape, numbers of tokens, dtype of the hidden states, seconds for each row, and who is told what goes wrong.
+BenchOthers = Callable[[Shape, list[int], torch.dtype, float, Callable[[str], None]], Iterator[Row]]
+
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -39,6 +43,11 @@ def add_command(commands: Commands) -> None:
         description="Measures layers with random weights, and in the same run the DRAM read rate and the int8 peak of "
         "the instruction set in use. Weights rotate through more than 1 GB, so that decode reads DRAM.",
     )
+    add_options(parser)
+    parser.set_defaults(run=run)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--shape", action="append", choices=sorted(SHAPES), help="known model; may be repeated")
     sizes = {"hidden": size_in_features, "intermediate": size_in_features, "experts": positive, "topk": positive}
     for name, kind in sizes.items():
@@ -61,10 +70,8 @@ def add_command(commands: Commands) -> None:
     )
     parser.add_argument("--dtype", choices=sorted(_DTYPES), default="bf16", help="of the hidden states")
     parser.add_argument("--seconds", type=seconds, metavar="F", default=2.0, help="time for each row (2)")
-    parser.add_argument("--peers", action="store_true", help="also other systems, where they are installed")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows to FILE")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a roofline (PNG) to FILE")
-    parser.set_defaults(run=run)
 
 
 def _token_list(text: str) -> list[int]:
@@ -97,7 +104,8 @@ def _note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: argparse.Namespace, bench_others: BenchOthers | None = None) -> int:
+    """``bench_others`` measures other systems for more rows (``benchmarks/peers.py``)."""
     shapes = _shapes(arguments)
     schemes = [Scheme.parse(name) for name in arguments.scheme or []]
     for shape in shapes:
@@ -121,11 +129,9 @@ def run(arguments: argparse.Namespace) -> int:
                     rows.append(row)
                     _note(f"{row.shape} {row.scheme} {row.isa} T={row.tokens}: {row.ms_median:.3f} ms")
     _core.use_isa("")
-    if arguments.peers:
-        from cpumoe.bench.peers import bench_peers
-
+    if bench_others is not None:
         for shape in shapes:
-            for row in bench_peers(shape, arguments.tokens, dtype, arguments.seconds, _note):
+            for row in bench_others(shape, arguments.tokens, dtype, arguments.seconds, _note):
                 rows.append(row)
                 _note(f"{row.system} {row.shape} T={row.tokens}: {row.ms_median:.3f} ms")
     print(table(rows))

@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import argparse
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from cpumoe import cpu, demo_model, reference
+from cpumoe import cpu
 from cpumoe.bench.machine_load import MachineLoad, doubt
 from cpumoe.cli import demo_layer
 from cpumoe.cli.arguments import positive, refuse_given
-from cpumoe.experts import Experts
-from cpumoe.linear import QuantizedLinear
-from cpumoe.ops import unpack
+from cpumoe.demo import model as demo_model
+from cpumoe.generation.memory import model_bytes
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
-
-PROMPTS = (
-    'def read_lines(path):\n    """Return the lines of a file without their ends."""\n',
-    "class TestStack(unittest.TestCase):\n    def setUp(self):\n        self.stack = []\n\n    def test_push(self):\n",
-    "import os\nimport sys\n\n\ndef main(argv=None):\n",
-)
 
 _TOKENS = 64
 
@@ -56,12 +47,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _complete(tokens: int) -> int:
     from cpumoe.bench.generation import decode_times
-    from cpumoe.cli.generation import load_tokenizer, prepare_transformers
-    from cpumoe.expert_load import count_expert_load
-    from cpumoe.generation.session import Session
+    from cpumoe.demo.completions import PROMPTS, complete, float_model
+    from cpumoe.evaluation.expert_load import count_expert_load
+    from cpumoe.generation.model_folder import load_tokenizer, prepare_transformers
 
     prepare_transformers()
-    from cpumoe.plugins.transformers import load_model
+    from cpumoe.integrations.transformers.plugin import load_model
 
     start = time.perf_counter()
     model = load_model(demo_model.FOLDER)
@@ -73,14 +64,12 @@ def _complete(tokens: int) -> int:
         f"{config.num_experts_per_tok} per token, trained on the Python standard library.\n"
         f"Loaded in {seconds:.1f} s; {cpu.isa()} kernels, {cpu.get_num_threads()} threads."
     )
-    options = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 0, "repetition_penalty": 1.1}
     torch.manual_seed(3)
     rates: list[float] = []
     with count_expert_load(model) as load:
         for prompt in PROMPTS:
             print(f"\n{'-' * 100}\n{prompt}", end="")
-            session = Session(model, tokenizer, options)  # each prompt is a text of its own
-            answer = session.answer(tokenizer.encode(prompt), tokens, lambda piece: print(piece, end="", flush=True))
+            answer = complete(model, tokenizer, prompt, tokens, lambda piece: print(piece, end="", flush=True))
             rates.append(answer.decode_rate or 0.0)
             print()
     print("-" * 100)
@@ -98,8 +87,8 @@ def _complete(tokens: int) -> int:
     plain_times = decode_times(plain, ids, 8)
     print(
         f"The same model in {str(plain.dtype).removeprefix('torch.')} with transformers alone: "
-        f"{plain_times.seconds * 1e3:.1f} ms a token, {_bytes(plain) * 1e-6:.0f} MB of weights instead of "
-        f"{_bytes(model) * 1e-6:.0f} MB."
+        f"{plain_times.seconds * 1e3:.1f} ms a token, {model_bytes(plain) * 1e-6:.0f} MB of weights instead of "
+        f"{model_bytes(model) * 1e-6:.0f} MB."
     )
     if said := doubt(load_of_others.taken_by_others(), packed_times.all_seconds, plain_times.all_seconds):
         print(said)
@@ -109,30 +98,3 @@ def _complete(tokens: int) -> int:
         "(models/python-stdlib/README.md says how this was measured)."
     )
     return 0
-
-
-def _bytes(model: PreTrainedModel) -> int:
-    tensors = [*model.parameters(), *model.buffers()]
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def float_model(model: PreTrainedModel) -> PreTrainedModel:
-    """What a packed Qwen3-MoE stands for, as transformers would run it: weights multiplied out."""
-    from transformers import AutoModelForCausalLM
-
-    state: dict[str, Any] = dict(model.state_dict())
-    for name, module in model.named_modules():
-        if isinstance(module, QuantizedLinear):
-            values, scales, _ = unpack(state.pop(f"{name}.weight_packed"))
-            state[f"{name}.weight"] = reference.dequantize(values[0], scales[0])
-        elif isinstance(module, Experts):
-            del state[f"{name}.gate_up_packed"], state[f"{name}.down_packed"]
-            held = module.quantized()
-            state[f"{name}.gate_up_proj"] = reference.dequantize(held.gate_up, held.gate_up_scale)
-            state[f"{name}.down_proj"] = reference.dequantize(held.down, held.down_scale)
-    config = type(model.config).from_dict(model.config.to_dict())
-    config.quantization_config = None
-    plain = AutoModelForCausalLM.from_config(config, dtype=model.dtype, attn_implementation="sdpa")
-    plain.load_state_dict(state)
-    plain.eval()
-    return plain

@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import statistics
-import time
-from collections.abc import Callable
 
-import torch
-from torch import Tensor
-
-import cpumoe
-from cpumoe import reference
-from cpumoe.bench.machine_load import MachineLoad, doubt
+from cpumoe import cpu
 from cpumoe.bench.workload import SHAPES, Shape
 from cpumoe.cli.arguments import check_scheme_fits, positive, scheme_name
-from cpumoe.scheme import Scheme
-from cpumoe.selftest import using_isa
+from cpumoe.demo.layer import DemoLayer
+from cpumoe.layers.scheme import Scheme
 
 #: What has no meaning without ``--layer``.
 OPTIONS = ("scheme", "experts")
@@ -28,28 +20,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--experts", type=positive, metavar="N", help="of the layer (64; Qwen3-30B-A3B has 128)")
 
 
-Inputs = tuple[Tensor, Tensor, Tensor]  # hidden states, ids, weights
-
-
-def _seconds(
-    call: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: list[Inputs], budget: float = 1.0
-) -> list[float]:
-    """Of each call. Inputs are taken in turn: their experts differ, so that weights come from memory, not a cache."""
-    call(*inputs[0])
-    times: list[float] = []
-    end = time.perf_counter() + budget
-    while time.perf_counter() < end or len(times) < 3:
-        arguments = inputs[len(times) % len(inputs)]
-        start = time.perf_counter()
-        call(*arguments)
-        times.append(time.perf_counter() - start)
-    return times
-
-
-def _relative_error(value: Tensor, truth: Tensor) -> float:
-    return float((value.double() - truth.double()).norm() / truth.double().norm())
-
-
 def run(arguments: argparse.Namespace) -> int:
     model = SHAPES["qwen3-30b-a3b"]
     scheme = Scheme.parse(arguments.scheme or "w4a8-g128")
@@ -59,65 +29,29 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--experts {shape.experts}; {shape.topk} or more are accepted")
     print(
         f"One layer of {model.name}: hidden {shape.hidden}, intermediate {shape.intermediate}, {shape.experts} "
-        f"experts, {shape.topk} per token; {cpumoe.isa()} kernels, {cpumoe.get_num_threads()} threads.\n"
+        f"experts, {shape.topk} per token; {cpu.isa()} kernels, {cpu.get_num_threads()} threads.\n"
     )
-    generator = torch.Generator().manual_seed(0)
-    gate_up = torch.randn((shape.experts, 2 * shape.intermediate, shape.hidden), generator=generator) * 0.02
-    down = torch.randn((shape.experts, shape.hidden, shape.intermediate), generator=generator) * 0.02
-    gate_up, down = gate_up.bfloat16(), down.bfloat16()
-    start = time.perf_counter()
-    layer = cpumoe.Experts.quantize(gate_up, down, scheme)
-    seconds = time.perf_counter() - start
-    float_bytes = 2 * (gate_up.numel() + down.numel())
-    bits = 8 * layer.packed_bytes / (gate_up.numel() + down.numel())
+    layer = DemoLayer(shape, scheme)
+    packed_bytes, scheme = layer.experts.packed_bytes, layer.experts.config.scheme
     print(
-        f"Quantised to {layer.config.scheme} in {seconds:.1f} s: {float_bytes * 1e-6:.0f} MB in bf16 -> "
-        f"{layer.packed_bytes * 1e-6:.0f} MB packed ({bits:.2f} bits per weight).\n"
+        f"Quantised to {scheme} in {layer.seconds:.1f} s: {2 * layer.weights * 1e-6:.0f} MB in bf16 -> "
+        f"{packed_bytes * 1e-6:.0f} MB packed ({8 * packed_bytes / layer.weights:.2f} bits per weight).\n"
     )
-    activation = layer.config.activation
-    float_weights = gate_up.float(), down.float()
-
-    def routed(tokens: int) -> Inputs:
-        x = torch.randn((tokens, shape.hidden), generator=generator)
-        logits = torch.randn((tokens, shape.experts), generator=generator)
-        weights, ids = cpumoe.select_experts(logits, shape.topk, "renormalize")
-        return x, ids, weights
-
-    def torch_layer(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """The layer in bf16 PyTorch, expert by expert."""
-
-        def expert(index: int, inputs: Tensor) -> Tensor:
-            h = reference.apply_activation(torch.nn.functional.linear(inputs, gate_up[index]), activation)
-            return torch.nn.functional.linear(h, down[index])
-
-        return reference.sum_of_experts(x, ids, weights, expert).to(x.dtype)
-
     doubts: list[str | None] = []
     print("tokens   cpumoe ms   PyTorch bf16 ms   faster by")
     for tokens in (1, 16, 256):
-        inputs = [(x.bfloat16(), ids, weights) for x, ids, weights in (routed(tokens) for _ in range(8))]
-        load_of_others = MachineLoad()
-        times = _seconds(layer, inputs), _seconds(torch_layer, inputs)
-        own, torch_ms = (statistics.median(each) * 1e3 for each in times)
-        doubts.append(doubt(load_of_others.taken_by_others(), *times))
-        print(f"{tokens:6}   {own:9.3f}   {torch_ms:15.3f}   {torch_ms / own:8.1f}x")
+        times = layer.times(tokens)
+        doubts.append(times.doubt)
+        print(f"{tokens:6}   {times.own_ms:9.3f}   {times.torch_ms:15.3f}   {times.torch_ms / times.own_ms:8.1f}x")
     if said := next(filter(None, doubts), None):
         print(said)
 
-    x, ids, weights = routed(64)
-    result = layer(x, ids, weights)
-    truth = reference.experts(x, ids, weights, *float_weights, None, None, activation, quantize=False)
-    same = cpumoe.Experts.quantize(gate_up, down, scheme, backend="reference")(x, ids, weights)
+    found = layer.agreement()
     print(
-        f"\nAgainst the float layer: relative error {_relative_error(result, truth):.3f} (random weights; this is what "
-        f"{layer.config.scheme.weights.bits} bits cost)."
+        f"\nAgainst the float layer: relative error {found.float_error:.3f} (random weights; this is what "
+        f"{scheme.weights.bits} bits cost)."
     )
-    print(f"Against the reference arithmetic of {layer.config.scheme}: {_relative_error(result, same):.1e}.")
-    names = []
-    for entry in cpumoe.instruction_sets():
-        if entry.supported and entry.name != "scalar":
-            with using_isa(entry.name):
-                equal = torch.equal(layer(x, ids, weights), result)
-            names.append(f"{entry.name} {'same bits' if equal else 'DIFFERENT BITS'}")
+    print(f"Against the reference arithmetic of {scheme}: {found.reference_error:.1e}.")
+    names = [f"{name} {'same bits' if same else 'DIFFERENT BITS'}" for name, same in found.same_bits.items()]
     print(f"On every instruction set of this CPU: {', '.join(names)}.")
-    return 0 if all("DIFFERENT" not in name for name in names) else 1
+    return 0 if all(found.same_bits.values()) else 1

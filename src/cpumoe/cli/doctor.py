@@ -13,8 +13,8 @@ import numpy
 import torch
 
 import cpumoe
-from cpumoe import _core
-from cpumoe.selftest import run_self_tests
+from cpumoe import _core, cpu
+from cpumoe.evaluation.selftest import run_self_tests
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -27,12 +27,8 @@ def add_command(commands: Commands) -> None:
 
 
 def _memory() -> dict[str, float]:
-    """Total and available memory in GB, from /proc/meminfo."""
-    sizes = {}
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        key, _, value = line.partition(":")
-        if key in ("MemTotal", "MemAvailable"):
-            sizes[key] = round(int(value.split()[0]) * 1024 * 1e-9, 1)
+    """Total and available memory in GB."""
+    sizes = {name: round(size * 1e-9, 1) for name, size in cpu.memory_bytes().items()}
     return {"total_gb": sizes.get("MemTotal", 0.0), "available_gb": sizes.get("MemAvailable", 0.0)}
 
 

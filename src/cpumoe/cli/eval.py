@@ -10,18 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cpumoe.cli.arguments import FLOAT, find_models, positive, read_text
-from cpumoe.cli.generation import (
-    add_model_arguments,
-    check_folder,
-    check_schemes,
-    context_length,
-    is_quantized,
-    load_model,
-    load_tokenizer,
-    prepare_transformers,
-)
-from cpumoe.evaluate import DEFAULT_WINDOW, Comparison, Evaluation, compare, perplexity
-from cpumoe.expert_load import count_expert_load
+from cpumoe.cli.generation import add_model_arguments, check_schemes, is_quantized, load_model
+from cpumoe.evaluation.expert_load import count_expert_load
+from cpumoe.evaluation.perplexity import DEFAULT_WINDOW, Comparison, Evaluation, compare, perplexity
+from cpumoe.generation.model_folder import check_folder, context_length, load_tokenizer, prepare_transformers
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -74,9 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     model = load_model(arguments)
     against = None
     if arguments.against is not None:
-        from cpumoe.plugins import transformers
+        from cpumoe.integrations.transformers import plugin
 
-        against = transformers.load_model(arguments.against, scheme=FLOAT)
+        against = plugin.load_model(arguments.against, scheme=FLOAT)
     settings: dict[str, Any] = {"window": arguments.window, "stride": arguments.stride}
     if sys.stderr.isatty():
         settings["progress"] = _show_progress

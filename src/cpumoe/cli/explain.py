@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cpumoe.activation import KINDS, Activation
-from cpumoe.backends import explain, select_backend
-from cpumoe.checkpoint import Checkpoint
+from cpumoe.checkpoints.checkpoint import Checkpoint
+from cpumoe.checkpoints.loading import experts_of
 from cpumoe.cli.arguments import (
     add_download,
     check_scheme_fits,
@@ -21,11 +20,12 @@ from cpumoe.cli.arguments import (
     refuse_given,
     size_in_features,
 )
-from cpumoe.config import MoEConfig
 from cpumoe.errors import NoBackend
-from cpumoe.loading import experts_of
-from cpumoe.routing import RoutingMethod
-from cpumoe.scheme import Scheme
+from cpumoe.layers.activation import KINDS, Activation
+from cpumoe.layers.backends import explain, select_backend
+from cpumoe.layers.config import MoEConfig
+from cpumoe.layers.routing import RoutingMethod
+from cpumoe.layers.scheme import Scheme
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

@@ -9,21 +9,19 @@ import time
 from typing import TYPE_CHECKING
 
 from cpumoe.cli.arguments import find_models, read_text, refuse_given
-from cpumoe.cli.generation import (
-    add_model_arguments,
-    check_folder,
-    context_length,
-    is_decoded,
-    load_model,
-    load_tokenizer,
-    prepare_transformers,
-    render_chat,
-)
+from cpumoe.cli.generation import add_model_arguments, is_decoded, load_model
 from cpumoe.cli.sampling import (
     add_sampling_arguments,
     check_sampling_arguments,
     generation_config,
     sampling_options,
+)
+from cpumoe.generation.model_folder import (
+    check_folder,
+    context_length,
+    load_tokenizer,
+    prepare_transformers,
+    render_chat,
 )
 from cpumoe.generation.session import Session, peak_memory_bytes
 from cpumoe_command import INTERRUPTED, interrupted

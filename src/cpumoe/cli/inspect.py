@@ -6,11 +6,12 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from cpumoe.checkpoint import Checkpoint
+from cpumoe.checkpoints.checkpoint import Checkpoint
+from cpumoe.checkpoints.inspection import Survey
 from cpumoe.cli.arguments import add_download, add_model, find_models, scheme_name
 from cpumoe.errors import printable
-from cpumoe.scheme import Scheme
-from cpumoe.survey import Survey
+from cpumoe.integrations.transformers.model_config import completed_config
+from cpumoe.layers.scheme import Scheme
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -40,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     find_models(arguments, "model")
     scheme = None if arguments.scheme is None else Scheme.parse(arguments.scheme)
     with Checkpoint.open(arguments.model) as checkpoint:
-        facts = Survey(checkpoint, scheme).to_json()
+        facts = Survey(checkpoint, scheme, completed_config).to_json()
     print(json.dumps(facts, indent=1) if arguments.json else report(facts))
     return 0 if facts["loads"] else 1
 

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cpumoe.checkpoint import Checkpoint
-from cpumoe.checkpoint_quantizer import FLOAT, Report, quantize_checkpoint
+from cpumoe.checkpoints.checkpoint import Checkpoint
+from cpumoe.checkpoints.formats.compressed_tensors import FORMS
 from cpumoe.cli.arguments import (
     add_download,
     add_model,
@@ -22,7 +22,9 @@ from cpumoe.cli.arguments import (
     scheme_or_float,
     whole_number,
 )
-from cpumoe.formats.compressed_tensors import FORMS
+from cpumoe.integrations.transformers.quantizing import quantize_checkpoint
+from cpumoe.quantization.checkpoint_quantizer import FLOAT
+from cpumoe.quantization.quantization_plan import Report
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]

@@ -9,38 +9,21 @@ import os
 import signal
 import socket
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
-from cpumoe.architectures import known_architecture
-from cpumoe.checkpoint import read_json
+from cpumoe.checkpoints.architectures import known_architecture
+from cpumoe.checkpoints.checkpoint import read_json
 from cpumoe.cli.arguments import find_models
-from cpumoe.cli.generation import (
-    add_model_arguments,
-    check_folder,
-    context_length,
-    load_model,
-    load_tokenizer,
-    prepare_transformers,
-)
+from cpumoe.cli.generation import add_model_arguments, load_model
+from cpumoe.generation.memory import BATCH_TOKENS, available_bytes, model_bytes, plan_cache, size_text
+from cpumoe.generation.model_folder import check_folder, context_length, load_tokenizer, prepare_transformers
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
-
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _PACKAGES = ("starlette", "uvicorn", "pydantic")
 _TESTED_WITH = "5.22"
-
-# Of the memory that the model leaves free. The rest is for the activations, for the page cache and for other programs.
-_SHARE = 0.5
-_SEQUENCES = 8  # a cache for more sequences of full length than this would lie idle
-_BLOCK_TOKENS = 32
-_LEAST_BLOCKS = 16
-BATCH_TOKENS = 1024  # tokens that one step computes at most: a longer prompt is read in parts
 
 
 def add_command(commands: Commands) -> None:
@@ -78,63 +61,6 @@ def _gigabytes(text: str) -> float:
     return value
 
 
-@dataclass(frozen=True)
-class CachePlan:
-    """How many blocks of keys and values there are, and the memory that they and what grows with them take."""
-
-    blocks: int
-    block_tokens: int
-    total_bytes: int
-
-
-def plan_cache(config: PreTrainedConfig, dtype: torch.dtype, free_bytes: int, memory_gb: float | None) -> CachePlan:
-    """The cache for a model, where the model itself leaves ``free_bytes``."""
-    config = config.get_text_config()
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    block_bytes = config.num_hidden_layers * kv_heads * head_dim * 2 * dtype.itemsize * _BLOCK_TOKENS
-    # transformers keeps a mask of [batch tokens, cache tokens + batch tokens] for each kind of attention, and while a
-    # layer is computed it holds a copy of that layer's keys and values, repeated for all heads.
-    mask_row_bytes = BATCH_TOKENS * dtype.itemsize * len(set(getattr(config, "layer_types", None) or ["full"]))
-    copy_bytes = (2 * heads + kv_heads) * head_dim * dtype.itemsize
-    cost = block_bytes + (mask_row_bytes + copy_bytes) * _BLOCK_TOKENS
-    fixed = mask_row_bytes * BATCH_TOKENS
-
-    free_bytes = max(free_bytes, 0)
-    budget = free_bytes * _SHARE if memory_gb is None else memory_gb * 1e9
-    if budget > free_bytes:
-        raise ValueError(f"--memory-gb {memory_gb:g}; the model leaves {_size(free_bytes)}")
-    blocks = int((budget - fixed) // cost)
-    if blocks < _LEAST_BLOCKS:
-        raise ValueError(
-            f"a cache of {_LEAST_BLOCKS * _BLOCK_TOKENS} tokens takes {_size(fixed + _LEAST_BLOCKS * cost)}; "
-            + ("half of what the model leaves" if memory_gb is None else "--memory-gb")
-            + f" is {_size(budget)}"
-        )
-    context = getattr(config, "max_position_embeddings", None)
-    if context is not None:
-        blocks = min(blocks, -(-context * _SEQUENCES // _BLOCK_TOKENS))
-    return CachePlan(blocks, _BLOCK_TOKENS, fixed + blocks * cost)
-
-
-def _size(count: float) -> str:
-    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
-
-
-def available_bytes() -> int:
-    """Memory that can be had without swapping, within the limit of the container, if there is one."""
-    facts = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-    available = int(facts["MemAvailable"].split()[0]) * 1024
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        kinds = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # no container, or one without a limit ("max")
-        return available
-    return min(available, limit - used + int(kinds.get("inactive_file", 0)))
-
-
 def _listen(host: str, port: int) -> socket.socket:
     """The port, taken before the model is loaded and held since."""
     try:
@@ -149,10 +75,6 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.close()
         raise ValueError(f"--host {host} --port {port}: {problem.strerror}") from None
     return listener
-
-
-def _model_bytes(model: PreTrainedModel) -> int:
-    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -200,7 +122,7 @@ def _serve(arguments: argparse.Namespace, listener: socket.socket) -> bool:
     batched = not arguments.sequential and _has_plain_attention(arguments.model)
     model = load_model(arguments, **({"attn_implementation": "sdpa"} if batched else {}))
     # Weights that are mapped from files do not lower the memory that is available, but they should stay in it.
-    free = available - max(_model_bytes(model), available - available_bytes())
+    free = available - max(model_bytes(model), available - available_bytes())
 
     with server.Server(model, tokenizer, arguments.name, context) as served:
         obstacle: str | None = None
@@ -209,8 +131,8 @@ def _serve(arguments: argparse.Namespace, listener: socket.socket) -> bool:
             obstacle = served.start_batching(plan.blocks, plan.block_tokens, BATCH_TOKENS)
             if obstacle is None:
                 print(
-                    f"cache: {plan.blocks} blocks of {plan.block_tokens} tokens, {_size(plan.total_bytes)} of the "
-                    f"{_size(free)} that the model leaves; a request may have {served.limit} tokens"
+                    f"cache: {plan.blocks} blocks of {plan.block_tokens} tokens, {size_text(plan.total_bytes)} of the "
+                    f"{size_text(free)} that the model leaves; a request may have {served.limit} tokens"
                 )
             else:
                 print(f"requests are answered one at a time, since batching fails for this model: {obstacle}")

@@ -1,0 +1,1 @@
+"""Checkpoints on disk: opening, checking, loading and inspecting them."""

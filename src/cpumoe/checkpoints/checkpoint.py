@@ -1,0 +1,224 @@
+"""Checkpoints on disk: a folder with config.json and safetensors files, opened as one set of named tensors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, KeysView, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from cpumoe.checkpoints.architectures import Architecture, ExpertsFacts, architecture_of, text_config
+from cpumoe.checkpoints.config_fields import check_fields
+from cpumoe.checkpoints.formats.compressed_tensors import QuantizationConfig, StoredTensor
+from cpumoe.checkpoints.json_files import (
+    read_json as read_json,  # also for those who have a folder and no checkpoint yet
+)
+from cpumoe.checkpoints.regular_files import refuse_outside, refuse_special_files
+from cpumoe.checkpoints.tensor_file import TensorFile, TensorInfo, identity
+from cpumoe.errors import CheckpointError, UnsupportedScheme, printable
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+#: The part of a name that leads to the decoder layers, and the number of the layer.
+LAYER = re.compile(r"(.*?\blayers\.)([0-9]{1,9})\.")
+
+_MAX_NAMES = 12  # of one kind in a message
+_MANY_LAYERS = 64
+_LONGEST_NAME = 1000  # of a tensor; transformers reads the digits of names as numbers
+
+
+class Checkpoint:
+    """The tensors of a checkpoint by name, whatever file they are in, and its configuration."""
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], files: Iterable[Path]) -> None:
+        self.folder = folder
+        self.config = config
+        self.files: list[TensorFile] = []
+        self._file_of: dict[str, TensorFile] = {}
+        try:
+            for path in files:
+                refuse_outside(folder, path)
+                file = TensorFile(path)
+                self.files.append(file)
+                for name in file.tensors:
+                    if len(name) > _LONGEST_NAME:
+                        reason = f"{len(name)} characters; up to {_LONGEST_NAME} are accepted"
+                        raise CheckpointError(f"{path} has a tensor whose name, {name[:100]}..., has {reason}")
+                    if name in self._file_of:
+                        raise CheckpointError(f"{name} is in {self._file_of[name].path.name} and in {path.name}")
+                    self._file_of[name] = file
+        except CheckpointError:
+            self.close()
+            raise
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Checkpoint:
+        """Opens a folder. Nothing but JSON and safetensors is ever read."""
+        folder = Path(folder)
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder} is not a folder; a checkpoint is one with config.json and safetensors")
+        refuse_special_files(folder)
+        config = read_json(folder / "config.json")
+        index = folder / INDEX_FILE
+        single = (folder / SINGLE_FILE).exists()  # before an index, as transformers has it
+        if single or not index.exists():
+            if not single:
+                pickled = sorted(p.name for p in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.pt"))
+                hint = f" ({pickled[0]} is a pickle, and pickles are never loaded)" if pickled else ""
+                raise CheckpointError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
+            return cls(folder, config, [folder / SINGLE_FILE])
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, Mapping) or not all(isinstance(v, str) for v in weight_map.values()):
+            raise CheckpointError(f"{index} has no weight_map from tensor names to file names")
+        shards = sorted(set(weight_map.values()))
+        for shard in shards:
+            if Path(shard).name != shard or shard in ("", ".", ".."):
+                raise CheckpointError(f"{index} names the file {shard!r}; files of the folder itself are accepted")
+        if missing := [shard for shard in shards if not _is_file(folder / shard)]:
+            raise CheckpointError(f"{folder} lacks {listed(missing)}, which {INDEX_FILE} names")
+        checkpoint = cls(folder, config, [folder / shard for shard in shards])
+        absent = [name for name, shard in weight_map.items() if checkpoint._shard_of(name) != shard]
+        if absent:
+            checkpoint.close()
+            raise CheckpointError(f"{index}: these tensors are not in the files it names: {listed(absent)}")
+        return checkpoint
+
+    def _shard_of(self, name: str) -> str | None:
+        return self._file_of[name].path.name if name in self._file_of else None
+
+    @cached_property
+    def architecture(self) -> Architecture:
+        return architecture_of(self.text_config)
+
+    @cached_property
+    def facts(self) -> ExpertsFacts:
+        """What config.json says of the routed experts; absurd sizes are refused."""
+        try:
+            self.check_config()
+            return self.architecture.facts(self.text_config)
+        except CheckpointError as problem:
+            raise CheckpointError(f"{self.folder}: {problem}") from None
+
+    def check_config(self) -> None:
+        """Refuses fields of config.json that no model can have, and many more layers than the files have."""
+        check_fields(self.text_config)
+        layers, found = self.text_config.get("num_hidden_layers"), len(self._layers)
+        # A layer too many is found later, with what it lacks; here it is about those that would take long to build.
+        if isinstance(layers, int) and found and layers > _MANY_LAYERS + 2 * found:
+            raise CheckpointError(
+                f"config.json has num_hidden_layers={layers}, and the files have {found} layers; {found} is accepted"
+            )
+
+    @cached_property
+    def _layers(self) -> set[str]:
+        """What the names of layers start with: ``model.layers.3.``"""
+        return {match[0] for name in self.names if (match := LAYER.match(name))}
+
+    @property
+    def text_config(self) -> Mapping[str, Any]:
+        return text_config(self.config)
+
+    @property
+    def quantization_section(self) -> Any:
+        """The ``quantization_config`` as it stands in config.json, or None."""
+        return self.config.get("quantization_config") or self.text_config.get("quantization_config")
+
+    @cached_property
+    def quantization(self) -> QuantizationConfig | None:
+        """Which modules are quantised and how; None for a float checkpoint."""
+        section = self.quantization_section
+        try:
+            return None if section is None else QuantizationConfig.parse(section)
+        except (CheckpointError, UnsupportedScheme) as problem:
+            raise type(problem)(f"{self.folder}: quantization_config in config.json: {problem}") from None
+
+    @property
+    def names(self) -> KeysView[str]:
+        return self._file_of.keys()
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file_of
+
+    def info(self, name: str) -> TensorInfo:
+        return self._file_of[name].tensors[name]
+
+    def read(self, name: str) -> Tensor:
+        """The tensor ``name`` in fresh memory."""
+        return self._file_of[name].read(name)
+
+    def read_into(self, name: str, out: Tensor, first_byte: int = 0) -> None:
+        """Fills the contiguous tensor ``out`` with bytes of ``name``."""
+        self._file_of[name].read_into(name, out, first_byte)
+
+    def fingerprint(self) -> list[list[str | int]]:
+        """What tells whether the files are still those that were opened: name, size, times and inode of each."""
+        return [[file.path.name, *identity(file.path.stat())] for file in self.files]
+
+    def refuse_changed(self) -> None:
+        """Raises CheckpointError if a file is not the one any more that was opened: what was read may be a mixture."""
+        for file in self.files:
+            file.refuse_changed()
+
+    def close(self) -> None:
+        for file in self.files:
+            file.close()
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class TensorCheck:
+    """Gathers what is wrong with the tensors of a checkpoint, so that one message names all of it."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self.expected: set[str] = set()
+        self.missing: list[str] = []
+        self.wrong: list[str] = []
+        self.extra: list[str] = []
+
+    def expect(self, name: str, stored: StoredTensor) -> None:
+        self.expected.add(name)
+        if name not in self._checkpoint:
+            self.missing.append(name)
+            return
+        info = self._checkpoint.info(name)
+        if info.dtype not in stored.dtypes or info.shape != stored.shape:
+            accepted = f"{' or '.join(stored.dtypes)} {list(stored.shape)}"
+            self.wrong.append(f"{name} is {info}, {accepted} is accepted")
+
+    def nothing_else_under(self, *prefixes: str) -> None:
+        """Every tensor whose name starts with one of the prefixes must have been expected."""
+        for name in self._checkpoint.names:
+            if name.startswith(prefixes) and name not in self.expected:
+                self.extra.append(name)
+
+    def raise_problems(self) -> None:
+        parts = [
+            f"{len(names)} {kind}: {listed(names)}"
+            for kind, found in (("missing", self.missing), ("of another kind", self.wrong), ("unexpected", self.extra))
+            for names in [list(dict.fromkeys(found))]  # two checks may find the same
+            if names
+        ]
+        if parts:
+            raise CheckpointError(f"{self._checkpoint.folder}: tensors " + "; ".join(parts))
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # a name that no file can have
+        return False
+
+
+def listed(names: list[str]) -> str:
+    """Names for a message: the first of them, and how many more there are."""
+    shown = ", ".join(map(printable, names[:_MAX_NAMES]))
+    return shown if len(names) <= _MAX_NAMES else f"{shown} and {len(names) - _MAX_NAMES} more"

@@ -1,0 +1,234 @@
+"""Safetensors files: reading tensors one by one into memory of our own, and writing them as they are made.
+
+The safetensors package checks a file's header (offsets inside the file, no holes, no overlaps, sizes that fit their
+dtypes). The bytes are read with ``pread`` and not through a memory map: a map's pages count as this process's memory
+for as long as the file is open, and a checkpoint may be larger than the machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from cpumoe.checkpoints.json_files import unique_fields
+from cpumoe.checkpoints.regular_files import open_regular
+from cpumoe.errors import CheckpointError
+
+#: Safetensors' names of dtypes.
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+}
+_KIND = "a safetensors file"
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+#: Data starts at a multiple of this, and so does every tensor whose predecessors have such sizes (packed weights do).
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a header says of one tensor; ``start`` counts from the beginning of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    bytes: int
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor."""
+    if tensor.numel() == 0:
+        return memoryview(bytearray())
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # an array is a buffer
+
+
+def identity(stat: os.stat_result) -> list[int]:
+    """Size, times and inode of a file.
+
+    The time of the last change of an inode (ctime) cannot be set, so a file that was rewritten with its old size and
+    old modification time is noticed too.
+    """
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino]
+
+
+class TensorFile:
+    """One safetensors file, open for reading. Reads may come from several threads at once."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = -1
+        try:
+            self._fd = open_regular(path, _KIND)
+            self._opened = identity(os.fstat(self._fd))
+            with safe_open(f"/proc/self/fd/{self._fd}", framework="pt"):  # checks the whole header of this very file
+                pass
+            length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
+            text = os.pread(self._fd, length, 8)
+            header = json.loads(text, object_pairs_hook=unique_fields)
+        except CheckpointError:
+            raise
+        except (SafetensorError, OSError, ValueError, RecursionError) as problem:
+            raise CheckpointError(f"{path} cannot be read as {_KIND}: {problem}") from None
+        self.header_digest = hashlib.sha256(text).hexdigest()
+        self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
+        self.tensors: dict[str, TensorInfo] = {}
+        for name, entry in header.items():
+            start, end = entry["data_offsets"]
+            self.tensors[name] = TensorInfo(entry["dtype"], tuple(entry["shape"]), 8 + length + start, end - start)
+
+    def read(self, name: str) -> Tensor:
+        """The tensor ``name``, in fresh memory."""
+        info = self.tensors[name]
+        if info.dtype not in DTYPES:
+            raise CheckpointError(f"{self.path}: {name} is {info.dtype}; accepted are {', '.join(DTYPES)}")
+        out = torch.empty(info.shape, dtype=DTYPES[info.dtype])
+        self.read_into(name, out)
+        return out
+
+    def read_into(self, name: str, out: Tensor, first_byte: int = 0) -> None:
+        """Fills ``out``, a contiguous tensor, with the bytes of ``name`` from ``first_byte`` on."""
+        info = self.tensors[name]
+        wanted = out.numel() * out.element_size()
+        if not out.is_contiguous() or first_byte + wanted > info.bytes:
+            raise ValueError(f"{name}: {wanted} bytes from {first_byte} on do not lie in its {info.bytes}")
+        view = bytes_of(out)
+        done = 0
+        while done < wanted:
+            count = os.preadv(self._fd, [view[done:]], info.start + first_byte + done)
+            if count == 0:
+                raise CheckpointError(f"{self.path} ended while {name} was read; was it cut while being used?")
+            done += count
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def refuse_changed(self) -> None:
+        """Raises CheckpointError if what has the file's name now is not what was opened."""
+        try:
+            changed = identity(self.path.stat()) != self._opened
+        except OSError:
+            changed = True
+        if changed:
+            raise CheckpointError(f"{self.path} was changed while it was read; load it again when it is whole")
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __del__(self) -> None:
+        self.close()  # a load that failed has no one else to close it
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class TensorFileWriter:
+    """Writes a safetensors file tensor by tensor, in the order in which they were announced.
+
+    The file appears under its name only when all of them are there: until then its name ends in ``.partial``, and it is
+    removed if something goes wrong. ``mode`` gives it other permissions than files usually get.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]],
+        metadata: Mapping[str, str],
+        mode: int | None = None,
+    ) -> None:
+        self.path = path
+        self._mode = mode
+        self._partial = path.with_name(f"{path.name}.{secrets.token_hex(4)}.partial")  # others may write the same file
+        header: dict[str, object] = {"__metadata__": dict(metadata)}
+        offset = 0
+        self._sizes: dict[str, int] = {}
+        for name, (dtype, shape) in tensors.items():
+            size = prod(shape) * dtype.itemsize
+            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+            offset += size
+            self._sizes[name] = size
+        self._pending: Iterator[str] = iter(tensors)
+        text = json.dumps(header).encode()
+        text += b" " * (-(8 + len(text)) % ALIGNMENT)
+        with self._naming_the_file():
+            self._file = self._partial.open("wb")
+        try:
+            with self._naming_the_file():
+                self._file.write(struct.pack("<Q", len(text)) + text)
+        except OSError:
+            self._discard()
+            raise
+
+    @contextmanager
+    def _naming_the_file(self) -> Iterator[None]:
+        """A full disk says neither which file nor which disk."""
+        try:
+            yield
+        except OSError as problem:
+            if problem.filename is None or problem.filename == str(self._partial):
+                raise type(problem)(problem.errno, problem.strerror, str(self.path)) from problem
+            raise
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        expected = next(self._pending, None)
+        if name != expected or tensor.numel() * tensor.element_size() != self._sizes[name]:
+            raise ValueError(f"{name} {list(tensor.shape)} was not announced as the next tensor ({expected} was)")
+        with self._naming_the_file():
+            self._file.write(bytes_of(tensor.contiguous()))
+
+    def __enter__(self) -> TensorFileWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        missing = next(self._pending, None)
+        try:
+            if kind is None and missing is None:
+                with self._naming_the_file():
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
+                    if self._mode is not None:
+                        os.fchmod(self._file.fileno(), self._mode)
+                    self._partial.rename(self.path)
+        finally:
+            self._discard()
+        if kind is None and missing is not None:
+            raise ValueError(f"{missing} was announced but not written")
+
+    def _discard(self) -> None:
+        """Closes the file and removes it, unless it has its final name by now."""
+        with suppress(OSError):  # on a full disk, what is still buffered cannot be written now either
+            self._file.close()
+        self._partial.unlink(missing_ok=True)

@@ -1,0 +1,356 @@
+"""Every quantised layer of a checkpoint, as it is loaded and run, against the plain arithmetic (``cpumoe check``)."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpumoe.checkpoints.checkpoint import LAYER, Checkpoint, TensorCheck
+from cpumoe.checkpoints.expert_sources import ExpertSource, FloatPerExpert, FusedFloat, QuantizedPerExpert
+from cpumoe.checkpoints.formats.compressed_tensors import LinearFormat
+from cpumoe.checkpoints.loading import LinearSource, architecture_if_needed, experts_of, find_linears, load_experts
+from cpumoe.checkpoints.tensor_file import DTYPES
+from cpumoe.errors import CheckpointError, UnsupportedScheme
+from cpumoe.layers import reference
+from cpumoe.layers.experts import Experts
+from cpumoe.layers.rounding import quantize_weight
+from cpumoe.layers.scheme import Scheme
+from cpumoe.ops import unpack
+
+_SEED = 20
+_FEWEST_TOKENS = 16
+_OUTLIER = 1000.0  # beside values around 1; some tokens of real models look like that
+
+# Both sides quantise the inputs alike and differ in the order of their fp32 sums: 1e-6 was seen, and 1e-4 for the token
+# of zeros, whose sums cancel. Between the two products of an expert they quantise again, where a value may fall on the
+# other side of an edge: 5e-3 of a token was seen.
+LINEAR_TOLERANCE = 1e-3
+EXPERTS_TOLERANCE = 2e-2
+
+_SATURATED = 0.25  # share of the values at an end of the range; 0.03 to 0.12 are usual
+
+
+@dataclass
+class Result:
+    """What was found of one module. ``difference`` is that of the worst token, relative; None if it did not run.
+
+    Problems and warnings begin with the name of what they are about.
+    """
+
+    name: str
+    kind: str  # "experts" or "linear"
+    scheme: str
+    difference: float | None = None
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One matrix: integers [out, in], scales [out, groups] and bias [out], from the file or out of packed weights."""
+
+    values: Tensor
+    scales: Tensor
+    bias: Tensor | None
+
+    @property
+    def dequantized(self) -> Tensor:
+        """[out, in] fp32."""
+        return reference.dequantize(self.values, self.scales)
+
+
+# ---- the file, read without the loader -----------------------------------------------------------------------------
+
+
+def _stored_linear(checkpoint: Checkpoint, name: str, form: LinearFormat) -> Weight:
+    """A linear as the format is defined, spelled out: not with the code that loads it."""
+    bias = checkpoint.read(f"{name}.bias") if f"{name}.bias" in checkpoint else None
+    scales, stored = checkpoint.read(f"{name}.weight_scale"), checkpoint.read(f"{name}.{form.weight_name}")
+    if form.form == "int-quantized":
+        return Weight(stored, scales, bias)
+    # Element j is in word j / (32 / bits), low bits first, stored plus half the range.
+    bits = form.scheme.weights.bits
+    elements = (stored.unsqueeze(-1) >> torch.arange(0, 32, bits, dtype=torch.int32)) & (2**bits - 1)
+    columns = int(checkpoint.read(f"{name}.weight_shape")[1])
+    return Weight((elements.flatten(1)[:, :columns] - 2 ** (bits - 1)).to(torch.int8), scales, bias)
+
+
+def _stored_expert(checkpoint: Checkpoint, source: ExpertSource, expert: int) -> dict[str, Weight]:
+    """Gate, up and down of one expert by name; float weights become what rounding to nearest makes of them."""
+    if isinstance(source, QuantizedPerExpert):
+        return {name: _stored_linear(checkpoint, name, source.format) for name in source.linear_names(expert)}
+
+    def rounded(name: str, weight: Tensor, bias: Tensor | None) -> Weight:
+        return Weight(*quantize_weight(weight, source.config.scheme, name), bias)
+
+    if isinstance(source, FloatPerExpert):
+        biases = [checkpoint.read(b) if (b := f"{n}.bias") in checkpoint else None for n in source.linear_names(expert)]
+        weights = [checkpoint.read(f"{name}.weight") for name in source.linear_names(expert)]
+        parts = zip(source.linear_names(expert), weights, biases, strict=True)
+        return {name: rounded(name, weight, bias) for name, weight, bias in parts}
+    assert isinstance(source, FusedFloat)  # there is no other source
+
+    def slice_of(name: str) -> Tensor:
+        info = checkpoint.info(f"{source.prefix}.{name}")
+        out = torch.empty(info.shape[1:], dtype=DTYPES[info.dtype])
+        checkpoint.read_into(f"{source.prefix}.{name}", out, expert * info.bytes // info.shape[0])
+        return out
+
+    gate_up, down = slice_of("gate_up_proj").T, slice_of("down_proj").T  # [2 I, H], [H, I]
+    bias = slice_of("gate_up_proj_bias") if source.config.has_bias else None
+    fused, inner = checkpoint.architecture.fused, down.shape[1]
+    gate, up = slice(0, inner), slice(inner, None)
+    if fused is not None and fused.interleaved:
+        gate, up = slice(0, None, 2), slice(1, None, 2)
+    gate_name, up_name, down_name = source.linear_names(expert)
+    return {
+        gate_name: rounded(gate_name, gate_up[gate], None if bias is None else bias[gate]),
+        up_name: rounded(up_name, gate_up[up], None if bias is None else bias[up]),
+        down_name: rounded(down_name, down, slice_of("down_proj_bias") if source.config.has_bias else None),
+    }
+
+
+def _held_expert(experts: Experts, expert: int) -> list[Weight]:
+    """Gate, up and down of one expert, out of the packed weights."""
+    part, inner = experts.quantized(expert, 1), experts.config.intermediate_size
+
+    def rows(some: slice) -> Weight:
+        bias = None if part.gate_up_bias is None else part.gate_up_bias[0, some]
+        return Weight(part.gate_up[0, some], part.gate_up_scale[0, some], bias)
+
+    down = Weight(part.down[0], part.down_scale[0], None if part.down_bias is None else part.down_bias[0])
+    return [rows(slice(0, inner)), rows(slice(inner, None)), down]
+
+
+# ---- comparing -----------------------------------------------------------------------------------------------------
+
+
+def _examine(result: Result, name: str, stored: Weight, scheme: Scheme) -> None:
+    """What is wrong with the numbers of a file themselves."""
+    largest = scheme.weights.largest
+    for what, tensor in (("weight_scale", stored.scales), ("bias", stored.bias)):
+        if tensor is not None and (bad := int((~torch.isfinite(tensor.float())).sum())):
+            result.problems.append(f"{name}.{what}: {bad} of {tensor.numel()} values are NaN or infinite")
+    if zeros := int((stored.scales == 0).sum()):
+        result.warnings.append(f"{name}.weight_scale: {zeros} of {stored.scales.numel()} scales are zero")
+    values = stored.values
+    low, high = (int(end) for end in values.aminmax())
+    if low < -largest - 1 or high > largest:
+        text = f"{name}: integers from {low} to {high}; {-largest - 1} to {largest} are accepted"
+        result.problems.append(text)
+    if low == high == 0:
+        result.warnings.append(f"{name}: all weights are zero")
+    at_ends = torch.count_nonzero(values <= -largest - 1) + torch.count_nonzero(values >= largest)
+    share = int(at_ends) / values.numel()
+    if share > _SATURATED:
+        result.warnings.append(f"{name}: saturated, {share:.0%} of the weights are at an end of the range")
+
+
+def _compare(result: Result, name: str, stored: Weight, held: Weight) -> None:
+    """Packed weights must give back the file to the bit."""
+    for what, mine, theirs in (
+        ("integers", held.values, stored.values),
+        ("scales", held.scales, stored.scales),
+        ("biases", held.bias, stored.bias),
+    ):
+        if mine is None or theirs is None:
+            if mine is not theirs:
+                result.problems.append(f"{name}: biases are {'packed' if theirs is None else 'in the file'} only")
+        elif mine.shape != theirs.shape:
+            result.problems.append(f"{name}: {what} are {list(mine.shape)} packed, {list(theirs.shape)} in the file")
+        elif different := int(torch.count_nonzero(mine != theirs)):  # 16-bit floats are widened, which is exact
+            result.problems.append(f"{name}: {different} of {mine.numel()} packed {what} are not those of the file")
+
+
+def _inputs(tokens: int, width: int) -> Tensor:
+    """[tokens, width] with the scale of normalised hidden states; one row is zero and one has an outlier."""
+    x = torch.randn((tokens, width), generator=torch.Generator().manual_seed(_SEED))
+    x[0] = 0
+    x[1, width // 3] = _OUTLIER
+    return x
+
+
+def _routing(tokens: int, experts: int, topk: int) -> tuple[Tensor, Tensor]:
+    """ids and weights [tokens, topk]: the experts of a random order in turn, so that all of them get their tokens."""
+    generator = torch.Generator().manual_seed(_SEED)
+    order = torch.randperm(experts, generator=generator)
+    ids = order[torch.arange(tokens * topk) % experts].view(tokens, topk)
+    weights = torch.rand((tokens, topk), generator=generator) + 0.1
+    return ids, weights / weights.sum(-1, keepdim=True)
+
+
+def _judge(result: Result, output: Tensor, truth: Tensor, tolerance: float) -> None:
+    """Notes the largest difference of a token [tokens, out], relative to the size of its output.
+
+    Tokens with little output are measured by the median one: the token of zeros has none, and with scales per group
+    its sums cancel to a rounding error instead of zero.
+    """
+    error, size = (t.double().norm(dim=-1) for t in (output - truth, truth))
+    relative = torch.where(error == 0, 0.0, error / torch.maximum(size, size.median()))
+    token = int(relative.nan_to_num(nan=math.inf).argmax())
+    difference = float(relative[token])
+    if not math.isfinite(difference):
+        result.problems.append(
+            f"{result.name}: the output of token {token} is not finite, or not zero where all must be"
+        )
+        return
+    result.difference = max(difference, result.difference or 0.0)
+    if difference > tolerance:
+        result.problems.append(
+            f"{result.name}: the output of token {token} is {difference:.1e} away from the reference; "
+            f"{tolerance:.0e} is accepted"
+        )
+
+
+def _run(result: Result, call: Callable[[slice], Tensor], truth: Tensor, tolerance: float) -> None:
+    """All tokens at once, and one alone: long and short inputs take different ways through the kernels."""
+    for some in (slice(None), slice(2, 3)):
+        _judge(result, call(some), truth[some], tolerance)
+
+
+def _check_experts(
+    result: Result, checkpoint: Checkpoint, source: ExpertSource, tokens: int | None, tolerance: float | None
+) -> None:
+    config = source.config
+    experts: Experts | None = None
+    try:
+        experts = load_experts(source, backend="native")
+    except (ValueError, RuntimeError) as problem:  # the file is looked at nevertheless: its names say more
+        refusal = f"{result.name} cannot be loaded: {problem}"
+
+    def compared(expert: int) -> list[Weight]:
+        weights = _stored_expert(checkpoint, source, expert)
+        held = [None] * len(weights) if experts is None else _held_expert(experts, expert)
+        for (name, stored), packed in zip(weights.items(), held, strict=True):
+            _examine(result, name, stored, config.scheme)
+            if packed is not None:
+                _compare(result, name, stored, packed)
+        return list(weights.values())
+
+    if experts is None:
+        for expert in range(config.local_experts):
+            compared(expert)
+        result.problems.append(refusal)
+        return
+
+    def plain(expert: int, inputs: Tensor) -> Tensor:
+        """[rows, H] -> [rows, H] from the values of the file."""
+        gate, up, down = compared(expert)
+        bias = None if gate.bias is None or up.bias is None else torch.cat((gate.bias, up.bias)).float()
+        return reference.expert(
+            inputs,
+            torch.cat((gate.dequantized, up.dequantized)),
+            down.dequantized,
+            bias,
+            None if down.bias is None else down.bias.float(),
+            config.activation,
+            quantize=True,
+        )
+
+    topk = min(config.local_experts, checkpoint.architecture.facts(checkpoint.text_config).topk)
+    count = tokens or max(_FEWEST_TOKENS, 2 + math.ceil(config.local_experts / topk))  # two are special
+    x, (ids, weights) = _inputs(count, config.hidden_size), _routing(count, config.local_experts, topk)
+    truth = reference.sum_of_experts(reference.quantize_activations(x), ids, weights, plain)
+    for expert in set(range(config.local_experts)) - set(ids.flatten().tolist()):  # with few tokens
+        compared(expert)
+    layer = experts
+    _run(result, lambda some: layer(x[some], ids[some], weights[some]), truth, tolerance or EXPERTS_TOLERANCE)
+
+
+def _check_linear(
+    result: Result, checkpoint: Checkpoint, source: LinearSource, tokens: int | None, tolerance: float | None
+) -> None:
+    stored = _stored_linear(checkpoint, source.name, source.format)
+    _examine(result, source.name, stored, source.format.scheme)
+    try:
+        linear = source.load()
+    except (ValueError, RuntimeError) as problem:
+        result.problems.append(f"{result.name} cannot be loaded: {problem}")
+        return
+    values, scales, bias = unpack(linear.weight_packed)
+    _compare(result, source.name, stored, Weight(values[0], scales[0], None if bias is None else bias[0]))
+    x = _inputs(tokens or _FEWEST_TOKENS, source.columns)
+    truth = reference.linear(x, stored.dequantized, None if stored.bias is None else stored.bias.float())
+    _run(result, lambda some: linear(x[some]), truth, tolerance or LINEAR_TOLERANCE)
+
+
+# ---- layer by layer --------------------------------------------------------------------------------------------------
+
+
+Step = tuple[Result, Callable[[Result], None]]
+
+
+def plan_checks(
+    checkpoint: Checkpoint, scheme: Scheme | None, tokens: int | None, tolerance: float | None, wanted: list[int] | None
+) -> dict[str, list[Step]]:
+    """Layer -> what is to be checked in it. All tensors are known to be there when this returns."""
+    is_float = checkpoint.quantization is None
+    if is_float and scheme is None:
+        raise UnsupportedScheme(
+            f"{checkpoint.folder} is a float checkpoint; say what its experts would be quantised to: --scheme w4a8-g128"
+        )
+    if not is_float and scheme is not None:
+        raise UnsupportedScheme(f"--scheme {scheme} for a checkpoint that is quantised already; leave it out")
+    check = TensorCheck(checkpoint)
+    linears = find_linears(checkpoint, check)
+    check.raise_problems()
+    steps: dict[str, Step] = {}
+    if architecture_if_needed(checkpoint) is not None:
+        for name, experts in experts_of(checkpoint, scheme).items():
+            result = Result(name, "experts", str(experts.config.scheme))
+            steps[name] = (
+                result,
+                partial(_check_experts, checkpoint=checkpoint, source=experts, tokens=tokens, tolerance=tolerance),
+            )
+    for name, linear in linears.items():
+        result = Result(name, "linear", str(linear.format.scheme))
+        steps[name] = (
+            result,
+            partial(_check_linear, checkpoint=checkpoint, source=linear, tokens=tokens, tolerance=tolerance),
+        )
+    layers: dict[tuple[int, str], list[Step]] = {}
+    for name, step in steps.items():
+        match = LAYER.match(name)
+        layer = (-1, name) if match is None else (int(match[2]), match[0][:-1])
+        layers.setdefault(layer, []).append(step)
+    numbers = sorted(number for number, _ in layers if number >= 0)
+    if wanted is not None and (unknown := [number for number in wanted if number not in numbers]):
+        raise ValueError(f"--layers {unknown[0]}: layers with quantised weights are {', '.join(map(str, numbers))}")
+    if not layers:
+        raise CheckpointError(f"{checkpoint.folder} has no quantised weights that could be checked")
+    return {name: layers[n, name] for n, name in sorted(layers) if wanted is None or n in wanted}
+
+
+def run_checks(layers: dict[str, list[Step]]) -> Iterator[tuple[str, list[Result]]]:
+    """Checks layer by layer; the weights of one module are in memory at a time."""
+    for layer, steps in layers.items():
+        for result, check in steps:
+            start = time.perf_counter()
+            try:
+                check(result)
+            except (ValueError, RuntimeError, OSError) as problem:  # a file that ends while it is read, say
+                result.problems.append(f"{result.name}: {problem}")
+            result.seconds = round(time.perf_counter() - start, 3)
+        yield layer, [result for result, _ in steps]
+
+
+def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
+    results = [result for layer in found for result in layer["modules"]]
+    failed = [result.name for result in results if result.problems]
+    return {
+        "layers": [layer | {"modules": [asdict(result) for result in layer["modules"]]} for layer in found],
+        "modules": len(results),
+        "agrees": not failed,
+        "first_difference": failed[0] if failed else None,
+        "differing": failed,
+        "warnings": sum(len(result.warnings) for result in results),
+        "seconds": round(sum(result.seconds for result in results), 3),
+    }

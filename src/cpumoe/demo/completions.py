@@ -1,0 +1,53 @@
+"""The model that comes with the package at work: it completes some Python; and the same model in float, beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from cpumoe.generation.session import Answer, Session
+from cpumoe.layers import reference
+from cpumoe.layers.experts import Experts
+from cpumoe.layers.linear import QuantizedLinear
+from cpumoe.ops import unpack
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+PROMPTS = (
+    'def read_lines(path):\n    """Return the lines of a file without their ends."""\n',
+    "class TestStack(unittest.TestCase):\n    def setUp(self):\n        self.stack = []\n\n    def test_push(self):\n",
+    "import os\nimport sys\n\n\ndef main(argv=None):\n",
+)
+
+_SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 0, "repetition_penalty": 1.1}
+
+
+def complete(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int, write: Callable[[str], None]
+) -> Answer:
+    """Completes a prompt, which is a text of its own; ``write`` gets the pieces as they come."""
+    session = Session(model, tokenizer, _SAMPLING)
+    return session.answer(tokenizer.encode(prompt), tokens, write)
+
+
+def float_model(model: PreTrainedModel) -> PreTrainedModel:
+    """What a packed Qwen3-MoE stands for, as transformers would run it: weights multiplied out."""
+    from transformers import AutoModelForCausalLM
+
+    state: dict[str, Any] = dict(model.state_dict())
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            values, scales, _ = unpack(state.pop(f"{name}.weight_packed"))
+            state[f"{name}.weight"] = reference.dequantize(values[0], scales[0])
+        elif isinstance(module, Experts):
+            del state[f"{name}.gate_up_packed"], state[f"{name}.down_packed"]
+            held = module.quantized()
+            state[f"{name}.gate_up_proj"] = reference.dequantize(held.gate_up, held.gate_up_scale)
+            state[f"{name}.down_proj"] = reference.dequantize(held.down, held.down_scale)
+    config = type(model.config).from_dict(model.config.to_dict())
+    config.quantization_config = None
+    plain = AutoModelForCausalLM.from_config(config, dtype=model.dtype, attn_implementation="sdpa")
+    plain.load_state_dict(state)
+    plain.eval()
+    return plain

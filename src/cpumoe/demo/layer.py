@@ -1,0 +1,110 @@
+"""One layer of a known model, quantised, run, and compared with what it stands for."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cpumoe.bench.machine_load import MachineLoad, doubt
+from cpumoe.bench.workload import Shape
+from cpumoe.cpu import instruction_sets
+from cpumoe.evaluation.selftest import using_isa
+from cpumoe.layers import reference
+from cpumoe.layers.experts import Experts
+from cpumoe.layers.routing import select_experts
+from cpumoe.layers.scheme import Scheme
+
+Inputs = tuple[Tensor, Tensor, Tensor]  # hidden states, ids, weights
+
+
+def _seconds(
+    call: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: list[Inputs], budget: float = 1.0
+) -> list[float]:
+    """Of each call. Inputs are taken in turn: their experts differ, so that weights come from memory, not a cache."""
+    call(*inputs[0])
+    times: list[float] = []
+    end = time.perf_counter() + budget
+    while time.perf_counter() < end or len(times) < 3:
+        arguments = inputs[len(times) % len(inputs)]
+        start = time.perf_counter()
+        call(*arguments)
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def _relative_error(value: Tensor, truth: Tensor) -> float:
+    return float((value.double() - truth.double()).norm() / truth.double().norm())
+
+
+@dataclass(frozen=True)
+class Times:
+    """Medians for one number of tokens, and a sentence if other programs were in the way."""
+
+    own_ms: float
+    torch_ms: float
+    doubt: str | None
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """Relative errors of a layer, and whether each instruction set gives the same bits."""
+
+    float_error: float
+    reference_error: float
+    same_bits: dict[str, bool]
+
+
+class DemoLayer:
+    """Random weights of a shape, in bf16 and packed."""
+
+    def __init__(self, shape: Shape, scheme: Scheme) -> None:
+        self._shape, self._scheme = shape, scheme
+        self._generator = generator = torch.Generator().manual_seed(0)
+        gate_up = torch.randn((shape.experts, 2 * shape.intermediate, shape.hidden), generator=generator) * 0.02
+        down = torch.randn((shape.experts, shape.hidden, shape.intermediate), generator=generator) * 0.02
+        self._gate_up, self._down = gate_up.bfloat16(), down.bfloat16()
+        start = time.perf_counter()
+        self.experts = Experts.quantize(self._gate_up, self._down, scheme)
+        self.seconds = time.perf_counter() - start
+        self.weights = gate_up.numel() + down.numel()
+
+    def _routed(self, tokens: int) -> Inputs:
+        x = torch.randn((tokens, self._shape.hidden), generator=self._generator)
+        logits = torch.randn((tokens, self._shape.experts), generator=self._generator)
+        weights, ids = select_experts(logits, self._shape.topk, "renormalize")
+        return x, ids, weights
+
+    def _torch_layer(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """The layer in bf16 PyTorch, expert by expert."""
+
+        def expert(index: int, inputs: Tensor) -> Tensor:
+            gate_up = torch.nn.functional.linear(inputs, self._gate_up[index])
+            h = reference.apply_activation(gate_up, self.experts.config.activation)
+            return torch.nn.functional.linear(h, self._down[index])
+
+        return reference.sum_of_experts(x, ids, weights, expert).to(x.dtype)
+
+    def times(self, tokens: int) -> Times:
+        inputs = [(x.bfloat16(), ids, weights) for x, ids, weights in (self._routed(tokens) for _ in range(8))]
+        load_of_others = MachineLoad()
+        times = _seconds(self.experts, inputs), _seconds(self._torch_layer, inputs)
+        own, torch_ms = (statistics.median(each) * 1e3 for each in times)
+        return Times(own, torch_ms, doubt(load_of_others.taken_by_others(), *times))
+
+    def agreement(self) -> Agreement:
+        x, ids, weights = self._routed(64)
+        result = self.experts(x, ids, weights)
+        floats = self._gate_up.float(), self._down.float()
+        truth = reference.experts(x, ids, weights, *floats, None, None, self.experts.config.activation, quantize=False)
+        same = Experts.quantize(self._gate_up, self._down, self._scheme, backend="reference")(x, ids, weights)
+        same_bits: dict[str, bool] = {}
+        for entry in instruction_sets():
+            if entry.supported and entry.name != "scalar":
+                with using_isa(entry.name):
+                    same_bits[entry.name] = torch.equal(self.experts(x, ids, weights), result)
+        return Agreement(_relative_error(result, truth), _relative_error(result, same), same_bits)

@@ -1,0 +1,346 @@
+"""How good a model is on a text: perplexity, and how far a quantised model is from the float one.
+
+The text is read in windows of tokens that overlap. Every token but the first is predicted exactly once, from all tokens
+of its window before it. Memory is bounded by the logits of one window, however long the text.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from cpumoe.evaluation.expert_load import experts_modules, record_routing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+Progress = Callable[[int, int], None]  # predictions done, predictions in all
+
+#: Tokens that a model sees at a time, unless it has fewer positions or the caller has chosen.
+DEFAULT_WINDOW = 1024
+
+# Rows of logits that are turned into float64 at a time: 16 x 200 000 tokens of vocabulary are 26 MB.
+_ROWS = 16
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model made of a text.
+
+    Attributes:
+        nats: minus the sum of the log probabilities of the predicted tokens.
+        tokens: tokens predicted: all but the first.
+        bytes: of the text in UTF-8, all of them.
+        seconds: spent in the model's forward passes.
+        window: most tokens that the model saw at a time.
+        stride: tokens between the ends of two windows; what they overlap by is computed twice.
+    """
+
+    nats: float
+    tokens: int
+    bytes: int
+    seconds: float
+    window: int
+    stride: int
+
+    @property
+    def perplexity(self) -> float:
+        mean = self.nats / self.tokens
+        return math.exp(mean) if mean < 700 else math.inf  # exp(710) raises OverflowError
+
+    @property
+    def bits_per_token(self) -> float:
+        return self.nats / math.log(2) / self.tokens
+
+    @property
+    def bits_per_byte(self) -> float:
+        return self.nats / math.log(2) / self.bytes
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Predicted tokens per second of forward pass."""
+        return self.tokens / self.seconds
+
+    def to_json(self) -> dict[str, float | None]:
+        return {
+            "perplexity": self.perplexity if math.isfinite(self.perplexity) else None,  # JSON has no infinity
+            "bits_per_byte": self.bits_per_byte,
+            "bits_per_token": self.bits_per_token,
+            "nats": self.nats,
+            "tokens": self.tokens,
+            "bytes": self.bytes,
+            "seconds": self.seconds,
+            "tokens_per_second": self.tokens_per_second,
+            "window": self.window,
+            "stride": self.stride,
+        }
+
+
+@dataclass(frozen=True)
+class RoutingAgreement:
+    """How far two models agree on the experts of one layer.
+
+    Attributes:
+        shared: mean over the tokens of the share of the float model's experts that the other model chose too.
+        exact: share of the tokens for which both chose the same set.
+    """
+
+    shared: float
+    exact: float
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """A model beside the float model that it stands for, on one text.
+
+    Attributes:
+        model, float_model: what each made of the text.
+        kl: mean over the tokens of KL(float || model), in nats.
+        top1_agreement: share of the tokens for which both find the same token most likely.
+        routing: agreement on the experts, by layer; without the layers whose routing cannot be seen in both models.
+    """
+
+    model: Evaluation
+    float_model: Evaluation
+    kl: float
+    top1_agreement: float
+    routing: dict[str, RoutingAgreement]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "model": self.model.to_json(),
+            "float_model": self.float_model.to_json(),
+            "kl": self.kl,
+            "top1_agreement": self.top1_agreement,
+            "routing": [
+                {"layer": layer, "shared": agreement.shared, "exact": agreement.exact}
+                for layer, agreement in self.routing.items()
+            ],
+        }
+
+
+def perplexity(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    *,
+    window: int | None = None,
+    stride: int | None = None,
+    progress: Progress | None = None,
+) -> Evaluation:
+    """Measures how well a model predicts a text.
+
+    Args:
+        model: a causal language model of transformers.
+        tokenizer: the model's; its special tokens (begin of text, where it has one) are used.
+        text: at least two tokens long.
+        window: most tokens that the model sees at a time, 1 to its positions; None is 1024, or its positions if these
+            are fewer.
+        stride: tokens between the ends of two windows, 1 to ``window``; None is half a window. Every token is predicted
+            from more than ``window - stride`` tokens, once so many have gone before it. A smaller stride gives more
+            context and takes longer.
+        progress: called with (predictions done, predictions in all) after every window.
+    """
+    ids = _encode(model, tokenizer, text)
+    window, stride = _window_and_stride([model], window, stride)
+    nats = seconds = 0.0
+    with _inference(model):
+        for span in _spans(len(ids), window, stride):
+            span_nats, span_seconds = _read_span(model, ids, span)
+            nats, seconds = nats + span_nats, seconds + span_seconds
+            if progress is not None:
+                progress(span.end, len(ids) - 1)
+    return Evaluation(nats, len(ids) - 1, len(text.encode()), seconds, window, stride)
+
+
+def compare(
+    model: PreTrainedModel,
+    float_model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    *,
+    window: int | None = None,
+    stride: int | None = None,
+    progress: Progress | None = None,
+) -> Comparison:
+    """Measures how far a model is from the float model that it was made of.
+
+    Both read the same windows; each prediction, and the routing of the token that it is made from, counts once.
+    The arguments are those of :func:`perplexity`.
+    """
+    sizes = [m.config.get_text_config().vocab_size for m in (model, float_model)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"the model has a vocabulary of {sizes[0]}, the float model of {sizes[1]}: they must be equal")
+    ids = _encode(model, tokenizer, text)
+    window, stride = _window_and_stride([model, float_model], window, stride)
+    totals = _Totals()
+    count = len(ids) - 1
+    with _inference(model), _inference(float_model):
+        for span in _spans(len(ids), window, stride):
+            _compare_span(model, float_model, ids, span, totals)
+            if progress is not None:
+                progress(span.end, count)
+    ours, theirs = (
+        Evaluation(nats, count, len(text.encode()), seconds, window, stride)
+        for nats, seconds in zip(totals.nats, totals.seconds, strict=True)
+    )
+    routing = {
+        layer: RoutingAgreement(totals.shared[layer] / count, totals.exact[layer] / count) for layer in totals.shared
+    }
+    return Comparison(ours, theirs, totals.kl / count, totals.top1 / count, routing)
+
+
+class _Span(NamedTuple):
+    """Tokens ``begin`` to ``end - 1`` are read; the last ``scored`` of them predict the tokens up to ``end``."""
+
+    begin: int
+    end: int
+    scored: int
+
+
+def _spans(tokens: int, window: int, stride: int) -> Iterator[_Span]:
+    """All windows are full (but for a text shorter than one): what is left of the text does not shorten the last."""
+    done = 0
+    while done < tokens - 1:
+        end = min(done + (stride if done else window), tokens - 1)
+        yield _Span(max(0, end - window), end, end - done)
+        done = end
+
+
+def _read_span(model: PreTrainedModel, ids: Tensor, span: _Span) -> tuple[float, float]:
+    """Nats of the tokens that one window predicts, and seconds. On return its logits are gone: never two at a time."""
+    output = _forward(model, ids, span)
+    nats = 0.0
+    for log_q, targets in zip(_log_probabilities(output.logits), _targets(ids, span), strict=True):
+        nats -= _total(log_q, targets)
+    _check_finite(nats, span)
+    return nats, output.seconds
+
+
+@dataclass
+class _Totals:
+    """Sums over the predictions; pairs are (model, float model)."""
+
+    nats: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    kl: float = 0.0
+    top1: float = 0.0
+    shared: dict[str, float] = field(default_factory=dict)
+    exact: dict[str, float] = field(default_factory=dict)
+
+
+def _compare_span(
+    model: PreTrainedModel, float_model: PreTrainedModel, ids: Tensor, span: _Span, totals: _Totals
+) -> None:
+    """Adds what the two models make of one window to the totals."""
+    # One after the other, each with a recording of its own: the two may be the same object.
+    outputs = [_forward(m, ids, span, routing=True) for m in (model, float_model)]
+    pieces = (_log_probabilities(output.logits) for output in outputs)
+    for log_q, log_p, targets in zip(*pieces, _targets(ids, span), strict=True):
+        totals.nats[0] -= _total(log_q, targets)
+        totals.nats[1] -= _total(log_p, targets)
+        terms = log_p.exp() * (log_p - log_q)
+        # A token that the float model excludes (minus infinity) adds nothing, but 0 * inf is NaN.
+        totals.kl += float(terms.where(log_p > -math.inf, 0.0).sum())
+        totals.top1 += float((log_p.argmax(-1) == log_q.argmax(-1)).sum())
+    for i, output in enumerate(outputs):
+        totals.seconds[i] += output.seconds
+        _check_finite(totals.nats[i], span)
+    chosen, float_chosen = (output.routing for output in outputs)
+    for layer in chosen:
+        if layer not in float_chosen:
+            continue
+        same = float_chosen[layer][:, :, None] == chosen[layer][:, None, :]  # [scored, K, K]
+        found, known = same.any(2), same.any(1)
+        totals.shared[layer] = totals.shared.get(layer, 0.0) + float(found.double().mean(1).sum())
+        totals.exact[layer] = totals.exact.get(layer, 0.0) + float((found.all(1) & known.all(1)).sum())
+
+
+class _Output(NamedTuple):
+    logits: Tensor  # [scored, vocabulary]
+    routing: dict[str, Tensor]  # by layer, [scored, K]
+    seconds: float
+
+
+def _forward(model: PreTrainedModel, ids: Tensor, span: _Span, *, routing: bool = False) -> _Output:
+    recording: AbstractContextManager[dict[str, list[Tensor]]] = nullcontext({})
+    if routing and experts_modules(model):
+        recording = record_routing(model)
+    with recording as calls:
+        start = time.perf_counter()
+        output = model(input_ids=ids[None, span.begin : span.end], use_cache=False, logits_to_keep=span.scored)
+        seconds = time.perf_counter() - start
+    chosen = {layer: ids_of[-1][-span.scored :] for layer, ids_of in calls.items() if ids_of}
+    return _Output(output.logits[0, -span.scored :], chosen, seconds)
+
+
+def _log_probabilities(logits: Tensor) -> Iterator[Tensor]:
+    """[scored, vocabulary] in pieces of a few rows, float64: in float32 a small KL would drown in rounding."""
+    for rows in logits.split(_ROWS):
+        yield rows.double().log_softmax(-1)
+
+
+def _targets(ids: Tensor, span: _Span) -> Iterator[Tensor]:
+    """The tokens to predict, in the same pieces."""
+    yield from ids[span.end - span.scored + 1 : span.end + 1].split(_ROWS)
+
+
+def _total(log_probabilities: Tensor, targets: Tensor) -> float:
+    """Sum of the log probabilities [rows, vocabulary] of the targets [rows]."""
+    return float(log_probabilities.gather(-1, targets[:, None]).sum())
+
+
+def _check_finite(nats: float, span: _Span) -> None:
+    if not math.isfinite(nats):
+        raise RuntimeError(
+            f"the model's predictions of tokens {span.end - span.scored + 1} to {span.end} are not finite: "
+            "its weights are damaged, or its dtype overflows"
+        )
+
+
+def _encode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
+    """The tokens of a text, [tokens] int64."""
+    # verbose=False: that the text is longer than the model's positions is what windows are for.
+    ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
+    if len(ids) < 2:
+        raise ValueError(f"the text has {len(ids)} tokens; 2 or more are accepted, since the first is not predicted")
+    vocabulary = model.config.get_text_config().vocab_size
+    if int(ids.max()) >= vocabulary:
+        raise ValueError(f"the tokenizer gives the id {int(ids.max())}, the model has a vocabulary of {vocabulary}")
+    return ids.to(model.device)
+
+
+def _window_and_stride(models: list[PreTrainedModel], window: int | None, stride: int | None) -> tuple[int, int]:
+    """The window, or what it is by default for these models, and the stride that goes with it."""
+    known = [getattr(model.config.get_text_config(), "max_position_embeddings", None) for model in models]
+    positions = min((count for count in known if count is not None), default=None)
+    if window is None:
+        window = min(DEFAULT_WINDOW, positions or DEFAULT_WINDOW)
+    if window < 1 or (positions is not None and window > positions):
+        most = "or more" if positions is None else f"to {positions} (the model's positions)"
+        raise ValueError(f"window={window}; 1 {most} is accepted")
+    if stride is None:
+        stride = max(1, window // 2)
+    if not 1 <= stride <= window:
+        raise ValueError(f"stride={stride}; 1 to {window} (the window) is accepted")
+    return window, stride
+
+
+@contextmanager
+def _inference(model: PreTrainedModel) -> Iterator[None]:
+    """No gradients and no dropout inside the block."""
+    was_training = model.training
+    model.train(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        if was_training:
+            model.train()

@@ -1,0 +1,83 @@
+"""Memory for keys and values: how much there is, and what of it a server's cache may take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from cpumoe import cpu
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+# Of the memory that the model leaves free. The rest is for the activations, for the page cache and for other programs.
+_SHARE = 0.5
+_SEQUENCES = 8  # a cache for more sequences of full length than this would lie idle
+_BLOCK_TOKENS = 32
+_LEAST_BLOCKS = 16
+BATCH_TOKENS = 1024  # tokens that one step computes at most: a longer prompt is read in parts
+
+
+@dataclass(frozen=True)
+class CachePlan:
+    """How many blocks of keys and values there are, and the memory that they and what grows with them take."""
+
+    blocks: int
+    block_tokens: int
+    total_bytes: int
+
+
+def plan_cache(config: PreTrainedConfig, dtype: torch.dtype, free_bytes: int, memory_gb: float | None) -> CachePlan:
+    """The cache for a model, where the model itself leaves ``free_bytes``."""
+    config = config.get_text_config()
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    block_bytes = config.num_hidden_layers * kv_heads * head_dim * 2 * dtype.itemsize * _BLOCK_TOKENS
+    # transformers keeps a mask of [batch tokens, cache tokens + batch tokens] for each kind of attention, and while a
+    # layer is computed it holds a copy of that layer's keys and values, repeated for all heads.
+    mask_row_bytes = BATCH_TOKENS * dtype.itemsize * len(set(getattr(config, "layer_types", None) or ["full"]))
+    copy_bytes = (2 * heads + kv_heads) * head_dim * dtype.itemsize
+    cost = block_bytes + (mask_row_bytes + copy_bytes) * _BLOCK_TOKENS
+    fixed = mask_row_bytes * BATCH_TOKENS
+
+    free_bytes = max(free_bytes, 0)
+    budget = free_bytes * _SHARE if memory_gb is None else memory_gb * 1e9
+    if budget > free_bytes:
+        raise ValueError(f"--memory-gb {memory_gb:g}; the model leaves {size_text(free_bytes)}")
+    blocks = int((budget - fixed) // cost)
+    if blocks < _LEAST_BLOCKS:
+        raise ValueError(
+            f"a cache of {_LEAST_BLOCKS * _BLOCK_TOKENS} tokens takes {size_text(fixed + _LEAST_BLOCKS * cost)}; "
+            + ("half of what the model leaves" if memory_gb is None else "--memory-gb")
+            + f" is {size_text(budget)}"
+        )
+    context = getattr(config, "max_position_embeddings", None)
+    if context is not None:
+        blocks = min(blocks, -(-context * _SEQUENCES // _BLOCK_TOKENS))
+    return CachePlan(blocks, _BLOCK_TOKENS, fixed + blocks * cost)
+
+
+def size_text(count: float) -> str:
+    """Bytes for people, with a unit."""
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
+
+
+def available_bytes() -> int:
+    """Memory that can be had without swapping, within the limit of the container, if there is one."""
+    available = cpu.memory_bytes()["MemAvailable"]
+    group = Path("/sys/fs/cgroup")
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        kinds = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no container, or one without a limit ("max")
+        return available
+    return min(available, limit - used + int(kinds.get("inactive_file", 0)))
+
+
+def model_bytes(model: PreTrainedModel) -> int:
+    """Bytes of everything that a model holds."""
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))

@@ -1,0 +1,1 @@
+"""Other software that cpumoe plugs into."""

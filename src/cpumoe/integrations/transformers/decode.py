@@ -1,0 +1,297 @@
+"""What surrounds the experts when a model decodes: attention of one token, routers and norms in one step each.
+
+transformers writes each of them as several PyTorch operators. At one token their cost is that of calling operators,
+and PyTorch's attention in bf16 is more than ten times slower than reading the keys and values. The results are those
+of the code that is replaced, with sums in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from cpumoe import ops
+from cpumoe.layers.experts import Experts
+from cpumoe.ops import SCORING, wants_gradient
+
+#: Name of the attention in transformers' registry.
+ATTENTION = "cpumoe"
+
+_FEW_TOKENS = 8  # up to here each token may read the router's whole weight; above, PyTorch's product shares it
+
+
+def register_attention() -> None:
+    """Makes ``attn_implementation="cpumoe"`` known to transformers (once)."""
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+    from transformers.modeling_utils import AttentionInterface
+
+    AttentionInterface.register(ATTENTION, attention_forward)
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+
+
+#: What transformers passes to every attention and this one needs not look at, with the reason.
+_PASSED_OVER = {
+    "sliding_window": "is in the mask",
+    "position_ids": "are in queries, keys and the mask",
+    "cache_position": "is in the mask",
+    "cu_seq_lens_q": "for flash attention; the mask keeps packed sequences apart, as with eager attention",
+    "cu_seq_lens_k": "likewise",
+    "max_length_q": "likewise",
+    "max_length_k": "likewise",
+    "seq_idx": "likewise",
+    "deterministic": "this attention always is",
+    "use_cache": "is for the model",
+    "output_hidden_states": "is for the model",
+    "output_router_logits": "is for the model",
+    "return_dict": "is for the model",
+    "num_items_in_batch": "is for the loss",
+}
+
+# Elements of the largest piece of a mask with a column for the sinks.
+_MASK_ELEMENTS = 1 << 24
+
+
+def attention_forward(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    *,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    cache: Any = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """transformers' attention interface: query [B, heads, T, D], key and value [B, kv_heads, S, D] -> [B, T, heads, D].
+
+    One new token of each sequence goes to our kernel, everything else to PyTorch's attention. ``s_aux`` [heads] are
+    attention sinks (gpt-oss). What would change the result and is not served (soft-capping, say) is refused by name.
+    """
+    for name, option in options.items():
+        if name not in _PASSED_OVER and option is not None and option is not False:
+            raise _not_served(module, name, option)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    shared_mask = attention_mask is None or attention_mask.shape[1:3] == (1, 1)
+    ours = query.shape[2] == 1 and shared_mask and query.device.type == "cpu" and not module.training
+    ours = ours and position_bias is None and cache is None and not wants_gradient(query, key, value, s_aux)
+    if ours:
+        mask = None if attention_mask is None else _additive(attention_mask, query.shape[0], key.shape[2])
+        sinks = s_aux if s_aux is None or s_aux.dtype == torch.float32 else s_aux.to(torch.float32)
+        result = ops.decode_attention(query[:, :, 0], key, value, mask, scale, sinks)
+        return result.unsqueeze(1), None
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if s_aux is not None:
+        for name, option in (("position_bias", position_bias), ("cache", cache)):
+            if option is not None:
+                raise _not_served(module, f"s_aux with {name}", option)
+        return _with_sinks(query, key, value, attention_mask, s_aux, dropout, scale, causal), None
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    extras = {"position_bias": position_bias, "cache": cache}  # older releases of transformers know neither
+    out: tuple[Tensor, None] = sdpa_attention_forward(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout=dropout,
+        scaling=scaling,
+        is_causal=causal,
+        **{name: extra for name, extra in extras.items() if extra is not None},
+        **options,
+    )
+    return out
+
+
+def _not_served(module: nn.Module, name: str, value: object) -> ValueError:
+    seen = f"a tensor {list(value.shape)}" if isinstance(value, Tensor) else repr(value)[:80]
+    return ValueError(
+        f"attn_implementation='cpumoe' does not serve {name}={seen}, which {type(module).__name__} asks for; load the "
+        "model with attn_implementation='eager'"
+    )
+
+
+def _with_sinks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    sinks: Tensor,
+    dropout: float,
+    scale: float,
+    causal: bool,
+) -> Tensor:
+    """Attention of many tokens with a sink for each head: [B, T, heads, D].
+
+    A sink is one more key whose score is the sink's for every query, and whose value is zero: a key of zeros, with the
+    sink in the mask. Some queries at a time: such a mask has a row for every head and query.
+    """
+    batch, heads, tokens, _ = query.shape
+    share = heads // key.shape[1]
+    if mask is None and causal and tokens > 1:
+        # No mask stands for a causal one from the first key on; keys after the last query are room in the cache.
+        key, value = key[:, :, :tokens], value[:, :, :tokens]
+        mask = torch.ones((tokens, key.shape[2]), dtype=torch.bool, device=query.device).tril()[None, None]
+    elif mask is None:
+        mask = torch.ones((1, 1, 1, key.shape[2]), dtype=torch.bool, device=query.device)
+    key, value = (F.pad(t, (0, 0, 0, 1)).repeat_interleave(share, 1) for t in (key, value))
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)
+    mask = mask[..., : key.shape[2] - 1].to(query.dtype).expand(-1, -1, tokens, -1)
+    column = sinks.to(query.dtype).view(1, heads, 1, 1)
+    step = max(1, _MASK_ELEMENTS // (batch * heads * key.shape[2]))
+    parts = []
+    for first in range(0, tokens, step):
+        some = slice(first, first + step)
+        rows = mask[:, :, some]
+        sizes = (rows.shape[0], heads, rows.shape[2], -1)
+        sunk = torch.cat((rows.expand(sizes), column.expand(sizes)), -1)
+        parts.append(F.scaled_dot_product_attention(query[:, :, some], key, value, sunk, dropout, scale=scale))
+    return torch.cat(parts, 2).transpose(1, 2).contiguous()
+
+
+def _additive(mask: Tensor, batch: int, tokens: int) -> Tensor:
+    """A mask [B or 1, 1, 1, S] of booleans (True: look) or numbers to add -> fp32 [B, S]."""
+    mask = mask[:, 0, 0, :tokens].expand(batch, tokens)
+    if mask.dtype == torch.bool:
+        return torch.zeros(mask.shape, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
+    return mask.to(torch.float32).contiguous()
+
+
+def speed_up(model: nn.Module) -> None:
+    """Gives the routers in front of packed experts, and the norms, of a model their one-step forms."""
+    for module in model.modules():
+        experts = getattr(module, "experts", None)
+        if isinstance(experts, Experts):
+            for child in module.children():
+                if (make := _ROUTERS.get(type(child).__name__)) is not None:
+                    child.forward = make(child)
+        if (round_first := _NORMS.get(type(module).__name__)) is not None:
+            module.forward = partial(_norm, module, round_first)
+
+
+def _norm(module: Any, round_first: bool, hidden_states: Tensor) -> Tensor:
+    # Of another dtype, the product with the weight would widen the result.
+    if hidden_states.dtype != module.weight.dtype or wants_gradient(hidden_states, module.weight):
+        normed: Tensor = type(module).forward(module, hidden_states)
+        return normed
+    out = ops.rms_norm(hidden_states, module.weight, module.variance_epsilon, round_first)
+    return out
+
+
+#: Norms that are known: whether the normalised row is rounded to its dtype before the product with the weight.
+_NORMS = {
+    **dict.fromkeys(
+        (
+            "Qwen2MoeRMSNorm",
+            "Qwen3MoeRMSNorm",
+            "MixtralRMSNorm",
+            "OlmoeRMSNorm",
+            "DeepseekV2RMSNorm",
+            "DeepseekV3RMSNorm",
+            "Glm4MoeRMSNorm",
+        ),
+        True,
+    ),
+    "GptOssRMSNorm": False,
+}
+
+Route = Callable[[Tensor], tuple[Tensor, Tensor, Tensor]]
+
+
+def _router(
+    module: Any,
+    scoring: str,
+    *,
+    score_chosen: bool = False,
+    renormalize: bool = False,
+    in_fp32: bool = False,
+    groups: tuple[int, int] = (0, 0),
+    scale: float = 1.0,
+) -> Route:
+    """The one-step form of a router. A partial and not a closure: models are pickled and copied with it."""
+    return partial(_route, module, scoring, score_chosen, renormalize, in_fp32, groups, scale)
+
+
+def _route(
+    module: Any,
+    scoring: str,
+    score_chosen: bool,
+    renormalize: bool,
+    in_fp32: bool,
+    groups: tuple[int, int],
+    scale: float,
+    hidden_states: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """[..., H] -> logits [tokens, experts], weights and ids [tokens, K], from a router's own tensors."""
+    weight, bias = module.weight, getattr(module, "bias", None)
+    if wants_gradient(hidden_states, weight, bias):  # there is none through our operators; the code they replace has it
+        routed: tuple[Tensor, Tensor, Tensor] = type(module).forward(module, hidden_states)
+        return routed
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    if x.shape[0] <= _FEW_TOKENS and x.dtype == weight.dtype:
+        bias32 = None if bias is None else bias.to(torch.float32)
+        logits = ops.router_logits(x, weight, bias32, in_fp32)
+    elif in_fp32:
+        logits = nn.functional.linear(x.to(torch.float32), weight.to(torch.float32))
+    else:
+        logits = nn.functional.linear(x, weight, bias)
+    correction = getattr(module, "e_score_correction_bias", None)
+    weights, ids = ops.select_experts(
+        logits,
+        module.top_k,
+        SCORING[scoring],
+        score_chosen,
+        None if correction is None else correction.to(torch.float32),
+        *groups,
+        renormalize,
+        scale,
+    )
+    return logits, weights, ids
+
+
+def _softmax_router(module: Any) -> Route:
+    return _router(module, "softmax", renormalize=getattr(module, "norm_topk_prob", True))
+
+
+def _sigmoid_router(module: Any) -> Route:
+    return _router(
+        module,
+        "sigmoid",
+        renormalize=module.norm_topk_prob,
+        in_fp32=True,
+        groups=(module.num_group, module.topk_group),
+        scale=module.routed_scaling_factor,
+    )
+
+
+def _deepseek_v2_router(module: Any) -> Route:
+    limited = module.topk_method == "group_limited_greedy"
+    groups = (module.num_group, module.topk_group) if limited else (0, 0)
+    return _router(module, "softmax", in_fp32=True, groups=groups, scale=module.routed_scaling_factor)
+
+
+def _gpt_oss_router(module: Any) -> Route:
+    return _router(module, "softmax", score_chosen=True)
+
+
+#: Routers that are known, by the name of their class.
+_ROUTERS: dict[str, Callable[[Any], Route]] = {
+    "Qwen2MoeTopKRouter": _softmax_router,
+    "Qwen3MoeTopKRouter": _softmax_router,
+    "OlmoeTopKRouter": _softmax_router,
+    "MixtralTopKRouter": _softmax_router,
+    "DeepseekV2TopkRouter": _deepseek_v2_router,
+    "DeepseekV3TopkRouter": _sigmoid_router,
+    "Glm4MoeTopkRouter": _sigmoid_router,
+    "GptOssTopKRouter": _gpt_oss_router,
+}

@@ -1,0 +1,245 @@
+"""Float models in transformers: experts (and linears) quantised in place, or behind transformers' own switch."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import PreTrainedModel
+
+from cpumoe import ops
+from cpumoe.checkpoints.architectures import ARCHITECTURES, Architecture, ExpertsFacts, known_architecture, text_config
+from cpumoe.checkpoints.formats.compressed_tensors import QuantizationConfig
+from cpumoe.checkpoints.loading import naming
+from cpumoe.errors import UnsupportedScheme
+from cpumoe.integrations.transformers.decode import speed_up
+from cpumoe.integrations.transformers.llama4 import adapt_llama4
+from cpumoe.integrations.transformers.model_plan import (
+    expert_modules,
+    float_linears,
+    model_architecture,
+    quantize_linear,
+    replace_module,
+)
+from cpumoe.integrations.transformers.plugin import DEFAULT_SCHEME, PackedConfig, PackedQuantizer
+from cpumoe.integrations.transformers.saving import quantization_section
+from cpumoe.layers.config import MoEConfig
+from cpumoe.layers.experts import Experts
+from cpumoe.layers.quantized_experts import QuantizedExperts
+from cpumoe.layers.rounding import quantize_weight, scale_dtype_of
+from cpumoe.layers.scheme import Scheme
+
+_log = logging.getLogger("cpumoe")
+
+
+def accelerate(
+    model: PreTrainedModel, scheme: Scheme | str = DEFAULT_SCHEME, *, linears: Scheme | str | None = None
+) -> PreTrainedModel:
+    """Quantises the experts of a float model in place, layer by layer, freeing the float weights as it goes.
+
+    Args:
+        model: a transformers model of a known architecture.
+        scheme: what to quantise the experts to.
+        linears: what to quantise the other linears to; None leaves them.
+
+    Returns:
+        The same model. ``save_pretrained`` writes it as a compressed-tensors checkpoint.
+    """
+    scheme, packed_linears = Scheme.parse(scheme), None if linears is None else Scheme.parse(linears)
+    architecture = model_architecture(model)
+    if architecture is None:
+        raise _not_known(model.config.get_text_config().model_type)
+    names = [n for n in expert_modules(model, architecture) if not isinstance(model.get_submodule(n), Experts)]
+    if not names and packed_linears is None:
+        raise ValueError("this model has no float experts to accelerate; linears='w8a8' quantises its other linears")
+    facts = architecture.facts(text_config(model.config.to_dict()))
+    quantized = False
+    try:
+        for name in tqdm(names, desc="Quantising", unit="layer", disable=None):
+            with naming(name):
+                module = model.get_submodule(name)
+                experts = quantize_module(module, architecture, scheme, facts)
+            replace_module(model, name, experts)
+            quantized = True
+        if packed_linears is not None:
+            _accelerate_linears(model, architecture, packed_linears)
+            quantized = True
+    finally:  # a model that was done in part must describe itself too, or it would be saved as something else
+        if quantized:
+            _finish_acceleration(model)
+    return model
+
+
+def _not_known(model_type: object) -> UnsupportedScheme:
+    known = ", ".join(ARCHITECTURES)
+    return UnsupportedScheme(
+        f"model_type {model_type!r} is not known; known are {known}. Run its experts with "
+        "experts_implementation='eager'; a model without experts has its linears quantised by "
+        "cpumoe.load_model(path, scheme='float', linears='w8a8')"
+    )
+
+
+def _accelerate_linears(model: PreTrainedModel, architecture: Architecture, scheme: Scheme) -> None:
+    for name, linear in list(float_linears(model, architecture)):
+        if not scheme.fits(linear.in_features):
+            _log.warning("left in float: %s has %d inputs", name, linear.in_features)
+            continue
+        bias = None if linear.bias is None else linear.bias.detach()
+        rows = partial(_rows, linear.weight.detach())
+        with naming(name):
+            packed = quantize_linear(rows, linear.out_features, linear.in_features, scheme, bias)
+        replace_module(model, name, packed)
+        model.all_tied_weights_keys.pop(f"{name}.weight", None)
+
+
+def _finish_acceleration(model: PreTrainedModel) -> None:
+    adapt_llama4(model)
+    model.requires_grad_(False)  # there is no gradient through packed weights
+    speed_up(model)
+    config = PackedConfig(quantization_section(model))
+    model.hf_quantizer = PackedQuantizer(config, pre_quantized=True)
+    model.config.quantization_config = config
+    model.is_quantized = True
+    model.quantization_method = config.quant_method
+
+
+def _rows(weight: Tensor, first: int, last: int) -> Tensor:
+    return weight[first:last]
+
+
+def quantize_module(module: nn.Module, architecture: Architecture, scheme: Scheme, facts: ExpertsFacts) -> Experts:
+    """Packs the float experts of one layer, a few at a time: ``gate_up_proj`` and ``down_proj`` of a module."""
+    fused = architecture.fused
+    gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()  # type: ignore[operator]
+    layer = MoEConfig(
+        scheme,
+        facts.experts,
+        facts.hidden_size,
+        facts.intermediate_size,
+        facts.activation,
+        has_bias=architecture.has_bias,
+        scale_dtype=scale_dtype_of(gate_up.dtype),
+    )
+
+    def chunks() -> Iterator[QuantizedExperts]:
+        step = max(1, (64 << 20) // (gate_up[0].numel() * 16))
+        for first in range(0, facts.experts, step):
+            some = slice(first, first + step)
+            rows, columns = gate_up[some], down[some]
+            if fused is not None:
+                rows, columns = rows.transpose(1, 2), columns.transpose(1, 2)
+            biases = (None, None)
+            if architecture.has_bias:
+                biases = module.gate_up_proj_bias.detach()[some], module.down_proj_bias.detach()[some]  # type: ignore
+            yield QuantizedExperts(
+                *quantize_weight(rows, scheme, "gate_up"),
+                *quantize_weight(columns, scheme, "down"),
+                *biases,
+                interleaved=fused is not None and fused.interleaved,
+            )
+
+    return Experts.from_chunks(chunks(), layer)
+
+
+def experts_forward(
+    module: nn.Module, scheme: str | None, hidden_states: Tensor, ids: Tensor, weights: Tensor
+) -> Tensor:
+    """transformers' experts interface: [tokens, H], [tokens, K], [tokens, K] -> [tokens, H].
+
+    The packed copy is made at the first call, and again when the float weights have changed since; a change through
+    ``parameter.data`` is not seen.
+    """
+    if module.training:
+        raise RuntimeError(
+            "experts_implementation='cpumoe' is for inference, and this model is in training mode; call model.eval(), "
+            "or train with model.set_experts_implementation('eager')"
+        )
+    wanted = scheme or os.environ.get("CPUMOE_SCHEME", DEFAULT_SCHEME)
+    # Tensors that were made in inference mode count no changes.
+    weights_seen = ((p.data_ptr(), 0 if p.is_inference() else p._version) for p in module.parameters())
+    state = (wanted, *weights_seen)
+    held = module.__dict__.get("_cpumoe_packed")
+    if held is None or held[0] != state:
+        config = text_config(module.config.to_dict())  # type: ignore[union-attr, operator]
+        architecture = known_architecture(config)
+        if architecture is None:
+            raise _not_known(config.get("model_type"))
+        held = (state, quantize_module(module, architecture, Scheme.parse(wanted), architecture.facts(config)))
+        _tell_that_floats_stay(wanted)
+        module.__dict__["_cpumoe_packed"] = held  # not a submodule: state_dict stays that of the float model
+    packed: Experts = held[1]
+    with torch.no_grad():
+        out: Tensor = packed(hidden_states, ids, weights)
+    if ops.wants_gradient(hidden_states, weights):  # models are called without no_grad by many who mean nothing by it
+        out = _RefusedGradient.apply(out, hidden_states, weights)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _RefusedGradient(torch.autograd.Function):
+    """Hands a result on; whoever asks for its gradient is told that there is none."""
+
+    @staticmethod
+    def forward(_: Any, out: Tensor, *inputs: Tensor) -> Tensor:
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(_: Any, *gradients: Tensor) -> Any:
+        raise RuntimeError(
+            "there is no gradient through packed experts: experts_implementation='cpumoe' is for inference; train with "
+            "another, such as 'eager'"
+        )
+
+
+@cache
+def _tell_that_floats_stay(scheme: str) -> None:
+    """Once: what they are kept for is state_dict, save_pretrained, and going back to another implementation."""
+    _log.warning(
+        "experts_implementation='cpumoe' packs experts to %s and keeps their float weights in memory as well, for "
+        "save_pretrained and for other implementations; cpumoe.accelerate(model, %r) frees them, and "
+        "cpumoe.load_model(path, scheme=%r) does not load them at all",
+        scheme,
+        scheme,
+        scheme,
+    )
+
+
+def check_experts_implementation(model: PreTrainedModel, requested: str) -> None:
+    """Refuses a scheme that the experts of a quantised checkpoint do not have; says where a request has no effect."""
+    config = getattr(model.config, "quantization_config", None)
+    if isinstance(config, PackedConfig):
+        if config.section is not None and (scheme := requested.partition("-")[2]):
+            _refuse_other_scheme(model, config.section, scheme, requested)
+    elif not model._can_set_experts_implementation():
+        _log.warning(
+            "experts_implementation=%r has no effect on %s: transformers does not ask for it there; "
+            "cpumoe.accelerate(model) does the job",
+            requested,
+            type(model).__name__,
+        )
+
+
+def _refuse_other_scheme(model: PreTrainedModel, section: dict[str, Any], scheme: str, requested: str) -> None:
+    config = text_config(model.config.to_dict())
+    architecture = known_architecture(config)
+    if architecture is None:
+        return
+    formats = QuantizationConfig.parse(section)
+    experts = (
+        f"model.layers.{layer}.{path}.0.{names.gate}"
+        for layer in architecture.facts(config).layers
+        for path in architecture.experts
+        for names in architecture.projections
+    )
+    found = {str(form.scheme) for name in experts if (form := formats.format_of(name)) is not None}
+    if found and scheme not in found:
+        raise UnsupportedScheme(
+            f"experts_implementation={requested!r}, and the experts of this checkpoint are quantised to "
+            f"{' and '.join(sorted(found))}; leave experts_implementation out, or quantise the float original: "
+            f"cpumoe quantize FLOAT_MODEL DST --scheme {scheme}"
+        )

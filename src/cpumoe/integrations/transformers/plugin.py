@@ -1,0 +1,388 @@
+"""transformers: quantised checkpoints through :func:`load_model`, or ``from_pretrained`` after ``import cpumoe``.
+
+The modules that the checkpoint has quantised are taken out of the model before transformers loads the rest, and are put
+back packed, read expert by expert. Nothing goes through bf16. Float models are in ``float_models.py``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor, nn
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils import logging as transformers_logging
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from cpumoe import cpu
+from cpumoe.checkpoints.architectures import known_architecture, text_config
+from cpumoe.checkpoints.checkpoint import Checkpoint, listed
+from cpumoe.checkpoints.formats.compressed_tensors import QuantizationConfig
+from cpumoe.checkpoints.hub import find_model
+from cpumoe.checkpoints.packed_cache import PackedCache
+from cpumoe.errors import CheckpointError, CpumoeError, UnsupportedScheme
+from cpumoe.integrations.transformers.decode import ATTENTION, register_attention, speed_up
+from cpumoe.integrations.transformers.handed_on import CURE, watched
+from cpumoe.integrations.transformers.hook import taken_over
+from cpumoe.integrations.transformers.llama4 import adapt_llama4
+from cpumoe.integrations.transformers.model_config import completed_config
+from cpumoe.integrations.transformers.model_plan import (
+    ModelPlan,
+    Pending,
+    plan_model,
+    replace_module,
+)
+from cpumoe.integrations.transformers.saving import quantization_section, state_dict_for_saving
+from cpumoe.layers.backends import NativeBackend
+from cpumoe.layers.experts import Experts
+from cpumoe.layers.scheme import Scheme
+
+_log = logging.getLogger("cpumoe")
+
+#: What ``load_model(scheme=...)`` takes to leave a float checkpoint in float.
+FLOAT = "float"
+
+DEFAULT_SCHEME = "w4a8-g128"
+
+
+@dataclass(frozen=True)
+class _Options:
+    """What ``load_model`` asks of the quantizer, which transformers makes itself."""
+
+    scheme: Scheme | None = None
+    linears: Scheme | None = None
+    cache: Path | None = None
+    strict: bool = False  # refuse what is not served instead of handing it on to transformers
+
+
+_options: ContextVar[_Options] = ContextVar("cpumoe_options", default=_Options())  # noqa: B039  # frozen
+
+
+def load_model(
+    path: str | Path,
+    *,
+    scheme: Scheme | str | None = None,
+    linears: Scheme | str | None = None,
+    cache: str | Path | None = None,
+    dtype: torch.dtype | None = None,
+    **options: Any,
+) -> PreTrainedModel:
+    """Loads a checkpoint folder as a transformers model with packed experts and linears.
+
+    Args:
+        path: folder with config.json and safetensors files, or the id of a model in the local hub cache
+            (:func:`cpumoe.checkpoints.hub.find_model`; nothing is downloaded).
+        scheme: for a float checkpoint, what to quantise its experts to while they are read (``"w4a8-g128"``), or
+            ``"float"`` to leave them. A quantised checkpoint has its scheme.
+        linears: what to quantise those linears to that the checkpoint has in float (``"w8a8"``, ``"w4a8-g128"``);
+            None leaves them.
+        cache: folder for packed weights: they are written at the first start and mapped at the next.
+        dtype: of the float parts; by default bf16 where this CPU computes with it, else fp32.
+        options: further arguments of ``from_pretrained``.
+
+    Raises CheckpointError if tensors are missing, unexpected or of another shape, UnsupportedScheme for a scheme that
+    is not served.
+    """
+    path = find_model(path)
+    if (asked := str(options.get("experts_implementation"))).startswith("cpumoe-"):
+        raise ValueError(f"experts_implementation={asked!r} has no effect in load_model; scheme= is what it takes")
+    with Checkpoint.open(path) as checkpoint:
+        try:
+            quantized = checkpoint.quantization is not None
+        except UnsupportedScheme as problem:
+            raise UnsupportedScheme(f"{path}: {problem}; {CURE}") from None
+        _refuse_absurd(checkpoint)
+    name = scheme if scheme is not None else (None if quantized else os.environ.get("CPUMOE_SCHEME"))
+    if quantized and name is not None:
+        raise UnsupportedScheme(f"scheme={str(name)!r} for a checkpoint that is quantised already; leave it out")
+    if not quantized and name is None:
+        raise UnsupportedScheme(
+            f"{path} is a float checkpoint: say what to quantise its experts to with scheme={DEFAULT_SCHEME!r} "
+            f"(or another), or scheme={FLOAT!r} to leave them"
+        )
+    wanted = None if name is None or name == FLOAT else Scheme.parse(name)
+    packed_linears = None if linears is None else Scheme.parse(linears)
+    if dtype is None:
+        dtype, reason = cpu.float_dtype()
+        _log.info("float parts run in %s: %s", dtype, reason)
+    more = {} if quantized else {"quantization_config": PackedConfig()}
+    token = _options.set(
+        _Options(wanted, packed_linears, None if cache is None else Path(cache).expanduser(), strict=True)
+    )
+    try:
+        with _transformers_errors(path, bool(options)), _progress_on_terminals(), taken_over():
+            return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, **more, **options)
+    finally:
+        _options.reset(token)
+
+
+@contextmanager
+def _progress_on_terminals() -> Iterator[None]:
+    """transformers shows its progress bars everywhere; ours are for terminals."""
+    shown = transformers_logging.is_progress_bar_enabled()
+    if shown and not sys.stderr.isatty():
+        transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()
+
+
+def _refuse_absurd(checkpoint: Checkpoint) -> None:
+    """Refuses what config.json cannot mean before transformers sets out to build it."""
+    architecture = known_architecture(checkpoint.config)
+    if architecture is not None:
+        _ = checkpoint.facts
+    try:
+        checkpoint.check_config()
+        complete = completed_config(checkpoint.config)
+        if architecture is not None and complete is not None:
+            architecture.facts(text_config(complete))
+    except CheckpointError as problem:
+        raise CheckpointError(f"{checkpoint.folder}: {problem}") from None
+
+
+#: What transformers raises for bad arguments of from_pretrained as well as for bad configurations.
+_ABOUT_ARGUMENTS = (ValueError, ImportError, OSError, RuntimeError)
+
+
+@contextmanager
+def _transformers_errors(path: Path, has_arguments: bool) -> Iterator[None]:
+    """What transformers says of a configuration that it cannot make a model from, as one of our sentences.
+
+    ``has_arguments``: whether the caller has passed some on to ``from_pretrained``, which may be what is wrong.
+    """
+    try:
+        yield
+    except (CpumoeError, MemoryError):
+        raise
+    except Exception as problem:
+        about_arguments = isinstance(problem, _ABOUT_ARGUMENTS) and not isinstance(problem, StrictDataclassError)
+        if _is_ours(problem) or (has_arguments and about_arguments):
+            raise
+        text = f"{problem!r:.500}"
+        raise CheckpointError(f"{path}: transformers cannot make a model of config.json: {text}") from problem
+
+
+def _is_ours(problem: BaseException) -> bool:
+    """Whether an exception comes out of this package's own code, and so from a mistake in it."""
+    owner = ""
+    for frame, _ in traceback.walk_tb(problem.__traceback__):
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package in ("cpumoe", "transformers", "huggingface_hub"):
+            owner = package  # the last is the innermost; PyTorch and others below it do what it asks
+    return owner == "cpumoe"
+
+
+# ---- what transformers calls ---------------------------------------------------------------------------------------
+
+
+class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]  # untyped base
+    """The ``quantization_config`` of a model with packed weights, as it stands in config.json."""
+
+    def __init__(self, section: dict[str, Any] | None = None) -> None:
+        self.quant_method = "compressed-tensors"
+        self.section = section
+
+    def to_dict(self) -> dict[str, Any]:
+        return dict(self.section or {"quant_method": self.quant_method})
+
+
+def make_config(section: dict[str, Any], stock: Any, **options: Any) -> Any:
+    """The configuration object for a checkpoint's ``quantization_config``: ours if we serve it."""
+    try:
+        QuantizationConfig.parse(section)
+    except UnsupportedScheme as problem:
+        if _options.get().strict:
+            raise UnsupportedScheme(f"{problem}; {CURE}") from None
+        _log.warning(
+            "cpumoe does not read this checkpoint (%s); transformers' own reader is used, which turns its experts into "
+            "floats. For one that cpumoe reads, %s",
+            problem,
+            CURE,
+        )
+        return stock.from_dict(section, **options)
+    return PackedConfig(section)
+
+
+def make_quantizer(config: Any, stock: Any, **options: Any) -> HfQuantizer:
+    """Ours for a configuration of ours; else transformers' own, watched so that it does not read wrong numbers."""
+    return PackedQuantizer(config, **options) if isinstance(config, PackedConfig) else watched(stock)(config, **options)
+
+
+def _folder_of(files: list[Path], source: str) -> Path:
+    """The folder of the files that transformers has found for ``source``, a path or a name on the hub.
+
+    An index may name files anywhere, and transformers follows it; :class:`Checkpoint` sees to it that all of them are
+    in this folder.
+    """
+    home, folder = Path(source), files[0].parent
+    if home.is_file():
+        home = home.parent
+    if home.is_dir():  # itself, or a subfolder if the caller has named one
+        inside = folder.is_relative_to(home) and ".." not in folder.relative_to(home).parts
+        inside = inside and folder.resolve().is_relative_to(home.resolve())
+    else:
+        inside = any(p.name == "snapshots" and p.parent.name.startswith("models--") for p in folder.parents)
+        inside = inside and ".." not in folder.parts
+    if not inside:
+        raise CheckpointError(
+            f"{files[0]} is not in the folder of {source}; files of the folder itself are accepted in an index"
+        )
+    return folder
+
+
+class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
+    """Takes the modules that become packed out of a model, and puts them back with their weights."""
+
+    quantization_config: PackedConfig
+
+    def __init__(self, quantization_config: PackedConfig, **options: Any) -> None:
+        super().__init__(quantization_config, **options)
+        self._options = _options.get()
+        self._plan = ModelPlan()
+        self._checkpoint: Checkpoint | None = None
+
+    def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
+        devices = device_map.values() if isinstance(device_map, dict) else [device_map or "cpu"]
+        if other := [d for d in devices if str(d) not in ("cpu", "auto")]:
+            raise ValueError(f"device_map names {other[0]!r}; packed weights run on 'cpu'")
+
+    def update_device_map(self, device_map: Any) -> Any:
+        return {"": "cpu"} if device_map is not None else None
+
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Our attention for one token, unless the caller has chosen, or the model has one of its own."""
+        architecture = known_architecture(config.to_dict())
+        if config._attn_implementation is None and architecture is not None and architecture.plain_attention:
+            config._attn_implementation = ATTENTION
+        return config
+
+    def _convert_model_for_quantization(self, model: PreTrainedModel) -> None:
+        """transformers would put a list of dense layers in the place of Llama 4's experts; we look for the experts."""
+
+    def _process_model_before_weight_loading(
+        self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: Any
+    ) -> None:
+        if not checkpoint_files or not all(str(f).endswith(".safetensors") for f in checkpoint_files):
+            raise CheckpointError("weights come from safetensors files alone; pickles are never loaded")
+        files = [Path(f) for f in checkpoint_files]
+        config = model.config.to_dict() | {"quantization_config": self.quantization_config.section}
+        self._checkpoint = Checkpoint(_folder_of(files, model.name_or_path), config, files)
+        self._plan = plan_model(model, self._checkpoint, self._options.scheme, self._options.linears)
+        for name in self._plan.modules:
+            replace_module(model, name, Pending())
+            model.all_tied_weights_keys.pop(f"{name}.weight", None)
+        adapt_llama4(model)
+        self._refuse_incomplete(model)
+
+    def _refuse_incomplete(self, model: PreTrainedModel) -> None:
+        """transformers would initialise missing tensors at random and skip unexpected ones, with a warning."""
+        stock = model._adjust_missing_and_unexpected_keys
+        shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+
+        def checked(info: Any) -> None:
+            info.unexpected_keys = {key for key in info.unexpected_keys if not self._plan.accounts_for(key)}
+            stock(info)
+            loaded = model.state_dict()
+            wrong = [
+                f"{name} {list(loaded[name].shape)} for {list(shape)}"
+                for name, shape in shapes.items()
+                if name in loaded and loaded[name].shape != shape
+            ]
+            kinds = (("missing", info.missing_keys), ("of another shape", wrong), ("unexpected", info.unexpected_keys))
+            parts = [f"{len(names)} {kind}: {listed(sorted(names))}" for kind, names in kinds if names]
+            if parts:
+                assert self._checkpoint is not None
+                self._checkpoint.close()
+                folder = self._checkpoint.folder
+                raise CheckpointError(f"{folder}: the checkpoint does not fit the model; tensors " + "; ".join(parts))
+
+        model._adjust_missing_and_unexpected_keys = checked
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
+        assert self._checkpoint is not None  # made before the weights were loaded
+        del model._adjust_missing_and_unexpected_keys
+        try:
+            self._load_packed(model, self._checkpoint)
+        finally:
+            self._checkpoint.close()
+        if self._plan.modules:
+            model.requires_grad_(False)  # there is no gradient through packed weights
+            speed_up(model)
+        if not self._plan.modules and self.quantization_config.section is None and self._options.linears is None:
+            self.remove_quantization_config(model)  # a float model, as asked
+        elif self.quantization_config.section is None or self._options.linears is not None:
+            self.quantization_config.section = quantization_section(model)
+        self._plan = ModelPlan()  # it holds the sources, and they the files
+
+    def _load_packed(self, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+        cache = None
+        if self._options.cache is not None:
+            names = {"scheme": self._options.scheme, "linears": self._options.linears}
+            options = {key: None if value is None else str(value) for key, value in names.items()}
+            cache = PackedCache(self._options.cache, checkpoint, options)
+        modules = {} if cache is None else self._restored(cache)
+        made: dict[str, Tensor] = {}
+        native = True
+        for name, packed in tqdm(self._plan.modules.items(), desc="Packing", unit="module", disable=None):
+            if name not in modules:
+                modules[name] = module = packed.load()
+                native &= not isinstance(module, Experts) or isinstance(module.backend, NativeBackend)
+                made |= {f"{name}.{key}": buffer for key, buffer in module.named_buffers()}
+            replace_module(model, name, modules[name])
+        checkpoint.refuse_changed()
+        if cache is not None and made:
+            if not native:
+                _log.warning("nothing was written to the packed cache: it is for weights of the native backend")
+                return
+            try:
+                cache.store(made)
+            except OSError as problem:
+                _log.warning("the packed cache %s could not be written: %s", cache.path, problem)
+
+    def _restored(self, cache: PackedCache) -> dict[str, nn.Module]:
+        """All modules from the cache, or none."""
+        cached = cache.load()
+        if cached is None:
+            return {}
+        of_module: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in cached.items():
+            module, _, key = name.rpartition(".")
+            of_module.setdefault(module, {})[key] = tensor
+        try:
+            return {name: packed.restore(of_module[name]) for name, packed in self._plan.modules.items()}
+        except (ValueError, TypeError, KeyError) as problem:
+            _log.warning("%s is damaged (%s) and will be replaced", cache.path, problem)
+            return {}
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
+        self.quantization_config.section = quantization_section(model, self.quantization_config.section)
+        return state_dict_for_saving(model, QuantizationConfig.parse(self.quantization_config.section)), {}
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+register_attention()

@@ -1,0 +1,103 @@
+"""A model with packed modules as a compressed-tensors checkpoint: its ``quantization_config`` and its tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from cpumoe.checkpoints.formats.compressed_tensors import Form, LinearFormat, QuantizationConfig, write_config
+from cpumoe.checkpoints.loading import expert_prefixes
+from cpumoe.errors import UnsupportedScheme
+from cpumoe.integrations.transformers.model_plan import expert_modules, model_architecture
+from cpumoe.layers.experts import Experts
+from cpumoe.layers.linear import QuantizedLinear
+from cpumoe.layers.scheme import Scheme
+from cpumoe.ops import unpack
+
+
+def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The ``quantization_config`` that describes a model with packed modules.
+
+    Modules keep the form (``int-quantized`` or ``pack-quantized``) that ``loaded``, the section of the checkpoint they
+    came from, gives them.
+    """
+    before = None if loaded is None else QuantizationConfig.parse(loaded)
+    formats: dict[LinearFormat, list[str]] = {}
+    ignore: list[str] = []
+    architecture = model_architecture(model)
+    experts = set() if architecture is None else set(expert_modules(model, architecture))
+
+    def inside(name: str) -> str:
+        """A pattern of all that is in the experts ``name``, under whatever name transformers writes them."""
+        names = [name] if architecture is None else expert_prefixes(architecture, name)
+        return f"re:^({'|'.join(n.replace('.', '[.]') for n in names)})[.]"
+
+    def held_as(scheme: Scheme, name: str) -> LinearFormat:
+        was = None if before is None else before.format_of(name)
+        form: Form = "pack-quantized" if was is None else was.form
+        return LinearFormat(scheme, form)
+
+    for name, module in model.named_modules():
+        if isinstance(module, Experts):
+            form = held_as(module.config.scheme, f"{name}.0.gate_proj")
+            formats.setdefault(form, []).append(inside(name))
+        elif isinstance(module, QuantizedLinear):
+            formats.setdefault(held_as(module.scheme, name), []).append(name)
+        elif isinstance(module, nn.Linear):
+            ignore.append(name)
+        elif name in experts:
+            ignore.append(inside(name))
+    if not formats:
+        raise UnsupportedScheme(
+            "no module of this model can be packed: its linears have no inputs that the scheme fits; a smaller group "
+            'size may: cpumoe.load_model(path, scheme="w4a8-g32", linears="w4a8-g32")'
+        )
+    if architecture is not None:
+        ignore += [f"re:.*{path.replace('.', '[.]')}$" for path in architecture.routers]
+    # The format with the most modules is that of all linears; the others are named.
+    commonest, *others = sorted(formats, key=lambda f: -len(formats[f]))
+    targets = {"Linear": commonest} | {target: form for form in others for target in formats[form]}
+    return write_config(targets, ignore)
+
+
+def state_dict_for_saving(model: PreTrainedModel, config: QuantizationConfig) -> dict[str, Tensor]:
+    """All tensors of a model as a compressed-tensors checkpoint has them.
+
+    A head that is packed has tensors of its own: from here on the configuration says that it is not tied.
+    """
+    if isinstance(model.get_output_embeddings(), QuantizedLinear):
+        for part in (model.config, model.config.get_text_config()):
+            part.tie_word_embeddings = False
+    architecture = model_architecture(model)
+    # Where a family has several names for its projections, the last are those that transformers itself reads.
+    gate, up, down = ("gate_proj", "up_proj", "down_proj") if architecture is None else architecture.projections[-1]
+    packed = {n: m for n, m in model.named_modules() if isinstance(m, Experts | QuantizedLinear)}
+    out = {k: t for k, t in model.state_dict().items() if k.rpartition(".")[0] not in packed}
+
+    def add(name: str, values: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+        form = config.format_of(name)
+        assert form is not None  # the configuration was made from these modules
+        out.update({f"{name}.{key}": tensor.contiguous() for key, tensor in form.encode(values, scales).items()})
+        if bias is not None:
+            out[f"{name}.bias"] = bias.contiguous()
+
+    for name, module in packed.items():
+        if isinstance(module, QuantizedLinear):
+            values, scales, bias = unpack(module.weight_packed)
+            add(name, values[0], scales[0], None if bias is None else bias[0])
+            continue
+        inner = module.config.intermediate_size
+        for expert in range(module.config.local_experts):
+            part = module.quantized(expert, 1)
+            first_bias: tuple[Tensor | None, Tensor | None] = (None, None)
+            if part.gate_up_bias is not None:
+                first_bias = (part.gate_up_bias[0, :inner], part.gate_up_bias[0, inner:])
+            second_bias = None if part.down_bias is None else part.down_bias[0]
+            prefix = f"{name}.{expert}"
+            values, scales = part.gate_up[0], part.gate_up_scale[0]
+            add(f"{prefix}.{gate}", values[:inner], scales[:inner], first_bias[0])
+            add(f"{prefix}.{up}", values[inner:], scales[inner:], first_bias[1])
+            add(f"{prefix}.{down}", part.down[0], part.down_scale[0], second_bias)
+    return out

@@ -1,0 +1,379 @@
+"""Backends: who serves what, and why not.
+
+A backend answers questions about a :class:`~cpumoe.MoEConfig` with a reason when the answer is no, prepares
+tensors from quantised experts, and computes with them. The first that says yes, in the order of ``BACKENDS``, is taken;
+one that the user names is taken or refused, never replaced.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpumoe import ops
+from cpumoe.errors import NoBackend
+from cpumoe.layers import reference
+from cpumoe.layers.config import MoEConfig
+from cpumoe.layers.packed_weights import ExpertsPacker
+from cpumoe.layers.quantized_experts import QuantizedExperts
+from cpumoe.layers.rounding import pack_nibbles
+from cpumoe.layers.routing import RoutingMethod
+
+_log = logging.getLogger("cpumoe")
+
+
+def _checked(experts: QuantizedExperts, config: MoEConfig) -> QuantizedExperts:
+    """What the packer of the native backend refuses while it packs, for the backends that do not use it."""
+    for name, values, scale in (
+        ("gate_up", experts.gate_up, experts.gate_up_scale),
+        ("down", experts.down, experts.down_scale),
+    ):
+        if values.dtype == torch.uint8 and config.scheme.weights.bits != 4:
+            raise ValueError(f"{name} must be int8 for {config.scheme.weights.bits}-bit weights")
+        largest = config.scheme.weights.largest
+        if values.dtype == torch.int8 and bool(((values < -largest - 1) | (values > largest)).any()):
+            raise ValueError(f"{name} holds values that are not int4 values; {-largest - 1} to {largest} are accepted")
+        if not bool(torch.isfinite(scale).all()):
+            raise ValueError(f"{name}_scale is not finite; only finite scales are accepted")
+    return experts
+
+
+def _joined(chunks: Iterable[QuantizedExperts], config: MoEConfig) -> QuantizedExperts:
+    """All experts in one, plain and checked, for the backends that do not pack chunk by chunk."""
+    parts = [_checked(chunk, config).plain().copy() for chunk in chunks]
+
+    def cat(name: str) -> Tensor:
+        return torch.cat([getattr(part, name) for part in parts])
+
+    first = parts[0]
+    return QuantizedExperts(
+        cat("gate_up"),
+        cat("gate_up_scale"),
+        cat("down"),
+        cat("down_scale"),
+        None if first.gate_up_bias is None else cat("gate_up_bias"),
+        None if first.down_bias is None else cat("down_bias"),
+    )
+
+
+def _check_call(config: MoEConfig, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
+    """The checks that the native operator makes at its seam, for the backends that do not go through it."""
+    for name, tensor in (
+        ("hidden_states", hidden_states),
+        ("topk_ids", topk_ids),
+        ("topk_weights", topk_weights),
+    ):
+        if tensor.dim() != 2:
+            raise ValueError(f"{name} has {tensor.dim()} dimensions; 2 are accepted")
+    if hidden_states.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"hidden_states is {hidden_states.dtype}; float32, bfloat16 or float16 is accepted")
+    if hidden_states.shape[1] != config.hidden_size:
+        raise ValueError(
+            f"hidden_states have {hidden_states.shape[1]} features, but gate_up takes {config.hidden_size}"
+        )
+    if topk_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"topk_ids is {topk_ids.dtype}; int32 or int64 is accepted")
+    if topk_ids.shape[0] != hidden_states.shape[0]:
+        raise ValueError(
+            f"topk_ids {list(topk_ids.shape)} do not have the {hidden_states.shape[0]} rows of hidden_states"
+        )
+    if topk_weights.shape != topk_ids.shape:
+        raise ValueError(f"topk_weights {list(topk_weights.shape)} and topk_ids {list(topk_ids.shape)} differ in shape")
+    if not topk_weights.is_floating_point():
+        raise ValueError(f"topk_weights are {topk_weights.dtype}; a floating point dtype is accepted")
+    outside = (topk_ids < -1) | (topk_ids >= config.local_experts)
+    if bool(outside.any()):
+        token, slot = outside.nonzero()[0].tolist()
+        raise ValueError(
+            f"topk_ids[{token}, {slot}]={int(topk_ids[token, slot])}; 0 to {config.local_experts - 1} are experts and "
+            "-1 means none"
+        )
+
+
+class Backend(ABC):
+    """One way to compute a layer. ``obstacle`` gives the first reason against it, or None."""
+
+    name: str
+
+    def obstacle(self, config: MoEConfig) -> str | None:
+        checks = (
+            self.device_obstacle,
+            self.scheme_obstacle,
+            self.activation_obstacle,
+            self.routing_obstacle,
+            self.layout_obstacle,
+        )
+        return next((reason for check in checks if (reason := check(config)) is not None), None)
+
+    def device_obstacle(self, config: MoEConfig) -> str | None:
+        return None if config.device == "cpu" else f"device {config.device!r}; only 'cpu' is served"
+
+    def scheme_obstacle(self, config: MoEConfig) -> str | None:
+        return None
+
+    def activation_obstacle(self, config: MoEConfig) -> str | None:
+        return None
+
+    def routing_obstacle(self, config: MoEConfig) -> str | None:
+        if config.routing is RoutingMethod.UNSPECIFIED:
+            return "routing method 'unspecified'; name a method of RoutingMethod"
+        if not config.logits_dtype.is_floating_point:
+            return f"router logits of {config.logits_dtype}; a floating point dtype is served"
+        return None
+
+    def layout_obstacle(self, config: MoEConfig) -> str | None:
+        # TP and EP shards are ordinary layers with fewer columns or experts; ids that are not here are -1.
+        return None
+
+    @abstractmethod
+    def prepare(self, chunks: Iterable[QuantizedExperts], config: MoEConfig) -> dict[str, Tensor]:
+        """The tensors that ``forward`` needs; they become the buffers of Experts.
+
+        The experts come in order, a few at a time, and a chunk is done with when the next is asked for.
+        """
+
+    def quantized(
+        self, tensors: Mapping[str, Tensor], config: MoEConfig, first: int, count: int | None
+    ) -> QuantizedExperts:
+        """Integers and scales of some experts, plain, from the tensors of ``prepare``."""
+        raise NoBackend(f"weights that were prepared for {self.name!r} cannot be read back")
+
+    @abstractmethod
+    def forward(
+        self,
+        tensors: Mapping[str, Tensor],
+        config: MoEConfig,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        apply_router_weight_on_input: bool,
+        fp32_out: bool = False,
+    ) -> Tensor:
+        """[tokens, H] -> [tokens, H] of the same dtype, or with ``fp32_out`` the sums in fp32."""
+
+
+class NativeBackend(Backend):
+    """This project's kernels."""
+
+    name = "native"
+
+    def prepare(self, chunks: Iterable[QuantizedExperts], config: MoEConfig) -> dict[str, Tensor]:
+        packer = ExpertsPacker(config)
+        first = 0
+        for chunk in chunks:
+            packer.put(first, chunk)
+            first += chunk.down.shape[0]
+        return packer.finish()
+
+    def quantized(
+        self, tensors: Mapping[str, Tensor], config: MoEConfig, first: int, count: int | None
+    ) -> QuantizedExperts:
+        gate_up, gate_up_scale, gate_up_bias = ops.unpack(tensors["gate_up_packed"], first, count)
+        down, down_scale, down_bias = ops.unpack(tensors["down_packed"], first, count)
+        return QuantizedExperts(gate_up, gate_up_scale, down, down_scale, gate_up_bias, down_bias)
+
+    def forward(
+        self,
+        tensors: Mapping[str, Tensor],
+        config: MoEConfig,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        apply_router_weight_on_input: bool,
+        fp32_out: bool = False,
+    ) -> Tensor:
+        activation = config.activation
+        return ops.fused_experts(
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            tensors["gate_up_packed"],
+            tensors["down_packed"],
+            activation.kind,
+            bool(activation.gated),
+            activation.alpha,
+            activation.limit,
+            apply_router_weight_on_input,
+            fp32_out,
+        )
+
+
+class AtenBackend(Backend):
+    """PyTorch's own 4-bit product: KleidiAI on Arm, a plain loop elsewhere. One product per expert."""
+
+    name = "aten"
+
+    def scheme_obstacle(self, config: MoEConfig) -> str | None:
+        if config.scheme.weights.element != "int4":
+            return f"scheme {config.scheme}; PyTorch's product has 4-bit weights only"
+        if not hasattr(torch.ops.aten, "_dyn_quant_matmul_4bit"):
+            return f"PyTorch {torch.__version__} has no _dyn_quant_matmul_4bit"
+        wanted = torch.float32 if config.scheme.group_size is None else torch.bfloat16
+        if config.scale_dtype != wanted:
+            return f"{config.scale_dtype} scales; for {config.scheme} PyTorch's product takes {wanted}"
+        return None
+
+    def prepare(self, chunks: Iterable[QuantizedExperts], config: MoEConfig) -> dict[str, Tensor]:
+        plain = _joined(chunks, config)
+        return {
+            "gate_up_packed": self._pack(plain.gate_up, plain.gate_up_scale, plain.gate_up_bias, config),
+            "down_packed": self._pack(plain.down, plain.down_scale, plain.down_bias, config),
+        }
+
+    def _pack(self, values: Tensor, scales: Tensor, bias: Tensor | None, config: MoEConfig) -> Tensor:
+        rows, columns = values.shape[1:]
+        group = config.scheme.group_size or columns
+        return torch.stack(
+            [
+                torch.ops.aten._dyn_quant_pack_4bit_weight(
+                    pack_nibbles(values[e]).contiguous(),
+                    scales[e].contiguous(),
+                    None if bias is None else bias[e].to(torch.float32).contiguous(),
+                    group,
+                    columns,
+                    rows,
+                )
+                for e in range(values.shape[0])
+            ]
+        )
+
+    def forward(
+        self,
+        tensors: Mapping[str, Tensor],
+        config: MoEConfig,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        apply_router_weight_on_input: bool,
+        fp32_out: bool = False,
+    ) -> Tensor:
+        _check_call(config, hidden_states, topk_ids, topk_weights)
+        hidden, inner = config.hidden_size, config.intermediate_size
+        rows = config.activation.gate_up_rows(inner)
+        group = config.scheme.group_size
+
+        def product(a: Tensor, weight: Tensor, inputs: int, outputs: int) -> Tensor:
+            value = torch.ops.aten._dyn_quant_matmul_4bit(a.contiguous(), weight, group or inputs, inputs, outputs)
+            # It gives finite garbage for a row with a NaN or an infinity.
+            return torch.where(torch.isfinite(a).all(-1, keepdim=True), value, torch.nan)
+
+        def expert(index: int, inputs: Tensor) -> Tensor:
+            h = product(inputs, tensors["gate_up_packed"][index], hidden, rows)
+            h = reference.apply_activation(h, config.activation)
+            return product(h, tensors["down_packed"][index], inner, hidden)
+
+        # fp32 whatever came in: grouped products exist for it alone.
+        x = hidden_states.to(torch.float32)
+        out = reference.sum_of_experts(x, topk_ids, topk_weights, expert, apply_router_weight_on_input)
+        return out if fp32_out else out.to(hidden_states.dtype)
+
+
+class ReferenceBackend(Backend):
+    """Plain PyTorch; slow, and it keeps one byte per weight."""
+
+    name = "reference"
+
+    def prepare(self, chunks: Iterable[QuantizedExperts], config: MoEConfig) -> dict[str, Tensor]:
+        plain = _joined(chunks, config)
+        tensors = {
+            "gate_up": plain.gate_up,
+            "gate_up_scale": plain.gate_up_scale,
+            "down": plain.down,
+            "down_scale": plain.down_scale,
+        }
+        if plain.gate_up_bias is not None:
+            tensors["gate_up_bias"] = plain.gate_up_bias.to(torch.float32)
+        if plain.down_bias is not None:
+            tensors["down_bias"] = plain.down_bias.to(torch.float32)
+        return tensors
+
+    def quantized(
+        self, tensors: Mapping[str, Tensor], config: MoEConfig, first: int, count: int | None
+    ) -> QuantizedExperts:
+        end = config.local_experts if count is None else first + count
+        held: dict[str, Any] = dict(tensors)
+        return QuantizedExperts(**held).each(lambda t: t[first:end])
+
+    def forward(
+        self,
+        tensors: Mapping[str, Tensor],
+        config: MoEConfig,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        apply_router_weight_on_input: bool,
+        fp32_out: bool = False,
+    ) -> Tensor:
+        _check_call(config, hidden_states, topk_ids, topk_weights)
+        x = hidden_states.to(torch.float32) if fp32_out else hidden_states
+        return reference.experts(
+            x,
+            topk_ids,
+            topk_weights,
+            reference.dequantize(tensors["gate_up"], tensors["gate_up_scale"]),
+            reference.dequantize(tensors["down"], tensors["down_scale"]),
+            tensors.get("gate_up_bias"),
+            tensors.get("down_bias"),
+            config.activation,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+        )
+
+
+BACKENDS: tuple[Backend, ...] = (NativeBackend(), AtenBackend(), ReferenceBackend())
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One backend's answer: None, or the reason against it."""
+
+    backend: str
+    obstacle: str | None
+
+
+def explain(config: MoEConfig) -> list[Verdict]:
+    """What every backend says of a layer, in the order of preference."""
+    return [Verdict(backend.name, backend.obstacle(config)) for backend in BACKENDS]
+
+
+def select_backend(config: MoEConfig, requested: str | None = None) -> Backend:
+    """The backend for a layer: ``requested``, else ``CPUMOE_BACKEND``, else the first that serves it.
+
+    A requested backend that does not serve the layer raises NoBackend with its reason.
+    """
+    source = "backend"
+    if requested is None and (requested := os.environ.get("CPUMOE_BACKEND")) is not None:
+        source = "CPUMOE_BACKEND"
+    if requested is not None:
+        chosen = next((b for b in BACKENDS if b.name == requested), None)
+        if chosen is None:
+            names = ", ".join(b.name for b in BACKENDS)
+            raise NoBackend(f"{source}={requested!r} is not known; accepted are {names}")
+        if (reason := chosen.obstacle(config)) is not None:
+            raise NoBackend(f"{source}={requested!r} cannot serve this layer: {reason}")
+        return chosen
+    refusals: list[str] = []
+    for backend in BACKENDS:
+        reason = backend.obstacle(config)
+        if reason is None:
+            _log_choice(backend.name, str(config.scheme), tuple(refusals))
+            return backend
+        refusals.append(f"{backend.name}: {reason}")
+    raise NoBackend("no backend serves this layer: " + "; ".join(refusals))
+
+
+_logged: set[tuple[str, str, tuple[str, ...]]] = set()
+
+
+def _log_choice(backend: str, scheme: str, refusals: tuple[str, ...]) -> None:
+    choice = (backend, scheme, refusals)
+    if choice not in _logged:
+        _logged.add(choice)
+        because = f" ({'; '.join(refusals)})" if refusals else ""
+        _log.info("%s experts run on the %s backend%s", scheme, backend, because)

@@ -1,1 +1,0 @@
-"""Where users already are: transformers."""

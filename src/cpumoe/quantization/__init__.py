@@ -1,0 +1,1 @@
+"""Quantising checkpoints, disk to disk."""

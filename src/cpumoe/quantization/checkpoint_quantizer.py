@@ -1,0 +1,167 @@
+"""Quantising a checkpoint on disk: from a float folder to a compressed-tensors one, an expert at a time.
+
+The work is done in ``DST.partial``, one file per decoder layer, each of which appears when it is whole; a run that was
+killed goes on after the last whole one. ``DST`` itself appears at the end, by one rename. Without calibration no more
+than one expert (or one linear) is in memory; with it, the float linears of one layer and the calibration activations
+besides. The float model itself is run by the :class:`Calibration` that the caller hands in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import shlex
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import Tensor
+from tqdm import tqdm
+
+from cpumoe.checkpoints.checkpoint import INDEX_FILE, Checkpoint
+from cpumoe.checkpoints.formats.compressed_tensors import FORMS
+from cpumoe.checkpoints.tensor_file import TensorFile, TensorFileWriter
+from cpumoe.errors import UnsupportedScheme
+from cpumoe.layers.scheme import Scheme
+from cpumoe.quantization.layer_writer import LayerWriter
+from cpumoe.quantization.quantization_plan import QuantizationPlan, Report
+from cpumoe.quantization.source_watch import SourceWatch, watched
+from cpumoe.quantization.unfinished_work import (
+    NOTES,
+    clear_notes,
+    copy_durably,
+    notes_of,
+    only_notes_left,
+    sync,
+    work_folder,
+    write_durably,
+)
+
+_log = logging.getLogger("cpumoe")
+
+#: What ``linears`` takes to leave all linears but those of the experts in float.
+FLOAT = "float"
+
+_REPORT_FILE = "quantization_report.json"
+_EXISTS = "{} exists already; name a folder that does not"
+
+
+class Calibration(Protocol):
+    """Runs the float model for the quantiser, which knows no model."""
+
+    def ids(self, checkpoint: Checkpoint) -> Tensor:
+        """The sequences to calibrate with, [samples, length]; raises for all that can be wrong with their text."""
+
+    def quantize_layers(
+        self, plan: QuantizationPlan, shards: list[Path], work: Path, report: Report, ids: Tensor, watch: SourceWatch
+    ) -> None:
+        """Quantises every layer whose file is not there yet, with the inputs that it meets."""
+
+
+def quantize_folder(
+    src: Path,
+    dst: Path,
+    scheme: Scheme | str,
+    linears: Scheme | str | None,
+    form: str,
+    calibration: Calibration | None,
+) -> Report:
+    """What :func:`cpumoe.quantize_checkpoint` says, with the calibration made."""
+    scheme = Scheme.parse(scheme)
+    linear_scheme = None if linears == FLOAT else scheme if linears is None else Scheme.parse(linears)
+    if form not in FORMS:
+        raise ValueError(f"form={form!r}; {' and '.join(FORMS)} are accepted")
+    stopped_at_the_end = (dst / NOTES).is_dir()
+    if dst.exists() and not stopped_at_the_end:
+        raise FileExistsError(_EXISTS.format(dst))
+    if not dst.absolute().parent.is_dir():
+        folder = dst.absolute().parent
+        raise FileNotFoundError(f"{dst}: there is no folder {folder}; make it: mkdir -p {shlex.quote(str(folder))}")
+    work = dst.with_name(dst.name + ".partial")
+    with watched(src, work) as (checkpoint, watch):
+        if checkpoint.quantization_section is not None:
+            raise UnsupportedScheme(
+                f"{src} is quantised already; a float checkpoint is accepted: "
+                f"cpumoe quantize FLOAT_MODEL {dst} --scheme {scheme}"
+            )
+        plan = QuantizationPlan(checkpoint, scheme, linear_scheme, form)
+        fused = checkpoint.architecture.fused
+        if fused is not None and fused.interleaved:
+            _log.warning(
+                "transformers without cpumoe knows experts of %s in one tensor only, and would make up those of %s; "
+                "load it with cpumoe.load_model, or import cpumoe first",
+                checkpoint.text_config["model_type"],
+                dst,
+            )
+        ids = None  # before anything is written: what is wrong with the text must not be in the way of a better one
+        if calibration is not None:
+            ids = calibration.ids(checkpoint)
+        settings = {
+            "source": watch.fingerprint,
+            "scheme": str(scheme),
+            "linears": FLOAT if linear_scheme is None else str(linear_scheme),
+            "form": form,
+            "calibration": None if ids is None else hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
+            "calibration_size": None if ids is None else list(ids.shape),
+        }
+        if stopped_at_the_end:
+            return _clear_up(dst, settings)
+        with work_folder(work, settings):
+            report = _quantize_layers(plan, work, watch, calibration, ids)
+            _finish(plan, work, watch, report)
+            work.rename(dst)
+            sync(dst.absolute().parent)
+            clear_notes(dst)
+    return report
+
+
+def _clear_up(dst: Path, settings: dict[str, Any]) -> Report:
+    """What a run has left that was stopped when everything was done but to clear its notes away."""
+    if not only_notes_left(dst, settings):
+        raise FileExistsError(_EXISTS.format(dst))
+    clear_notes(dst)
+    return Report.from_json(json.loads((dst / _REPORT_FILE).read_text()))
+
+
+def _quantize_layers(
+    plan: QuantizationPlan, work: Path, watch: SourceWatch, calibration: Calibration | None, ids: Tensor | None
+) -> Report:
+    report = Report()
+    shards = [work / plan.shard_name(index) for index in range(len(plan.layers) + 1)]
+    if not shards[0].exists():
+        with TensorFileWriter(shards[0], plan.stored(plan.outside), {"format": "pt"}) as shard:
+            for name in plan.outside:
+                shard.write(name, plan.checkpoint.read(name))
+            watch.check()
+    for index, layer in enumerate(plan.layers):
+        if shards[index + 1].exists():
+            layer.add_to(report, json.loads(notes_of(shards[index + 1]).read_text()))
+    if calibration is not None and ids is not None:
+        calibration.quantize_layers(plan, shards[1:], work, report, ids, watch)
+        return report
+    pending = [(layer, path) for layer, path in zip(plan.layers, shards[1:], strict=True) if not path.exists()]
+    for layer, path in tqdm(pending, desc="Quantising", unit="layer", disable=None):
+        with LayerWriter(layer, path, report, watch) as writer:
+            for name in layer.linears:
+                writer.quantize_linear(name, None)
+            for expert in range(layer.experts_count):
+                writer.quantize_expert(expert, None)
+    return report
+
+
+def _finish(plan: QuantizationPlan, work: Path, watch: SourceWatch, report: Report) -> None:
+    """Writes what makes a folder a checkpoint, config.json last."""
+    weight_map: dict[str, str] = {}
+    total = 0
+    for index in range(len(plan.layers) + 1):
+        shard = plan.shard_name(index)
+        with TensorFile(work / shard) as file:
+            weight_map |= dict.fromkeys(file.tensors, shard)
+            total += sum(info.bytes for info in file.tensors.values())
+    for path in watch.copied:
+        copy_durably(path, work / path.name)
+    watch.check()  # once more, for what was copied, and for layers that an earlier run has left
+    index_json = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    config = dict(plan.checkpoint.config) | {"quantization_config": plan.quantization_config()}
+    for name, content in ((INDEX_FILE, index_json), (_REPORT_FILE, report.to_json()), ("config.json", config)):
+        write_durably(work / name, content)

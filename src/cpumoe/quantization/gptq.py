@@ -1,0 +1,212 @@
+"""Float weights to integers with error compensation (GPTQ, Frantar et al. 2022), from statistics of the inputs.
+
+The error of a linear with weight W and quantised weight Q over inputs x is the sum over outputs of d H d^T, with
+d = W - Q and H the mean of x^T x. Inputs are quantised one after another, and the error of each is taken up by the
+weights of the inputs still to come: with U upper triangular and U^T U the inverse of H, quantising input i with error
+d_i leaves the least error if the weight of every later input j is reduced by d_i U_ij / U_ii.
+
+Where this differs from the paper, the figures are relative errors of outputs over inputs that were not used to quantise
+(w4a8-g128, 256 x 1024 Gaussian weights, 8192 tokens unless said; round to nearest gives 0.11, with clip search 0.10).
+
+- Scales come from a clip search weighed by the diagonal of H. Inputs of which 8 are 50 times the others: 0.022, and
+  0.051 if every input weighs the same.
+- Correlations are shrunk by what may be chance (``_shrinkage``), since few tokens reach an expert. Independent inputs,
+  512 tokens: 0.101, and 0.177 without. Products as of SwiGLU, 512 tokens: 0.097, and 0.153 without.
+- Inputs go in the order of falling diagonal of H, so that the costly ones are quantised while most others can still
+  make up for them; the scales of all groups are therefore set first. Against the order of storage with the scale of a
+  group set when it is reached: spectrum 1/i 0.057 and 0.062, spectrum 1/i^2 0.0087 and 0.0116, SwiGLU and large
+  inputs the same.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+
+import torch
+from torch import Tensor
+
+from cpumoe.layers.rounding import grouped_weight, quantize_weight, search_scales
+from cpumoe.layers.scheme import Scheme
+
+_log = logging.getLogger("cpumoe")
+
+#: Tokens from which statistics are worth using. The number of inputs matters little, since correlations are shrunk to
+#: what the tokens support; what needs tokens is the diagonal. Output error against that of the clip search alone, 512
+#: and 2048 inputs, w4a8, w4a8-g32 and w8a8:
+#: - correlated inputs (spectrum 1/i, SwiGLU, squared ReLU): 0.84 to 1.07 at 16 tokens, 0.75 to 1.00 at 64, 0.68 to
+#:   0.97 at 256;
+#: - independent inputs, which have nothing to gain (Gaussian, Student's t with 3 degrees of freedom, Gaussian in 5 % of
+#:   the tokens): up to 1.09 at 16 and at 64 tokens, 1.02 at 256, 1.01 at 512.
+MIN_TOKENS = 256
+
+
+class InputStatistics:
+    """Second moments of the inputs of one linear: in_features^2 * 4 bytes, however many tokens are added."""
+
+    def __init__(self, in_features: int) -> None:
+        if in_features < 1:
+            raise ValueError(f"in_features={in_features}; a positive number is accepted")
+        self.in_features = in_features
+        self.tokens = 0
+        #: Mean of x^T x over the tokens (not twice that, and not centred): fp32 [in, in], zero before the first token.
+        self.hessian = torch.zeros(in_features, in_features)
+
+    def add(self, x: Tensor) -> None:
+        """Adds tokens x [tokens, in] of any float dtype."""
+        if not x.is_floating_point():
+            raise ValueError(f"x is {x.dtype}; a floating point dtype is accepted")
+        if x.ndim != 2 or x.shape[1] != self.in_features:
+            raise ValueError(f"x is {list(x.shape)}; [tokens, {self.in_features}] is accepted")
+        if x.shape[0] == 0:
+            return
+        x = x.detach().to(torch.float32)
+        bad = (~torch.isfinite(x)).any(-1).nonzero()
+        if len(bad):
+            raise ValueError(f"x holds NaN or infinity (first in row {int(bad[0])}); finite fp32 numbers are accepted")
+        total = self.tokens + x.shape[0]
+        # A running mean: its size does not grow with the tokens, so late tokens count as much as early ones.
+        self.hessian.addmm_(x.T, x, beta=self.tokens / total, alpha=1 / total)
+        self.tokens = total
+
+    @property
+    def sufficient(self) -> bool:
+        """Whether there are enough tokens to quantise better with them than without."""
+        return self.tokens >= MIN_TOKENS
+
+
+def quantize_with_statistics(
+    weight: Tensor,
+    statistics: InputStatistics,
+    scheme: Scheme,
+    name: str = "weight",
+    *,
+    damping: float = 0.01,
+    block: int = 128,
+) -> tuple[Tensor, Tensor]:
+    """Quantises [out, in] float weights so that outputs over inputs like those of the statistics change little.
+
+    Where that cannot be done (statistics that are not those of any inputs, or overflow), weights are rounded to nearest
+    with ``clip_search`` and a warning is logged.
+
+    Args:
+        damping: added to the diagonal of the Hessian, as a share of its mean.
+        block: inputs after which the weights of all later inputs are updated; changes the time, not the result
+            beyond rounding.
+
+    Returns:
+        values [out, in] int8 and scales [out, groups], of the dtypes of ``quantize_weight``.
+    """
+    if weight.ndim != 2:
+        raise ValueError(f"{name} is {list(weight.shape)}; [out, in] is accepted")
+    if weight.shape[1] != statistics.in_features:
+        raise ValueError(
+            f"{name} is {list(weight.shape)}, statistics are of in_features={statistics.in_features}; "
+            "the same number of inputs is accepted"
+        )
+    if not 0 <= damping < math.inf:
+        raise ValueError(f"damping={damping}; zero or a positive finite number is accepted")
+    if block < 1:
+        raise ValueError(f"block={block}; a positive number is accepted")
+    grouped, scale_dtype = grouped_weight(weight.detach(), scheme, name)
+    largest = scheme.weights.largest
+    hessian = _estimated_hessian(statistics)
+    order = hessian.diagonal().argsort(descending=True, stable=True)
+    factor = _inverse_factor(hessian[order][:, order], damping)
+    if factor is None:
+        _log.warning("%s: the Hessian of its inputs cannot be factored; rounded to nearest", name)
+        return quantize_weight(weight, scheme, name, clip_search=True)
+    importance = (hessian.diagonal() + damping).view(grouped.shape[1:])
+    scales = search_scales(grouped, largest, scale_dtype, importance)
+    values = _compensated_values(grouped.flatten(1), scales, factor, order, largest, block)
+    if values is None:
+        _log.warning("%s: error compensation overflows; rounded to nearest", name)
+        return quantize_weight(weight, scheme, name, clip_search=True)
+    return values, scales
+
+
+def _estimated_hessian(statistics: InputStatistics) -> Tensor:
+    """[in, in]: the Hessian to expect of further tokens, its mean diagonal over inputs that were seen being 1.
+
+    An input that was never seen counts as an average one without correlation to others: it is rounded to nearest.
+    """
+    diagonal = statistics.hessian.diagonal()
+    seen = diagonal > 0
+    mean = diagonal[seen].mean() if bool(seen.any()) else torch.tensor(1.0)
+    hessian = statistics.hessian / mean
+    hessian *= 1 - _shrinkage(hessian, statistics.tokens)
+    hessian.diagonal().copy_(torch.where(seen, diagonal / mean, 1.0))
+    return hessian
+
+
+def _shrinkage(hessian: Tensor, tokens: int) -> float:
+    """Factor in 0 to 1 by which to shrink the correlations between inputs, for so few tokens show some by chance.
+
+    The correlation of two independent inputs over N tokens has a variance of 1/N. The ratio of the sum of those
+    variances to the sum of the squared correlations seen is the factor with the least squared error of the correlations
+    (Schäfer and Strimmer 2005).
+    """
+    norm = hessian.diagonal().clamp(min=0).rsqrt()
+    norm = torch.where(torch.isfinite(norm), norm, 0.0)
+    inputs = int((norm > 0).sum())
+    correlation = (hessian * norm).mul_(norm.unsqueeze(-1)).clamp_(-1, 1)
+    squares = float(correlation.square_().sum(dtype=torch.float64)) - inputs
+    by_chance = inputs * (inputs - 1) / max(1, tokens)
+    if squares <= by_chance:
+        return 1.0
+    # What counts here is the inverse, in which noise weighs more. Three times the ratio of noise to signal, measured
+    # against once with 1536 inputs and 1024 tokens: inputs of a spectrum 1/i 7 % less output error, products as of
+    # SwiGLU 5 % less, squared ReLU 9 % less, 96 directions in noise 9 % more. Six times against three: 3, 1 and 6 %
+    # less, and 13 % more.
+    return 3 * by_chance / (squares + 2 * by_chance)
+
+
+def _inverse_factor(hessian: Tensor, damping: float) -> Tensor | None:
+    """[in, in] -> U [in, in], upper triangular with U^T U the inverse of the damped Hessian; None if there is none."""
+    if not bool(torch.isfinite(hessian).all()):
+        return None
+    # With rows and columns reversed, the lower factor of the Hessian is the upper one that the inverse needs: one
+    # factorisation and one triangular inverse, and the inverse of the Hessian is never formed.
+    reverse = hessian.flip(0, 1)
+    diagonal = reverse.diagonal().clone()
+    for attempt in range(5):
+        added = damping if attempt == 0 else max(damping, 1e-3) * 10**attempt
+        reverse.diagonal().copy_(diagonal + added)
+        lower, info = torch.linalg.cholesky_ex(reverse)
+        if int(info) == 0:
+            inverse: Tensor = torch.linalg.solve_triangular(lower, torch.eye(len(lower)), upper=False)
+            return inverse.flip(0, 1)
+    return None
+
+
+def _compensated_values(
+    weight: Tensor, scales: Tensor, factor: Tensor, order: Tensor, largest: int, block: int
+) -> Tensor | None:
+    """fp32 weights [out, in] and scales [out, groups] -> int8 [out, in]; None if a number overflows.
+
+    ``order`` [in] says which input is quantised when, and ``factor`` is in that order.
+    """
+    outputs, inputs = weight.shape
+    group = inputs // scales.shape[1]
+    rest = weight.T[order].contiguous()  # [in, out]: one input is one contiguous row
+    steps = scales.to(torch.float32).T.contiguous()  # [groups, out]
+    step_of = (order // group).tolist()
+    pivots = factor.diagonal().tolist()
+    values = torch.empty(inputs, outputs, dtype=torch.int8)
+    errors = torch.empty(min(block, inputs), outputs)
+    for start in range(0, inputs, block):
+        end = min(start + block, inputs)
+        for i in range(start, end):
+            step = steps[step_of[i]]
+            value = (rest[i] / step).round_().clamp_(-largest - 1, largest)
+            values[i] = value
+            error = errors[i - start]
+            torch.sub(rest[i], value.mul_(step), out=error).div_(pivots[i])
+            rest[i + 1 : end].addr_(factor[i, i + 1 : end], error, alpha=-1)
+        done = errors[: end - start]
+        if not bool(torch.isfinite(done).all()):
+            return None
+        rest[end:].addmm_(factor[start:end, end:].T, done, alpha=-1)
+    in_place = torch.empty_like(values)
+    in_place[order] = values
+    return in_place.T.contiguous()

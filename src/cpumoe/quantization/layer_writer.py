@@ -1,0 +1,112 @@
+"""One layer of a checkpoint that is being quantised: its linears and experts, in order, into the layer's file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from cpumoe.checkpoints.expert_sources import Buffers
+from cpumoe.checkpoints.formats.compressed_tensors import LinearFormat
+from cpumoe.checkpoints.tensor_file import TensorFileWriter
+from cpumoe.layers import reference
+from cpumoe.layers.rounding import quantize_weight
+from cpumoe.layers.scheme import Scheme
+from cpumoe.quantization.gptq import InputStatistics, quantize_with_statistics
+from cpumoe.quantization.quantization_plan import LayerPlan, Report
+from cpumoe.quantization.source_watch import SourceWatch
+from cpumoe.quantization.unfinished_work import notes_of, write_durably
+
+
+class LayerWriter:
+    """Quantises the linears and experts of one layer, in the order of its plan, into the layer's file."""
+
+    def __init__(self, layer: LayerPlan, path: Path, report: Report, watch: SourceWatch) -> None:
+        self._layer = layer
+        self._watch = watch
+        self._report = report
+        self._told: dict[str, Any] = {"matrices": 0, "calibrated": 0, "uncovered": []}
+        self._buffers = Buffers()
+        self._path = path
+        self._writer = TensorFileWriter(path, layer.stored(), {"format": "pt"})
+
+    def __enter__(self) -> LayerWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._writer.__exit__(kind, error, trace)
+            if isinstance(error, Exception):
+                self._watch.check()  # if a file was changed under our hands, that is the reason to be told
+            return
+        with self._writer:
+            for name in self._layer.copied:
+                self._writer.write(name, self._layer.checkpoint.read(name))
+            self._watch.check()  # all that this file is made from has been read
+            write_durably(notes_of(self._path), self._told)  # before the file that says the layer is done
+        self._layer.add_to(self._report, self._told)
+
+    def quantize_linear(self, name: str, statistics: InputStatistics | None) -> Tensor:
+        """Quantises and writes the next linear; returns what it stands for, [rows, columns] fp32."""
+        form = self._layer.linear_format
+        assert form is not None  # there are no linears without it
+        values, scales = self._quantized(
+            self._layer.checkpoint.read(f"{name}.weight"), statistics, form.scheme, f"{name}.weight"
+        )
+        self._write(form, name, values, scales)
+        if f"{name}.bias" in self._layer.checkpoint:
+            self._writer.write(f"{name}.bias", self._layer.checkpoint.read(f"{name}.bias"))
+        return reference.dequantize(values, scales)
+
+    def quantize_expert(self, expert: int, inputs: Tensor | None) -> Tensor | None:
+        """Quantises and writes the next expert; with inputs [rows, H], returns its outputs [rows, H] fp32."""
+        source, form = self._layer.experts, self._layer.expert_format
+        assert source is not None  # the caller has counted them
+        config, inner = source.config, source.config.intermediate_size
+        gate_up, down, gate_up_bias, down_bias = source.read_float(expert, 1, self._buffers)
+        gate_name, up_name, down_name = source.linear_names(expert)
+        seen = None if inputs is None else InputStatistics(config.hidden_size)
+        if seen is not None and inputs is not None:
+            seen.add(inputs)
+            if not seen.sufficient:
+                self._told["uncovered"].append(expert)
+        values, scales = self._quantized(gate_up[0], seen, config.scheme, gate_name)
+        biases = None if gate_up_bias is None else gate_up_bias[0].to(torch.float32)
+        for name, rows in ((gate_name, slice(0, inner)), (up_name, slice(inner, None))):
+            self._write(form, name, values[rows], scales[rows])
+            if biases is not None:
+                self._writer.write(f"{name}.bias", biases[rows])
+        second_bias = None if down_bias is None else down_bias[0].to(torch.float32)
+        hidden: Tensor | None = None
+        if inputs is not None and seen is not None:
+            hidden = torch.nn.functional.linear(inputs, reference.dequantize(values, scales), biases)
+            hidden = reference.apply_activation(hidden, config.activation)  # [rows, I]
+            sufficient = seen.sufficient
+            seen = InputStatistics(inner) if sufficient else None
+            if seen is not None:
+                seen.add(hidden)
+        values, scales = self._quantized(down[0], seen, config.scheme, down_name)
+        self._write(form, down_name, values, scales)
+        if second_bias is not None:
+            self._writer.write(f"{down_name}.bias", second_bias)
+        if hidden is None:
+            return None
+        return torch.nn.functional.linear(hidden, reference.dequantize(values, scales), second_bias)
+
+    def _quantized(
+        self, weight: Tensor, statistics: InputStatistics | None, scheme: Scheme, name: str
+    ) -> tuple[Tensor, Tensor]:
+        self._told["matrices"] += 1
+        if statistics is None or not statistics.sufficient:
+            return quantize_weight(weight, scheme, name, clip_search=True)
+        self._told["calibrated"] += 1
+        return quantize_with_statistics(weight, statistics, scheme, name)
+
+    def _write(self, form: LinearFormat, name: str, values: Tensor, scales: Tensor) -> None:
+        for key, tensor in form.encode(values, scales).items():
+            self._writer.write(f"{name}.{key}", tensor)

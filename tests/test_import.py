@@ -1,0 +1,81 @@
+"""What ``import cpumoe`` does and does not do, each time in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+CHECKPOINT = Path(__file__).parent / "data" / "checkpoints" / "qwen3moe-w4a8-g32-packed"
+
+_PATCHED = """
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.modeling_utils import PreTrainedModel
+from transformers.quantizers import auto
+print(
+    auto.AUTO_QUANTIZER_MAPPING["compressed-tensors"].__module__.split(".")[0],
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING["compressed-tensors"].__module__.split(".")[0],
+    PreTrainedModel.get_correct_experts_implementation.__module__.split(".")[0],
+    "cpumoe" in ALL_EXPERTS_FUNCTIONS.valid_keys(),
+)
+"""
+
+
+def run(code: str, switch: str | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "CPUMOE_TRANSFORMERS"}
+    if switch is not None:
+        environment["CPUMOE_TRANSFORMERS"] = switch
+    return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+
+
+def test_neither_transformers_nor_the_quantiser_is_imported() -> None:
+    done = run(
+        "import sys, cpumoe\n"
+        "print([name for name in sys.modules if name.split('.')[0] == 'transformers'"
+        " or name.startswith(('cpumoe.quantization', 'cpumoe.cli', 'cpumoe.generation'))])\n"
+        "cpumoe.quantize_checkpoint\n"
+        "print('cpumoe.quantization' in sys.modules, 'transformers' in sys.modules)"
+    )
+    assert done.stdout.splitlines() == ["[]", "True False"], done.stderr
+
+
+@pytest.mark.parametrize("order", ["import cpumoe\nimport transformers", "import transformers\nimport cpumoe"])
+@pytest.mark.parametrize(
+    ("switch", "found"),
+    [
+        (None, "cpumoe cpumoe cpumoe True"),
+        ("1", "cpumoe cpumoe cpumoe True"),
+        ("0", "transformers transformers transformers False"),
+    ],
+)
+def test_transformers_is_taken_over_unless_that_is_switched_off(order: str, switch: str | None, found: str) -> None:
+    done = run(order + _PATCHED, switch)
+    assert done.stdout.strip() == found, done.stderr
+
+
+@pytest.mark.parametrize("switch", ["", "off", "2"])
+def test_other_values_of_the_switch_are_refused(switch: str) -> None:
+    done = run("import cpumoe", switch)
+    assert done.returncode != 0
+    assert f"CPUMOE_TRANSFORMERS={switch!r}; 0 (transformers is left as it is) and 1" in done.stderr
+
+
+def test_what_was_taken_over_is_said_once() -> None:
+    code = "import logging\nlogging.basicConfig(level=logging.INFO, format='%(name)s: %(message)s')\nimport cpumoe\n"
+    said = run(code + _PATCHED).stderr
+    assert said.count("cpumoe: transformers loads compressed-tensors checkpoints through cpumoe") == 1
+    assert said.count("CPUMOE_TRANSFORMERS=0 switches this off") == 1
+    assert "cpumoe" not in run(code + _PATCHED, "0").stderr
+
+
+def test_load_model_packs_where_the_plug_in_is_switched_off_and_leaves_transformers_as_it_was() -> None:
+    code = (
+        "import cpumoe\n"
+        f"model = cpumoe.load_model({str(CHECKPOINT)!r})\n"
+        "print(sum(isinstance(module, cpumoe.Experts) for module in model.modules()) > 0)"
+    )
+    done = run(code + _PATCHED, "0")
+    assert done.stdout.splitlines() == ["True", "transformers transformers transformers False"], done.stderr

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import cpumoe
+from cpumoe.cli import main
 
 TINY = ["--hidden", "64", "--intermediate", "32", "--experts", "4", "--topk", "2", "--tokens", "1,5"]
 
@@ -123,3 +124,26 @@ def test_shapes_and_their_schemes() -> None:
     assert str(fitting_scheme(g128, SHAPES["gpt-oss-20b"])) == "w4a8-g64"
     assert str(fitting_scheme(g128, SHAPES["qwen3-30b-a3b"])) == "w4a8-g128"
     assert str(fitting_scheme(cpumoe.Scheme.parse("w8a8"), SHAPES["gpt-oss-20b"])) == "w8a8"
+
+
+def test_tracebacks_are_shown_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    command = ["inspect", str(tmp_path / "nothing")]
+    assert main(command) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    for asked in ("-v", "CPUMOE_DEBUG"):
+        if asked == "CPUMOE_DEBUG":
+            monkeypatch.setenv(asked, "1")
+        assert main([*command, *([asked] if asked == "-v" else [])]) == 2
+        told = capsys.readouterr().err
+        assert "Traceback" in told and told.splitlines()[-1].startswith("cpumoe inspect: ")
+    monkeypatch.setenv("CPUMOE_DEBUG", "yes")
+    assert main(command) == 2
+    assert "CPUMOE_DEBUG=yes; 0 and 1 are accepted" in capsys.readouterr().err
+
+
+def test_explain_names_the_row_of_the_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    names = {name for name, *_ in cpumoe._core.weight_formats()}
+    for scheme, row in (("w4a8", "int4"), ("w4a8-g96", "int4-g32"), ("w4a8-g256", "int4-g128"), ("w8a8", "int8")):
+        sizes = ["--hidden", "768", "--intermediate", "768"]
+        assert main(["explain", scheme, *sizes]) == 0
+        assert f"kernels: {row} on {cpumoe.isa()}" in capsys.readouterr().out and row in names

@@ -6,6 +6,7 @@ import argparse
 import logging
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 
 from cpumoe import __version__
@@ -35,9 +36,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(interrupted(arguments.command), file=sys.stderr)
         return INTERRUPTED
     except (ValueError, RuntimeError, OSError) as problem:
+        if arguments.verbose or _debugging():
+            traceback.print_exc()
         print(f"cpumoe {arguments.command}: {problem}", file=sys.stderr)
         return 2
     return code
+
+
+def _debugging() -> bool:
+    """Whether ``CPUMOE_DEBUG`` asks for tracebacks."""
+    value = os.environ.get("CPUMOE_DEBUG", "0")
+    if value not in ("0", "1"):
+        print(f"cpumoe: CPUMOE_DEBUG={value}; 0 and 1 are accepted", file=sys.stderr)
+    return value == "1"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,7 +59,8 @@ def _parser() -> argparse.ArgumentParser:
         module.add_command(commands)
     # Before the command or behind it: a parser of a command must not put its default over what was given before.
     for each, default in ((parser, False), *((of, argparse.SUPPRESS) for of in commands.choices.values())):
-        each.add_argument("-v", "--verbose", action="store_true", default=default, help="show what is chosen and why")
+        told = "show what is chosen and why, and the traceback of what goes wrong"
+        each.add_argument("-v", "--verbose", action="store_true", default=default, help=told)
     for name, of in commands.choices.items():
         if name not in _COMPUTE_NOTHING:
             add_threads(of)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from cpumoe import cpu
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.loading import experts_of
 from cpumoe.cli.arguments import (
@@ -24,6 +25,7 @@ from cpumoe.errors import NoBackend
 from cpumoe.layers.activation import KINDS, Activation
 from cpumoe.layers.backends import explain, select_backend
 from cpumoe.layers.config import MoEConfig
+from cpumoe.layers.packed_weights import packed_spec
 from cpumoe.layers.routing import RoutingMethod
 from cpumoe.layers.scheme import Scheme
 
@@ -117,10 +119,16 @@ def _answer(config: MoEConfig, layers: int) -> dict[str, Any]:
         f"{config.hidden_size} x {config.intermediate_size}",
         "chosen": chosen,
         "problem": problem,
+        "kernels": {"weights": _weight_format(config), "instruction_set": cpu.isa()} if chosen == "native" else None,
         "backends": [
             {"backend": v.backend, "serves": v.obstacle is None, "reason": v.obstacle} for v in explain(config)
         ],
     }
+
+
+def _weight_format(config: MoEConfig) -> str:
+    """How the native kernels hold the weights: the name of a row of their table."""
+    return packed_spec(config.scheme, config.scale_dtype, 1, config.hidden_size, config.intermediate_size).weight_format
 
 
 def _print(answer: dict[str, Any]) -> None:
@@ -129,3 +137,5 @@ def _print(answer: dict[str, Any]) -> None:
     for row in answer["backends"]:
         print(f"  {row['backend']:10} {'yes' if row['serves'] else 'no: ' + row['reason']}")
     print(f"chosen: {answer['chosen']}" if answer["chosen"] else answer["problem"])
+    if (kernels := answer["kernels"]) is not None:
+        print(f"kernels: {kernels['weights']} on {kernels['instruction_set']}")

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import cpumoe
-from cpumoe.bench.generation import decode_times
+from cpumoe.bench.decoding import decode_times
 from cpumoe.checkpoints.formats.compressed_tensors import LinearFormat, write_config
 from cpumoe.checkpoints.tensor_file import TensorFileWriter
 from cpumoe.layers.scheme import Scheme

@@ -19,7 +19,7 @@ from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.layers.routing import RoutingMethod, routing_method, select_experts
 from cpumoe.layers.scheme import GroupShape, Scheme, TensorFormat
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 if TYPE_CHECKING:
     from cpumoe.integrations.transformers.float_models import accelerate

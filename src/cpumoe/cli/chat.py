@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from cpumoe.cli.arguments import find_models
-from cpumoe.cli.generation import add_model_arguments, is_decoded, load_model
+from cpumoe.cli.model_arguments import add_model_arguments, is_decoded, load_model
 from cpumoe.cli.sampling import (
     add_sampling_arguments,
     check_sampling_arguments,

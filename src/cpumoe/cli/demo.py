@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _complete(tokens: int) -> int:
-    from cpumoe.bench.generation import decode_times
+    from cpumoe.bench.decoding import decode_times
     from cpumoe.demo.completions import PROMPTS, complete, float_model
     from cpumoe.evaluation.expert_load import count_expert_load
     from cpumoe.generation.model_folder import load_tokenizer, prepare_transformers

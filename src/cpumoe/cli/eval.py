@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cpumoe.cli.arguments import FLOAT, find_models, positive, read_text
-from cpumoe.cli.generation import add_model_arguments, check_schemes, is_quantized, load_model
+from cpumoe.cli.model_arguments import add_model_arguments, check_schemes, is_quantized, load_model
 from cpumoe.evaluation.expert_load import count_expert_load
 from cpumoe.evaluation.perplexity import DEFAULT_WINDOW, Comparison, Evaluation, compare, perplexity
 from cpumoe.generation.model_folder import check_folder, context_length, load_tokenizer, prepare_transformers

@@ -9,7 +9,7 @@ import time
 from typing import TYPE_CHECKING
 
 from cpumoe.cli.arguments import find_models, read_text, refuse_given
-from cpumoe.cli.generation import add_model_arguments, is_decoded, load_model
+from cpumoe.cli.model_arguments import add_model_arguments, is_decoded, load_model
 from cpumoe.cli.sampling import (
     add_sampling_arguments,
     check_sampling_arguments,

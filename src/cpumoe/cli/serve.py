@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from cpumoe.checkpoints.architectures import known_architecture
 from cpumoe.checkpoints.checkpoint import read_json
 from cpumoe.cli.arguments import find_models
-from cpumoe.cli.generation import add_model_arguments, load_model
+from cpumoe.cli.model_arguments import add_model_arguments, load_model
 from cpumoe.generation.memory import BATCH_TOKENS, available_bytes, model_bytes, plan_cache, size_text
 from cpumoe.generation.model_folder import check_folder, context_length, load_tokenizer, prepare_transformers
 

@@ -100,7 +100,10 @@ inline std::uint64_t read_zmm(const std::uint8_t* data, std::int64_t bytes) {
     }
   }
   const __m512i total = _mm512_add_epi64(_mm512_add_epi64(sum[0], sum[1]), _mm512_add_epi64(sum[2], sum[3]));
-  return static_cast<std::uint64_t>(_mm512_reduce_add_epi64(total));
+  std::uint64_t lanes[8], checksum = 0;  // unsigned: the sum may wrap
+  _mm512_storeu_si512(lanes, total);
+  for (const std::uint64_t lane : lanes) checksum += lane;
+  return checksum;
 }
 
 }  // namespace

@@ -79,3 +79,11 @@ def test_load_model_packs_where_the_plug_in_is_switched_off_and_leaves_transform
     )
     done = run(code + _PATCHED, "0")
     assert done.stdout.splitlines() == ["True", "transformers transformers transformers False"], done.stderr
+
+
+def test_the_command_refuses_a_bad_switch_in_one_line() -> None:
+    done = run(
+        "import sys; from cpumoe_command import main; sys.argv = ['cpumoe', 'doctor']; sys.exit(main())", "maybe"
+    )
+    assert done.returncode == 2 and done.stderr.startswith("cpumoe: CPUMOE_TRANSFORMERS='maybe'; 0 ")
+    assert len(done.stderr.splitlines()) == 1

@@ -26,8 +26,11 @@ def interrupted(command: str) -> str:
 def main() -> int:
     """The console script."""
     leave_on_interrupt()
-    from cpumoe.cli import main
-
+    try:
+        from cpumoe.cli import main
+    except ValueError as problem:  # an environment variable with a value that is not known
+        print(f"cpumoe: {problem}", file=sys.stderr)
+        return 2
     return main()
 
 

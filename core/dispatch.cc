@@ -112,6 +112,8 @@ std::string neon_i8mm_obstacle() {
 
 #endif
 
+constexpr int kInstructionSets = 7;
+
 Tuning tuning() {
 #if defined(__x86_64__)
   if (cpuid(0).b == 0x756E6547) return {.read_ahead_bytes = 4096, .software_streams = true};  // "Genu": Intel
@@ -119,11 +121,14 @@ Tuning tuning() {
   return {};
 }
 
-// `kernels` are kept for the whole process, with the tuning of this processor.
+// The kernels with the tuning of this processor. Never destroyed: threads may still compute while the process ends.
 IsaEntry present(const Kernels& kernels, const std::string& obstacle) {
-  auto* tuned = new Kernels(kernels);
-  tuned->tuning = tuning();
-  return {kernels.name, tuned, obstacle.empty(), obstacle};
+  static Kernels tuned[kInstructionSets];
+  static int count = 0;
+  Kernels& own = tuned[count++];
+  own = kernels;
+  own.tuning = tuning();
+  return {kernels.name, &own, obstacle.empty(), obstacle};
 }
 
 [[maybe_unused]] IsaEntry absent(const char* name) { return {name, nullptr, false, kOtherArchitecture}; }

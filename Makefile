@@ -129,6 +129,7 @@ endef
 
 # The extension in a build folder of its own: $(call build_extension,folder,cmake options)
 define build_extension
+@mkdir -p build
 $(PIP) nanobind
 $(CMAKE) -S . -B build/$(1) -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python $(2) > build/$(1).log
 $(CMAKE) --build build/$(1) >> build/$(1).log 2>&1 || (cat build/$(1).log; exit 1)

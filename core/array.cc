@@ -54,6 +54,7 @@ Array::Array(nb::handle object, const char* name) : name_(name) {
     rank_ = t.ndim;
     shape_ = t.shape;
     strides_ = t.strides;
+    CPUMOE_REQUIRE(data_ != nullptr || size() == 0, name_, " has no memory of its own; use its .clone()");
     return;
   }
   if (!nb::try_cast<nb::ndarray<>>(object, owned_)) {

@@ -181,7 +181,9 @@ void bind_spec(nb::module_& m) {
       .def_ro("gated", &PackedSpec::gated)
       .def_ro("has_bias", &PackedSpec::has_bias)
       .def_prop_ro("packed_bytes", [](const PackedSpec& s) { return layout_of(s, "weights").total_bytes; })
-      .def("__eq__", [](const PackedSpec& s, const PackedSpec& other) { return s == other; })
+      .def(
+          "__eq__", [](const PackedSpec& s, const PackedSpec& other) { return s == other; }, nb::is_operator())
+      .def("__hash__", [](const PackedSpec& s) { return std::hash<std::string>()(spec_text(s)); })
       .def("__repr__", &spec_text);
 }
 
@@ -233,6 +235,8 @@ void pack_into(nb::handle blob_, std::int64_t first_expert, nb::handle values_, 
     bias = bias_array->data<float>();
   }
   const DType scale_type = scales.float_type();
+  CPUMOE_REQUIRE(s.scales != ScaleType::kBF16 || scale_type == DType::kBF16, scales_name, " is ", scales.dtype_text(),
+                 "; bfloat16 is accepted, as these weights were begun");
   std::vector<PackSource> sources(static_cast<std::size_t>(experts));
   for (std::int64_t e = 0; e < experts; ++e) {
     PackSource& source = sources[static_cast<std::size_t>(e)];

@@ -41,8 +41,15 @@ std::uint64_t header_check(const Header& h) {  // FNV-1a of all that comes befor
 }
 
 float element(const void* data, DType type, std::int64_t index) {
-  if (type == DType::kF32) return static_cast<const float*>(data)[index];
-  const std::uint16_t half = static_cast<const std::uint16_t*>(data)[index];
+  // Packed weights may lie anywhere, also at odd addresses.
+  const auto* at = static_cast<const std::uint8_t*>(data) + index * size_of(type);
+  if (type == DType::kF32) {
+    float value;
+    std::memcpy(&value, at, 4);
+    return value;
+  }
+  std::uint16_t half;
+  std::memcpy(&half, at, 2);
   return type == DType::kBF16 ? bfloat_to_float(half) : half_to_float(half);
 }
 
@@ -142,7 +149,7 @@ class BlockPacker {
     const float s = element(source_.scales, source_.scale_type, row * layout_.spec.groups() + group);
     CPUMOE_REQUIRE(std::isfinite(s), name_, ": scale at [", expert_, ", ", row, ", ", group,
                    "] is not finite; only finite scales are accepted");
-    return s * (1.0f / static_cast<float>(traits_.unit));  // a power of two: exact
+    return s * (1.0f / static_cast<float>(traits_.unit));  // a power of two: exact, but for what becomes subnormal
   }
 
   // Scales of one column in one record, and what it adds to the column's sum.
@@ -217,7 +224,7 @@ WeightFormat choose_format(const std::string& element, std::optional<std::int64_
   CPUMOE_REQUIRE(!group_size || (*group_size > 0 && *group_size % 32 == 0), name, ": group_size=", *group_size,
                  "; a multiple of 32 (32, 64, 96, 128, ...) or per channel is accepted");
   const FormatInfo* format = find_format(element, group_size.value_or(0));
-  CPUMOE_REQUIRE(format != nullptr, name, ": group_size=", *group_size, " with ", element,
+  CPUMOE_REQUIRE(format != nullptr, name, ": group_size=", group_size.value_or(0), " with ", element,
                  " weights; per channel is accepted");
   return format->id;
 }
@@ -352,14 +359,13 @@ void unpack_block(const PackedMatrix& m, const std::uint8_t* block, std::int64_t
       }
     }
   }
-  const auto* head = reinterpret_cast<const float*>(block);
   for (int c = 0; c < kBlockColumns; ++c) {
     const std::int64_t row = source_row(m.spec, order, index, c);
     if (row < 0) continue;
     if (traits.subgroup == 0) {
-      store_element(head[kBlockColumns + c] * unit, target.scale_type, target.scales, row);
+      store_element(element(block, DType::kF32, kBlockColumns + c) * unit, target.scale_type, target.scales, row);
     }
-    if (f.has_bias) target.bias[row] = head[m.head_bytes / 4 - kBlockColumns + c];
+    if (f.has_bias) target.bias[row] = element(block, DType::kF32, m.head_bytes / 4 - kBlockColumns + c);
   }
 }
 

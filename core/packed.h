@@ -103,7 +103,8 @@ struct UnpackTarget {
   float* bias;  // [columns], or null without biases
 };
 
-// What was packed, to the bit: experts [first_expert, first_expert + count) of `m`, on all threads.
+// What was packed (to the bit, but for scales whose sixteenth is subnormal): experts [first_expert, first_expert +
+// count) of `m`, on all threads.
 void unpack_experts(const PackedMatrix& m, std::int64_t first_expert, const UnpackTarget* targets, std::int64_t count,
                     const std::string& name);
 

@@ -3,7 +3,6 @@
 #include <dlfcn.h>
 #include <pthread.h>
 #include <sched.h>
-#include <algorithm>
 
 #include <cstdlib>
 #include <mutex>
@@ -271,9 +270,10 @@ int thread_count() {
 }
 
 int threads_for(std::int64_t bytes) {
-  constexpr std::int64_t kBytesPerThread = 32 << 10;  // two microseconds at 16 GB/s, about what waking one costs
-  if (bytes < 2 * kBytesPerThread) return 1;
-  return static_cast<int>(std::min<std::int64_t>(thread_count(), bytes / kBytesPerThread));
+  // One or all: OpenMP's runtime ends and makes threads when the size of a team changes, which takes far longer. What
+  // is read in eight microseconds is not worth waking others.
+  constexpr std::int64_t kBytesForOne = 128 << 10;
+  return bytes < kBytesForOne ? 1 : thread_count();
 }
 
 void set_thread_count(int threads) {

@@ -51,8 +51,8 @@ void run_on_threads(int threads, Body&& body) {
   run_team(threads, [](void* context, Worker& worker) { (*static_cast<Body*>(context))(worker); }, &body);
 }
 
-// Threads worth waking for a call that reads or computes as much as reading `bytes` from memory: one for little, whose
-// share would be done before another thread has heard of it, up to thread_count().
+// Threads worth waking for a call that reads or computes as much as reading `bytes` from memory: one for little, which
+// is done before another thread has heard of it, else thread_count().
 int threads_for(std::int64_t bytes);
 
 // Threads that the next call uses: set_thread_count, else CPUMOE_NUM_THREADS, else what PyTorch uses in this

@@ -42,11 +42,14 @@ FIELDS = sorted({name for kind in KINDS for name in (*kind.model_fields, *kind.n
 AWKWARD = st.one_of(
     st.none(),
     st.booleans(),
-    st.sampled_from([0, -1, 1, 2**31, 2**63, -(2**63), 10**400, 1e308, 0.5, -0.0, "", "\x00", "\x1b[2J", "x" * 5000]),
+    st.sampled_from(
+        [0, -1, 1, 2**31, 2**63, -(2**63), 10**400, 1e308, 1e-50, 1e-320, 0.5, -0.0, "", "\x00", "\x1b[2J", "x" * 5000]
+    ),
     st.text(max_size=20),
     st.lists(st.one_of(st.integers(-5, 400), st.text(max_size=3), st.none()), max_size=4),
     st.dictionaries(st.sampled_from([*FIELDS, "type", "max_length"]), st.integers() | st.text(), max_size=3),
     st.just([[[[[[[[{}]]]]]]]]),
+    st.just({"0" * 20 + "999999": 1}),
 )
 
 

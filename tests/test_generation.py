@@ -24,9 +24,11 @@ pytest.importorskip("transformers")
 pytest.importorskip("starlette")
 
 import transformers
+from pydantic import ValidationError
 
 from cpumoe.generation import http as limits
 from cpumoe.generation import server
+from cpumoe.generation.api_requests import ApiError, ChatRequest, CompletionRequest, parse_body
 from cpumoe.generation.engine import Failure, Job, SequentialEngine
 from cpumoe.generation.sampling import Sampling, Token, TokenChooser
 from cpumoe.generation.text import StopStrings, StructuredMessage, TextPieces
@@ -97,6 +99,14 @@ def test_scores_that_are_no_numbers(bad: float) -> None:
         TokenChooser(Sampling(), []).choose(torch.tensor([0.0, bad]))
 
 
+def test_settings_at_the_edge() -> None:
+    scores = torch.tensor([0.0, 1.0, 2.0])
+    assert choices(Sampling(temperature=1.0, top_p=1e-50), scores, 20) == {2: 20}
+    items: list[Any] = []
+    job = Job([5], 3, frozenset(), Sampling(logit_bias={10**6: 1.0}), items.append)  # beyond the scores
+    assert job.next_token(scores) is None and isinstance(items[-1], Failure)  # this job fails, and no other
+
+
 def test_settings_of_the_model() -> None:
     config = transformers.GenerationConfig(do_sample=True, temperature=0.6, top_k=20, top_p=0.95, min_p=0.1)
     assert Sampling.of_model(config) == Sampling(temperature=0.6, top_k=20, top_p=0.95, min_p=0.1)
@@ -144,8 +154,8 @@ QWEN = {
 }
 
 
-def read(prompt: str, *pieces: str) -> tuple[str, str, list[tuple[str, Any]]]:
-    message = StructuredMessage(QWEN, prompt, [])
+def read(prompt: str, *pieces: str, tools: bool = True) -> tuple[str, str, list[tuple[str, Any]]]:
+    message = StructuredMessage(QWEN, prompt, [{"type": "function", "function": {"name": "add"}}] if tools else [])
     deltas = [*(message.add(piece) for piece in pieces), message.rest()]
     calls = [(call.name, json.loads(call.arguments)) for delta in deltas for call in delta.tool_calls]
     return "".join(d.content for d in deltas), "".join(d.reasoning for d in deltas), calls
@@ -161,9 +171,17 @@ def test_parts_of_a_message() -> None:
     assert read(asked, call[:20], call[20:])[2] == [("add", {"a": 1})]
     # The prompt is no part of the answer where the template has other marks.
     assert read("Q: hi\nA:", "Hello") == ("Hello", "", [])
-    # What does not keep to the format is given as it is.
-    content, _, calls = read(asked, "<tool_call>{not json}</tool_call>", " and more")
-    assert not calls and content.endswith("and more")
+    # White space that the template puts behind a mark is no part of the answer.
+    assert read(asked + "<think>\n\n</think>\n\n", "Hello") == ("Hello", "", [])
+    # What does not keep to the format is given as it is, and nothing of it is lost.
+    for bad in ("{not json}", '{"name": 5, "arguments": {}}', "[" * 100_000):
+        content, _, calls = read(asked, "Sure. <tool", f"_call>{bad}</tool", "_call> and more")
+        assert not calls and content.split() == ["Sure.", *f"<tool_call>{bad}</tool_call> and more".split()]
+    content, _, calls = read(asked, 'Sure. <tool_call>{"name": "f", ')  # cut
+    assert not calls and content.split() == ["Sure.", '<tool_call>{"name":', '"f",']
+    assert read(asked, '<tool_call>{"name": "f"}</tool_call>')[2] == [("f", {})]
+    # Without tools a call is a text like any other.
+    assert read(asked, call, tools=False) == (call, "", [])
 
 
 def test_pieces_join_to_the_text(tmp_path: Path) -> None:
@@ -172,6 +190,18 @@ def test_pieces_join_to_the_text(tmp_path: Path) -> None:
     text = "Experts: \N{GREEK SMALL LETTER ALPHA}\N{GRINNING FACE} " * 40
     pieces = TextPieces(tokenizer)
     assert "".join(pieces.add([token]) for token in tokenizer.encode(text)) + pieces.rest() == text
+
+
+def test_bytes_that_never_become_characters(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    lone = tokenizer.encode("\N{GRINNING FACE}")[0]  # the first byte of several
+    pieces, lengths = TextPieces(tokenizer), []
+    text = ""
+    for _ in range(2000):
+        text += pieces.add([lone])
+        lengths.append(len(pieces._tokens))
+    assert max(lengths) <= 256 and set(text + pieces.rest()) == {"\N{REPLACEMENT CHARACTER}"}
 
 
 # ---- engines and connections -----------------------------------------------------------------------------------------
@@ -280,6 +310,50 @@ def test_too_many_answers_at_once(parts: tuple[Any, Any], monkeypatch: pytest.Mo
         post(connection, "/v1/completions", {"model": "tiny", "prompt": "The", "n": 3})
         status, answer = answer_on(connection)
         assert status == 429 and "ask again later" in answer["error"]["message"]
+
+
+def test_waiting_jobs_are_told_that_the_engine_ends() -> None:
+    begun, release = threading.Event(), threading.Event()
+
+    class Slow:
+        def generate(self, *_: Any, **__: Any) -> None:
+            begun.set()
+            release.wait(SECONDS)
+
+    engine = SequentialEngine(Slow())
+    items: list[Any] = []
+    for _ in range(3):
+        engine.add(Job([5], 2, frozenset(), Sampling(), items.append))
+    assert begun.wait(SECONDS)
+    try:
+        assert not engine.stop()  # a step that takes longer than anyone waits
+        assert [type(item) for item in items] == [Failure] * 3
+    finally:
+        release.set()
+
+
+def test_a_client_that_does_not_read(parts: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_SEND_SECONDS", 0.5)
+    with serving(parts) as (served, port), socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.connect(("127.0.0.1", port))
+        body = {"model": "tiny", "prompt": "The", "n": 64, "max_tokens": 60, "stream": True, "logprobs": 20}
+        post(connection, "/v1/completions", body)
+        until(lambda: served._answers == 64)
+        until(lambda: served._answers == 0)
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
+def test_a_long_wrong_list_ends_at_its_first_wrong_entry(kind: Any) -> None:
+    """A million errors would take seconds, and the connections wait meanwhile."""
+    field = "messages" if kind is ChatRequest else "prompt"
+    for entries in ([0.5] * 1000, [{}] * 1000, [{"role": "user", "content": [{}] * 1000}] * 2):
+        with pytest.raises(ValidationError) as refusal:
+            kind.model_validate({"model": "tiny", field: entries})
+        assert refusal.value.error_count() <= 8  # a few alternatives
+        with pytest.raises(ApiError) as told:
+            parse_body(kind, json.dumps({"model": "tiny", field: entries}).encode())
+        assert len(str(told.value)) < 300
 
 
 def test_requests_that_are_never_finished(parts: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

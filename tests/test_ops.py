@@ -202,3 +202,32 @@ def test_sums_in_fp32_are_those_that_are_rounded(dtype: torch.dtype) -> None:
     wide = linear(x, fp32_out=True)
     assert wide.dtype == torch.float32 and torch.equal(wide.to(dtype), linear(x))
     torch.library.opcheck(torch.ops.cpumoe.linear.default, (x, linear.weight_packed, 96, True))
+
+
+class Wrapped(torch.Tensor):
+    """A tensor that has no memory of its own, as those of other libraries."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Wrapped:
+        out = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        out.inner = inner
+        return out
+
+    @classmethod
+    def __torch_dispatch__(cls, operator, types, args=(), kwargs=None):
+        return operator(*[a.inner if isinstance(a, Wrapped) else a for a in args], **(kwargs or {}))
+
+
+def test_tensors_that_are_not_what_they_look_like() -> None:
+    experts = random_layer("w4a8-g32").experts("native")
+    x, (weights, ids) = torch.randn(3, 128), cpumoe.select_experts(torch.randn(3, 4), 2)
+    expected = experts(x, ids, weights)
+    assert torch.equal(experts(x, ids, Wrapped(weights)), expected)
+    assert torch.equal(experts(Wrapped(x), ids, weights), expected)
+    linear = cpumoe.QuantizedLinear.quantize(torch.randn(32, 64), "w8a8")
+    y = torch.randn(2, 64)
+    assert torch.equal(ops.linear(y, Wrapped(linear.weight_packed), 32), linear(y))
+    assert torch.equal(linear(torch._neg_view(y)), linear(-y))
+    assert torch.equal(ops.linear(x=y, weight=linear.weight_packed, out_features=32), linear(y))
+    with pytest.raises((ValueError, RuntimeError)):
+        ops.linear(torch._efficientzerotensor((2, 64)), linear.weight_packed, 32)

@@ -171,3 +171,28 @@ def test_blobs_that_do_not_belong_together_are_refused() -> None:
             torch.ops.cpumoe.fused_experts(*arguments, gate_up, down, 0, True, 1.7, 7.0, False)
     with pytest.raises(ValueError, match="not of a linear"):
         cpumoe.QuantizedLinear(experts.gate_up_packed)
+
+
+def test_a_packing_that_fails_leaves_nothing_to_use() -> None:
+    spec = ops.PackedSpec(
+        weights="int4",
+        group_size=None,
+        scales="bfloat16",
+        experts=2,
+        out_features=32,
+        in_features=32,
+        gated=False,
+        has_bias=False,
+    )
+    builder = ops.PackedBuilder(spec)
+    values, scales = torch.ones(2, 32, 32, dtype=torch.int8), torch.ones(2, 32, 1, dtype=torch.bfloat16)
+    builder.put(0, values, scales, None, ops.ROWS_PLAIN, "w")
+    builder.finish()
+    values[0, 31, 31] = 9
+    with pytest.raises(ValueError, match="is not an int4 value"):
+        builder.put(0, values, scales, None, ops.ROWS_PLAIN, "w")
+    with pytest.raises(ValueError, match="experts 0, 1 were not packed"):
+        builder.finish()
+    with pytest.raises(ValueError, match="w_scale is float32; bfloat16 is accepted"):
+        builder.put(0, values, scales.float(), None, ops.ROWS_PLAIN, "w")
+    assert spec != None and spec != 1 and len({spec, ops.read_spec(builder._blob)}) == 1  # noqa: E711

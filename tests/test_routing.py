@@ -234,3 +234,10 @@ def test_bad_arguments(arguments: dict[str, object], message: str) -> None:
     call: dict[str, object] = {"router_logits": torch.randn(3, 8), "topk": 2, **arguments}
     with pytest.raises(ValueError, match=message.replace("(", r"\(")):
         select_experts(**call)
+
+
+def test_a_refused_call_does_not_break_the_next() -> None:
+    logits = torch.randn(3, 8)
+    with pytest.raises((TypeError, RuntimeError)):
+        select_experts(logits, 2, "deepseek_v3", num_expert_group=2.0, topk_group=1.0)
+    select_experts(logits, 2, "deepseek_v3", num_expert_group=2, topk_group=1)

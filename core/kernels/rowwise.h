@@ -1,7 +1,7 @@
 // Everything that works along rows in fp32, written once over a vector type V and instantiated by each
 // kernel file. Every step is an IEEE operation with a fixed order (no contraction: -ffp-contract=off),
 // so the results have the same bits for every V. V provides: kWidth, load, store, set, + - *,
-// fma(a, b, c) = a * b + c, less_than_select, load_as<type>, store_as<type>, load_int, int bit helpers.
+// fma(a, b, c) = a * b + c, select_less, load_as<type>, store_as<type>, load_int, int bit helpers.
 //
 // Internal linkage on purpose: see kernel.h.
 #pragma once

@@ -37,13 +37,24 @@ def _register(schema: str, implementation: Callable[P, R], fake: Callable[..., A
     operator = getattr(torch.ops.cpumoe, name).default
 
     def call(*arguments: P.args, **options: P.kwargs) -> R:
-        first: Any = arguments[0]
-        if torch.compiler.is_compiling() or type(first) is not Tensor or not first.is_cpu or _is_watched():
+        if torch.compiler.is_compiling() or options or _is_watched() or not _are_plain(arguments):
             result: R = operator(*arguments, **options)
             return result
-        return implementation(*arguments, **options)
+        return implementation(*arguments)  # type: ignore[call-arg]  # there are no options
 
     return call
+
+
+_PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, int, float, bool, str, type(None)))
+
+
+def _are_plain(arguments: tuple[Any, ...]) -> bool:
+    """Whether all tensors are what they look like: no subclass, on the CPU, nothing still to be applied to them."""
+    for argument in arguments:
+        if type(argument) not in _PLAIN_TYPES:
+            return False
+    first = arguments[0]
+    return bool(first.is_cpu and not first.is_neg())
 
 
 def _is_watched() -> bool:
@@ -257,7 +268,7 @@ class PackedBuilder:
 
     def __init__(self, spec: PackedSpec) -> None:
         self.spec = spec
-        self._blob = torch.empty(spec.packed_bytes, dtype=torch.uint8)
+        self._blob = torch.empty(spec.packed_bytes, dtype=torch.uint8, device="cpu")
         _core.advise_huge_pages(self._blob)
         _core.write_packed_header(self._blob, spec)
         self._missing = set(range(spec.experts))
@@ -265,8 +276,10 @@ class PackedBuilder:
     def put(self, first: int, values: Tensor, scales: Tensor, bias: Tensor | None, row_order: int, name: str) -> None:
         """Experts from ``first`` on: values [n, out, in] (or nibbles), scales [n, out, groups], bias [n, out]."""
         bias32 = None if bias is None else _aligned(bias.to(torch.float32))
+        experts = set(range(first, first + values.shape[0])) & set(range(self.spec.experts))
+        self._missing |= experts  # until it is done: what fails half way leaves nothing behind that could be used
         _core.pack_into(self._blob, first, values.contiguous(), _aligned(scales), bias32, row_order, name)
-        self._missing -= set(range(first, first + values.shape[0]))
+        self._missing -= experts
 
     def finish(self) -> Tensor:
         """The packed weights; raises ValueError if an expert is missing."""
@@ -339,7 +352,9 @@ pack = _register(
 
 
 def unpack(blob: Tensor, first: int = 0, count: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Experts ``first`` to ``first + count - 1`` of packed weights (all by default), as they were packed, to the bit.
+    """Experts ``first`` to ``first + count - 1`` of packed weights (all by default), as they were packed.
+
+    To the bit, but for scales of int4 weights below 2^-122, whose sixteenth, which is what is held, has fewer bits.
 
     Returns:
         int8 values [count, out, in], scales [count, out, groups] (groups is 1 per channel) in the dtype that was
@@ -349,9 +364,10 @@ def unpack(blob: Tensor, first: int = 0, count: int | None = None) -> tuple[Tens
     count = spec.experts - first if count is None else count
     if not (first >= 0 and 0 <= count <= spec.experts - first):
         raise ValueError(f"experts {first} to {first + count - 1}; 0 to {spec.experts - 1} are packed")
-    values = torch.empty((count, spec.out_features, spec.in_features), dtype=torch.int8)
-    scales = torch.empty((count, spec.out_features, spec.groups), dtype=getattr(torch, spec.scales))
-    bias = torch.empty((count, spec.out_features), dtype=torch.float32) if spec.has_bias else None
+    shape = (count, spec.out_features)
+    values = torch.empty((*shape, spec.in_features), dtype=torch.int8, device="cpu")
+    scales = torch.empty((*shape, spec.groups), dtype=getattr(torch, spec.scales), device="cpu")
+    bias = torch.empty(shape, dtype=torch.float32, device="cpu") if spec.has_bias else None
     _core.unpack_into(blob.contiguous(), first, values, scales, bias)
     return values, scales, bias
 

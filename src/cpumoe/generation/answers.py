@@ -142,9 +142,9 @@ class Answering:
 class ChatFormat:
     """Bodies of /v1/chat/completions."""
 
-    def __init__(self, model: str, tokenizer: PreTrainedTokenizerBase, *, logprobs: bool) -> None:
+    def __init__(self, model: str, token_text: Callable[[int], str], *, logprobs: bool) -> None:
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self._decode = tokenizer.decode
+        self._text = token_text
         self._logprobs = logprobs
 
     def whole(self, answering: Answering) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class ChatFormat:
             return None
 
         def entry(token: int, logprob: float | None) -> dict[str, Any]:
-            text = str(self._decode([token]))
+            text = self._text(token)
             whole = (
                 "\N{REPLACEMENT CHARACTER}" not in text
             )  # else it is a part of a character, whose bytes are not known
@@ -220,11 +220,9 @@ def _tool_call(call: ToolCall) -> dict[str, Any]:
 class CompletionFormat:
     """Bodies of /v1/completions."""
 
-    def __init__(
-        self, model: str, tokenizer: PreTrainedTokenizerBase, *, logprobs: bool, echoes: Sequence[str]
-    ) -> None:
+    def __init__(self, model: str, token_text: Callable[[int], str], *, logprobs: bool, echoes: Sequence[str]) -> None:
         self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self._decode = tokenizer.decode
+        self._text = token_text
         self._logprobs = logprobs
         self._echoes = echoes  # what each choice's text begins with
         self._offsets: dict[int, int] = {}
@@ -261,7 +259,7 @@ class CompletionFormat:
     def _logprobs_of(self, choice: Choice, tokens: Sequence[Token]) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
-        texts = [str(self._decode([token.id])) for token in tokens]
+        texts = [self._text(token.id) for token in tokens]
         offsets = []
         for text in texts:
             offsets.append(self._offsets.get(choice.index, 0))
@@ -269,6 +267,6 @@ class CompletionFormat:
         return {
             "tokens": texts,
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [{str(self._decode([i])): p for i, p in token.likeliest} for token in tokens],
+            "top_logprobs": [{self._text(i): p for i, p in token.likeliest} for token in tokens],
             "text_offset": offsets,
         }

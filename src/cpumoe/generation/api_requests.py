@@ -5,6 +5,7 @@ Fields whose absence is what we do anyway (``"store": false``, say) may be sent 
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
@@ -15,7 +16,11 @@ _MAX_STOPS = 16
 _MAX_CHOICES = 64
 _MAX_NAME = 256
 
+# A list ends at the first wrong entry: a million errors would take seconds, on the thread that answers connections.
+FAST = Field(fail_fast=True)
+
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
+Tokens = Annotated[list[int], FAST]
 
 
 class ApiError(Exception):
@@ -76,13 +81,13 @@ class _Generation(_Body):
 
     top_k: Annotated[int, Field(ge=0, le=2**31)] | None = None  # 0: all
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     frequency_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     n: Annotated[int, Field(ge=1, le=_MAX_CHOICES)] = 1
-    stop: Stop | Annotated[list[Stop], Field(max_length=_MAX_STOPS)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=_MAX_STOPS, fail_fast=True)] | None = None
     stream_options: StreamOptions | None = None
 
     @property
@@ -117,7 +122,7 @@ class TextPart(_Part):
     logprobs: Annotated[list[Any], Field(max_length=0)] = Field(default_factory=list)
 
 
-Content = str | list[TextPart]
+Content = str | Annotated[list[TextPart], FAST]
 
 
 class FunctionCall(_Part):
@@ -136,7 +141,7 @@ class Message(_Part):
     content: Content | None = None
     name: str | None = None
     reasoning_content: str | None = None
-    tool_calls: list[MessageToolCall] | None = None
+    tool_calls: Annotated[list[MessageToolCall], FAST] | None = None
     tool_call_id: str | None = None
 
     @property
@@ -183,12 +188,12 @@ class ChatRequest(_Generation):
         "web_search_options": (),
     }
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None  # the new name of max_tokens
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
-    tools: list[Tool] = Field(default_factory=list)
+    tools: Annotated[list[Tool], FAST] = Field(default_factory=list)
     chat_template_kwargs: dict[str, bool | int | str] = Field(default_factory=dict)
 
     @classmethod
@@ -219,7 +224,7 @@ class ChatRequest(_Generation):
 class CompletionRequest(_Generation):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"suffix": ("",), "best_of": (1,)}
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Tokens | Annotated[list[str], FAST] | Annotated[list[Tokens], FAST]
     max_tokens: Annotated[int, Field(ge=1)] = 16  # as OpenAI has it
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: bool = False
@@ -282,7 +287,7 @@ class ResponsesRequest(_Body):
         "top_logprobs": (0,),
     }
 
-    input: str | Annotated[list[InputMessage], Field(min_length=1)]
+    input: str | Annotated[list[InputMessage], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1)] | None = None
 
@@ -327,5 +332,5 @@ _ALTERNATIVES = ("str", "int", "bool", "constrained-str")
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    text = reprlib.repr(value)  # of a long list, the beginning
     return text if len(text) <= 80 else f"{text[:77]}..."

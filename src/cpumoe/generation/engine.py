@@ -72,6 +72,10 @@ class Job:
         except ValueError as problem:
             self.fail(str(problem))
             return None
+        except Exception:  # whatever it is, it must not end the thread that computes for all others
+            _log.exception("no token could be chosen")
+            self.fail("the model could not compute this request; the log has more")
+            return None
         self._count += 1
         self._deliver(token)
         if token.id in self.ends:
@@ -230,6 +234,7 @@ class SequentialEngine:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._waiting: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._unfinished: set[Job] = set()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="cpumoe-generate", daemon=True)
         self._thread.start()
@@ -238,15 +243,19 @@ class SequentialEngine:
         if self._stopping:
             job.fail(ENDING)
         else:
+            self._unfinished.add(job)
             self._waiting.put(job)
 
     def cancel(self, job: Job) -> None:
         job.over = True
+        self._unfinished.discard(job)
 
     def stop(self) -> bool:
         self._stopping = True
         self._waiting.put(None)
         self._thread.join(_STOP_SECONDS)
+        for job in list(self._unfinished):  # the step that is being computed may take longer than anyone waits
+            job.fail(ENDING)
         return not self._thread.is_alive()
 
     @property
@@ -259,6 +268,7 @@ class SequentialEngine:
                 job.fail(ENDING)
             elif not job.over:
                 self._generate(job)
+            self._unfinished.discard(job)
 
     def _generate(self, job: Job) -> None:
         def choose(_: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -279,6 +289,7 @@ class SequentialEngine:
                 attention_mask=torch.ones_like(tokens),
                 generation_config=_PLAIN,
                 max_new_tokens=job.max_new_tokens,
+                stop_strings=None,  # the model's own are looked for in the text
                 logits_processor=LogitsProcessorList([choose]),
                 stopping_criteria=[is_over],
             )

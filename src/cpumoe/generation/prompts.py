@@ -126,6 +126,6 @@ class Prompts:
 
 def _arguments(text: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text or "{}")
     except ValueError:
         raise ApiError(400, f"the arguments of a tool call are not JSON: {text:.80}", param="messages") from None

@@ -68,6 +68,8 @@ class TokenChooser:
         self._samples = sampling.temperature >= _COLDEST
         self._generated: Counter[int] = Counter()
         self._seen = torch.tensor(sorted(set(prompt)), dtype=torch.int64) if sampling.repetition_penalty != 1 else None
+        self._biased = torch.tensor(list(sampling.logit_bias), dtype=torch.int64)
+        self._biases = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32)
         self._random = torch.Generator()
         if sampling.seed is None:
             self._random.seed()
@@ -106,9 +108,7 @@ class TokenChooser:
                 (ids,), scores[ids] - sampling.presence_penalty - sampling.frequency_penalty * counts
             )
         if sampling.logit_bias:
-            ids = torch.tensor(list(sampling.logit_bias))
-            biases = torch.tensor(list(sampling.logit_bias.values()), dtype=torch.float32)
-            scores = scores.index_put((ids,), scores[ids] + biases)
+            scores = scores.index_put((self._biased,), scores[self._biased] + self._biases)
         return scores
 
     def _sample(self, scores: Tensor) -> int:
@@ -122,8 +122,9 @@ class TokenChooser:
         probabilities = scores.softmax(-1)
         if sampling.top_p < 1:
             # What lies before a token has not yet reached the share, so the token belongs to it; the first always does.
-            before = probabilities.cumsum(-1) - probabilities
-            probabilities = probabilities.where(before < sampling.top_p, 0)
+            inside = probabilities.cumsum(-1) - probabilities < sampling.top_p
+            inside[0] = True  # also for a share that is nothing in fp32
+            probabilities = probabilities.where(inside, 0)
         if sampling.min_p > 0:
             probabilities = probabilities.where(probabilities >= sampling.min_p * probabilities.max(), 0)
         index = int(torch.multinomial(probabilities, 1, generator=self._random))

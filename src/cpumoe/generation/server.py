@@ -12,11 +12,13 @@ import contextlib
 import json
 import logging
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import anyio
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -48,6 +50,7 @@ _log = logging.getLogger("cpumoe")
 
 _GRACE_SECONDS = 2.0  # for the answers being written when the server is told to end
 _PATIENCE_SECONDS = 7  # for all of the end: that, and the step being computed
+_SEND_SECONDS = 60.0  # for a client to read what it was sent
 _MAX_ANSWERS = 256  # being computed or waiting; more are told to come back
 _BODY_BYTES_PER_TOKEN = 32  # generous: a token is 4 bytes on average, and JSON may write a character as 12
 _LEAST_BODY_BYTES = 1 << 20
@@ -72,7 +75,10 @@ class Server:
         self._defaults = Sampling.of_model(own)
         ends = own.eos_token_id
         self._ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        stops = own.stop_strings or []
+        self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
         self._vocabulary = model.config.get_text_config().vocab_size
+        self._token_text = cache(lambda token: str(tokenizer.decode([token])))  # no larger than the vocabulary
         self._prompts = Prompts(model, tokenizer)
         self._renderer = ThreadPoolExecutor(1, "cpumoe-prompts")
         self._engine: Engine | None = None
@@ -157,11 +163,11 @@ class Server:
             prompt = self._prompts.of_chat(body.messages, body.tools, body.chat_template_kwargs)
             return prompt, [self._prompts.message(prompt, body.tools) for _ in range(body.n)]
 
-        prompt, messages = await self._rendered(render)
-        answering = self._answer(
-            [prompt], body.n, messages, body.length, body.stops, self._sampling(body, body.logprob_count)
-        )
-        form = ChatFormat(body.model, self._tokenizer, logprobs=body.logprobs)
+        sampling = self._sampling(body, body.logprob_count)
+        with self._places(body.n) as release:
+            prompt, messages = await self._rendered(render)
+            answering = self._answer([prompt], body.n, messages, body.length, body.stops, sampling, release)
+        form = ChatFormat(body.model, self._token_text, logprobs=body.logprobs)
         if body.stream:
             return _EventStream(_pieces(form, answering, body.include_usage), answering.end)
         return await _whole(request, answering, form)
@@ -180,14 +186,15 @@ class Server:
             texts = [given if isinstance(given, str) else str(self._tokenizer.decode(given)) for given in body.prompts]
             return prompts, texts
 
-        prompts, echoes = await self._rendered(render)
-        messages = [PlainMessage() for _ in range(len(prompts) * body.n)]
-        answering = self._answer(
-            prompts, body.n, messages, body.max_tokens, body.stops, self._sampling(body, body.logprobs)
-        )
+        sampling = self._sampling(body, body.logprobs)
+        count = len(body.prompts) * body.n
+        with self._places(count) as release:
+            prompts, echoes = await self._rendered(render)
+            messages = [PlainMessage() for _ in range(count)]
+            answering = self._answer(prompts, body.n, messages, body.max_tokens, body.stops, sampling, release)
         form = CompletionFormat(
             body.model,
-            self._tokenizer,
+            self._token_text,
             logprobs=body.logprobs is not None,
             echoes=[echo for echo in echoes for _ in range(body.n)],
         )
@@ -208,9 +215,10 @@ class Server:
             prompt = self._prompts.of_chat(given)
             return prompt, self._prompts.message(prompt)
 
-        prompt, message = await self._rendered(render)
         sampling = self._chosen(body.temperature, body.top_p)
-        answering = self._answer([prompt], 1, [message], body.max_output_tokens, (), sampling)
+        with self._places(1) as release:
+            prompt, message = await self._rendered(render)
+            answering = self._answer([prompt], 1, [message], body.max_output_tokens, (), sampling, release)
         form = ResponsesFormat(body)
         if body.stream:
             return _EventStream(_named(form.events(answering)), answering.end)
@@ -249,7 +257,7 @@ class Server:
     def _sampling(self, body: ChatRequest | CompletionRequest, logprobs: int | None) -> Sampling:
         biases: dict[int, float] = {}
         for name, bias in body.logit_bias.items():
-            if not name.isdecimal() or int(name[:20]) >= self._vocabulary:
+            if not (name.isascii() and name.isdecimal() and len(name) <= 10) or int(name) >= self._vocabulary:
                 raise ApiError(
                     400,
                     f"logit_bias has the key {name!r:.80}; tokens from 0 to {self._vocabulary - 1} are accepted",
@@ -276,16 +284,12 @@ class Server:
         length: int | None,
         stops: Sequence[str],
         sampling: Sampling,
+        release: Callable[[], None],
     ) -> Answering:
-        """Hands ``n`` jobs for each prompt to the engine."""
+        """Hands ``n`` jobs for each prompt to the engine; ``release`` is called when nobody waits for them any more."""
         assert self._engine is not None
         lengths = [self._room(len(prompt), length) for prompt in prompts]
-        count = len(prompts) * n
-        if self._answers + count > _MAX_ANSWERS:
-            raise ApiError(
-                429, f"{self._answers} answers are being computed or wait; ask again later", code="rate_limit_exceeded"
-            )
-        self._answers += count
+        stops = (*stops, *self._stops)
         choices = [Choice(index, self._tokenizer, stops, message, self._ends) for index, message in enumerate(messages)]
         # The answers to one prompt must differ, also where the client fixed the seed.
         samplings = [sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + i) for i in range(n)]
@@ -296,13 +300,34 @@ class Server:
             [room for room in lengths for _ in range(n)],
             self._ends,
             samplings * len(prompts),
-            lambda: self._over(count),
+            release,
         )
         answering.prompt_tokens = sum(map(len, prompts))
         return answering
 
-    def _over(self, count: int) -> None:
-        self._answers -= count
+    @contextlib.contextmanager
+    def _places(self, count: int) -> Iterator[Callable[[], None]]:
+        """Takes places for answers before anything is done for them; gives what gives them back.
+
+        What goes wrong inside the block gives them back too.
+        """
+        if self._answers + count > _MAX_ANSWERS:
+            raise ApiError(
+                429, f"{self._answers} answers are being computed or wait; ask again later", code="rate_limit_exceeded"
+            )
+        self._answers += count
+        taken = count
+
+        def release() -> None:
+            nonlocal taken
+            self._answers -= taken
+            taken = 0
+
+        try:
+            yield release
+        except BaseException:
+            release()
+            raise
 
     def _room(self, prompt: int, wanted: int | None) -> int:
         """How long an answer may be."""
@@ -331,7 +356,8 @@ async def _whole(
         if not work.done():
             raise ClientDisconnect
         work.result()
-        return JSONResponse(form.whole(answering))
+        # Thousands of tokens with their alternatives take a while to write down.
+        return await asyncio.to_thread(lambda: JSONResponse(form.whole(answering)))
     finally:
         for task in (work, gone):
             task.cancel()
@@ -346,8 +372,14 @@ class _EventStream(StreamingResponse):
         self._on_end = on_end
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        async def send_in_time(message: Any) -> None:
+            with anyio.fail_after(_SEND_SECONDS):
+                await send(message)
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send_in_time)
+        except TimeoutError:
+            _log.info("a client does not read its answer, which ends here")
         finally:
             self._on_end()
 

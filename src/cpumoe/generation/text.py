@@ -25,6 +25,7 @@ class TextPieces:
     """
 
     _WINDOW = 64  # tokens decoded again for each new one, at most while all characters are finished
+    _LONGEST = 256  # tokens decoded again in any case
     _CONTEXT = 8  # tokens kept before a cut, since what a token means depends on its neighbours
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, special_tokens: bool = False) -> None:
@@ -44,6 +45,8 @@ class TextPieces:
             context_text = self._decode(context)
             if _UNFINISHED not in context_text and text.endswith(context_text):
                 self._tokens, self._shown = context, len(context_text)
+        if len(self._tokens) >= self._LONGEST:  # bytes that never become characters: decoding them again has no end
+            piece += self.rest()
         return piece
 
     def rest(self) -> str:
@@ -140,35 +143,58 @@ class StructuredMessage:
 
     def __init__(self, template: Mapping[str, Any], prompt: str, tools: Sequence[Mapping[str, Any]]) -> None:
         from transformers.utils.chat_parsing import ResponseParser
+        from transformers.utils.chat_parsing.response_templates import load_response_template
 
-        anchors = template.get("start_anchor") or ()
-        anchors = (anchors,) if isinstance(anchors, str) else tuple(anchors)
-        # Without the anchor the parser would take the whole prompt for the beginning of the answer.
-        prefix = prompt if any(anchor in prompt for anchor in anchors) else ""
-        self._parser = ResponseParser(dict(template), prefix=prefix, tools=[dict(tool) for tool in tools] or None)
+        fields = dict(template["fields"])
+        if not tools:  # then a call is a text like any other
+            fields.pop("tool_calls", None)
+        spec = load_response_template({**template, "fields": fields})
+        begun = spec.truncate_past_last_anchor(prompt) or ""
+        # Without its anchor the parser would take the whole prompt for the beginning of the answer; and white space
+        # that the template has put behind its marks is no part of it either.
+        at = len(prompt) - len(begun)
+        prefix = prompt[:at] + begun.rstrip() if at > 0 and begun != prompt else ""
+        self._parser = ResponseParser(spec, prefix=prefix, tools=[dict(tool) for tool in tools] or None)
+        self._call = ""  # what was written of a tool call that has not ended
+        self._calling = False
         self._broken = False
 
     def add(self, piece: str) -> Delta:
         if self._broken:
             return Delta(content=piece)
+        self._call += piece
         try:
-            return self._delta(self._parser.feed(piece))
-        except (ValueError, KeyError, TypeError) as problem:
-            return self._give_up(problem, piece)
+            return self._read(self._parser.feed(piece))
+        except Exception as problem:  # of whatever a model may write between marks
+            return self._give_up(problem)
 
     def rest(self) -> Delta:
         if self._broken:
             return Delta()
         try:
-            return self._delta(self._parser.finalize()[1])
-        except (ValueError, KeyError, TypeError) as problem:
-            return self._give_up(problem, "")
+            delta = self._read(self._parser.finalize()[1])
+        except Exception as problem:
+            return self._give_up(problem)
+        if self._calling:  # cut in the middle of a call
+            delta.content += self._call
+        return delta
 
-    def _give_up(self, problem: Exception, piece: str) -> Delta:
-        """A model may write marks that do not fit; what follows is given as it is rather than lost."""
-        _log.warning("an answer does not keep to its model's format (%s); the rest of it is given as it is", problem)
+    def _read(self, events: Sequence[Mapping[str, Any]]) -> Delta:
+        delta = self._delta(events)
+        for event in events:
+            if event.get("field") == "tool_calls":
+                self._calling = event["type"] != "region_close"
+        if not self._calling:  # what the parser holds back may be the beginning of a call
+            self._call = self._parser._buffer[self._parser._pos :]
+        elif delta.content:  # was written before the call began
+            self._call = self._call.partition(delta.content)[2]
+        return delta
+
+    def _give_up(self, problem: Exception) -> Delta:
+        """A model may write marks that do not fit; what it wrote is given as it is rather than lost."""
+        _log.warning("an answer does not keep to its model's format (%s); it is given as it is", problem)
         self._broken = True
-        return Delta(content=piece)
+        return Delta(content=self._call)
 
     @staticmethod
     def _delta(events: Iterable[Mapping[str, Any]]) -> Delta:
@@ -183,7 +209,9 @@ class StructuredMessage:
                     delta.reasoning += text
             elif kind == "region_close" and region == "tool_calls":
                 function = event["value"]["function"]
-                arguments = function["arguments"]
+                name, arguments = function["name"], function.get("arguments", {})
+                if not isinstance(name, str):
+                    raise ValueError(f"a call of {name!r:.80}, which is no name")
                 text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-                delta.tool_calls += (ToolCall(function["name"], text),)
+                delta.tool_calls += (ToolCall(name, text),)
         return delta

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -151,7 +151,7 @@ class _Steps:
     renormalize: bool
 
 
-@cache  # checking the options of a call costs several times what routing one token does
+@lru_cache(maxsize=None, typed=True)  # checking the options of a call costs several times what routing one token does
 def _resolve(
     method: RoutingMethod | str,
     topk: int,

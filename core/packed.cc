@@ -79,6 +79,28 @@ int scale_slot(int subgroup, int i) {
   return i % 64 / 32 * 2 + i / 64;
 }
 
+// Two values for each byte; the pointers do not overlap, which lets the compiler use whole vectors.
+void expand_nibbles(const std::uint8_t* __restrict in, std::int64_t pairs, std::int8_t* __restrict out) {
+  for (std::int64_t i = 0; i < pairs; ++i) {
+    out[2 * i] = static_cast<std::int8_t>((in[i] & 0xF) - 8);
+    out[2 * i + 1] = static_cast<std::int8_t>((in[i] >> 4) - 8);
+  }
+}
+
+// Sum of `count` values, a multiple of 8 up to 128: eight at a time as bytes that are 128 too large, in lanes of 16
+// bits, each of which comes to at most 128 / 4 * 255 = 8160.
+int sum_of(const std::int8_t* values, int count) {
+  constexpr std::uint64_t kEvenBytes = 0x00FF00FF00FF00FFu;
+  std::uint64_t lanes = 0;
+  for (int i = 0; i < count; i += 8) {
+    std::uint64_t bytes;
+    std::memcpy(&bytes, values + i, 8);
+    bytes ^= 0x8080808080808080u;
+    lanes += (bytes & kEvenBytes) + (bytes >> 8 & kEvenBytes);
+  }
+  return static_cast<int>(lanes * 0x0001000100010001u >> 48) - 128 * count;
+}
+
 // Every instruction set has the same codecs: packed weights are for all of them.
 const RecordCodec& codec_of(WeightFormat format) { return *active_kernels().of(format).codec; }
 
@@ -123,15 +145,16 @@ class BlockPacker {
     if (present <= 0) return;
     if (!source_.nibbles) {
       const auto* in = static_cast<const std::int8_t*>(source_.values) + row * depth + first;
-      std::memcpy(out, in, static_cast<std::size_t>(present));
+      if (present == kRecordDepth) {
+        std::memcpy(out, in, kRecordDepth);  // of a known size: GCC makes a slow string copy of the other
+      } else {
+        std::memcpy(out, in, static_cast<std::size_t>(present));
+      }
       if (traits_.bits == 4) check_range(out, static_cast<int>(present), row, first);
       return;
     }
     const auto* in = static_cast<const std::uint8_t*>(source_.values) + row * ((depth + 1) / 2) + first / 2;
-    for (std::int64_t i = 0; i + 1 < present; i += 2) {
-      out[i] = static_cast<std::int8_t>((in[i / 2] & 0xF) - 8);
-      out[i + 1] = static_cast<std::int8_t>((in[i / 2] >> 4) - 8);
-    }
+    expand_nibbles(in, present / 2, out);
     if (present % 2 != 0) out[present - 1] = static_cast<std::int8_t>((in[present / 2] & 0xF) - 8);
   }
 
@@ -160,9 +183,7 @@ class BlockPacker {
     for (int i = 0; i < kRecordDepth; i += step) {
       const std::int64_t input = static_cast<std::int64_t>(record) * kRecordDepth + i;
       if (input >= layout_.spec.depth) break;
-      int sum = 0;
-      for (int j = 0; j < step; ++j) sum += values_[column][i + j];
-      sum *= traits_.unit;
+      const int sum = sum_of(values_[column] + i, step) * traits_.unit;
       if (traits_.subgroup == 0) {
         int_sums_[column] += sum;
         continue;

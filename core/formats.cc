@@ -10,26 +10,33 @@ namespace {
 // of the record and its high one the input 64 further on; line l holds the inputs 4 l .. 4 l + 3 of either half.
 constexpr int kLines = 16, kLineBytes = 4 * kBlockColumns;
 
-void write_int4(const RecordValues& values, std::uint8_t* dst) {
+// `flipped` are the bits that are stored inverted: the fourth makes two's complement a nibble from 0 to 15.
+template <std::uint8_t flipped>
+void write_nibbles(const RecordValues& values, std::uint8_t* dst) {
+  constexpr std::uint32_t kFlipped = 0x11111111u * flipped;
   for (int line = 0; line < kLines; ++line) {
     for (int column = 0; column < kBlockColumns; ++column) {
       std::uint32_t low, high;
       std::memcpy(&low, values[column] + line * 4, 4);
       std::memcpy(&high, values[column] + 64 + line * 4, 4);
-      const std::uint32_t both = (low & 0x0F0F0F0Fu) | (high & 0x0F0F0F0Fu) << 4;
+      const std::uint32_t both = ((low & 0x0F0F0F0Fu) | (high & 0x0F0F0F0Fu) << 4) ^ kFlipped;
       std::memcpy(dst + line * kLineBytes + column * 4, &both, 4);
     }
   }
 }
 
-void read_int4(const std::uint8_t* src, RecordValues& values) {
+// What a stored nibble of 0 stands for is `first`; those from `wrap` on are 16 less.
+template <int first, int wrap>
+void read_nibbles(const std::uint8_t* src, RecordValues& values) {
+  constexpr auto value = [](int nibble) {
+    return static_cast<std::int8_t>(nibble + first - (nibble >= wrap ? 16 : 0));
+  };
   for (int line = 0; line < kLines; ++line) {
     for (int column = 0; column < kBlockColumns; ++column) {
       for (int i = 0; i < 4; ++i) {
         const std::uint8_t both = src[line * kLineBytes + column * 4 + i];
-        const int low = both & 0xF, high = both >> 4;
-        values[column][line * 4 + i] = static_cast<std::int8_t>(low < 8 ? low : low - 16);
-        values[column][64 + line * 4 + i] = static_cast<std::int8_t>(high < 8 ? high : high - 16);
+        values[column][line * 4 + i] = value(both & 0xF);
+        values[column][64 + line * 4 + i] = value(both >> 4);
       }
     }
   }
@@ -53,7 +60,9 @@ void read_int8(const std::uint8_t* src, RecordValues& values) {
 
 }  // namespace
 
-const RecordCodec kInt4Codec = {write_int4, read_int4};
+const RecordCodec kInt4Codec = {write_nibbles<0>, read_nibbles<0, 8>};
+const RecordCodec kOffsetNibblesCodec = {write_nibbles<8>, read_nibbles<-8, 16>};
+const RecordCodec kFp4Codec = {write_nibbles<0>, read_nibbles<0, 16>};
 const RecordCodec kInt8Codec = {write_int8, read_int8};
 
 // In the order of their numbers.
@@ -63,7 +72,21 @@ const FormatInfo kWeightFormats[kFormatCount] = {
     {WeightFormat::kInt4Group64, "int4-g64", "int4"},
     {WeightFormat::kInt4Group128, "int4-g128", "int4"},
     {WeightFormat::kInt8, "int8", "int8"},
+    {WeightFormat::kInt8Group32, "int8-g32", "int8"},
+    {WeightFormat::kInt8Group64, "int8-g64", "int8"},
+    {WeightFormat::kInt8Group128, "int8-g128", "int8"},
+    {WeightFormat::kInt4ZeroGroup32, "int4-zero-g32", "int4"},
+    {WeightFormat::kInt4ZeroGroup64, "int4-zero-g64", "int4"},
+    {WeightFormat::kInt4ZeroGroup128, "int4-zero-g128", "int4"},
+    {WeightFormat::kFp4Group16, "fp4-g16", "fp4"},
+    {WeightFormat::kFp4Group32, "fp4-g32", "fp4"},
 };
+
+bool FormatInfo::takes(ScaleType scales) const {
+  if (id == WeightFormat::kFp4Group16) return scales == ScaleType::kE4M3;
+  if (id == WeightFormat::kFp4Group32) return scales == ScaleType::kE8M0;
+  return scales == ScaleType::kF32 || scales == ScaleType::kBF16;
+}
 
 const FormatInfo* find_format(std::uint32_t number) {
   for (const FormatInfo& f : kWeightFormats) {
@@ -72,10 +95,12 @@ const FormatInfo* find_format(std::uint32_t number) {
   return nullptr;
 }
 
-const FormatInfo* find_format(std::string_view element, std::int64_t group) {
-  const std::int64_t subgroup = group == 0 ? 0 : std::gcd<std::int64_t>(group, kRecordDepth);
+const FormatInfo* find_format(std::string_view element, std::int64_t group, bool zeros) {
+  std::int64_t subgroup = group == 0 ? 0 : std::gcd<std::int64_t>(group, kRecordDepth);
+  if (zeros && group == 0) subgroup = kRecordDepth;
   for (const FormatInfo& f : kWeightFormats) {
-    if (f.element == element && traits_of(f.id).subgroup == subgroup) return &f;
+    const FormatTraits traits = traits_of(f.id);
+    if (f.element == element && traits.subgroup == subgroup && traits.has_zeros() == zeros) return &f;
   }
   return nullptr;
 }

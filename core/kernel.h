@@ -37,37 +37,81 @@ enum class WeightFormat : std::uint32_t {
   kInt4Group64 = 3,
   kInt4Group128 = 4,
   kInt8 = 5,  // one scale per column
+  kInt8Group32 = 6,
+  kInt8Group64 = 7,
+  kInt8Group128 = 8,
+  kInt4ZeroGroup32 = 9,  // int4 minus a zero point that the inputs of a group share, too
+  kInt4ZeroGroup64 = 10,
+  kInt4ZeroGroup128 = 11,
+  kFp4Group16 = 12,  // e2m1, with e4m3 scales and a factor for the column: NVFP4
+  kFp4Group32 = 13,  // e2m1, with E8M0 scales: MXFP4
 };
 
 // How the scales inside the records are held (those of whole columns are fp32). Numbers of headers, as above.
-enum class ScaleType : std::uint32_t { kF32 = 1, kBF16 = 2 };
+enum class ScaleType : std::uint32_t {
+  kF32 = 1,
+  kBF16 = 2,
+  kE8M0 = 3,  // the exponent of a power of two
+  kE4M3 = 4,  // read as a 256th of its value: the bits of e4m3, 7 further left, are those of an fp16 number
+};
 
-static constexpr int size_of(ScaleType type) { return type == ScaleType::kF32 ? 4 : 2; }
+static constexpr int size_of(ScaleType type) { return type == ScaleType::kF32 ? 4 : type == ScaleType::kBF16 ? 2 : 1; }
 
-// How a row of activations is held.
+// How a row of activations is held: as integers u with a scale and a zero point for the row, x = (u - zero) * scale.
+// Numbers of headers, as above.
 enum class RowFormat : std::uint8_t {
-  kBytes,  // unsigned bytes u with a scale and a zero point for the row: x = (u - zero) * scale
+  kBytes = 0,  // u of 8 bits
+  kWords = 1,  // u of 16 bits, as two rows of bytes, the upper ones first: finer than 16-bit floats, and exact to add
+};
+
+// Rows of bytes that a row of activations takes in a product.
+static constexpr int planes_of(RowFormat format) { return format == RowFormat::kWords ? 2 : 1; }
+
+// How the nibbles or bytes of a record become the integers that are multiplied.
+enum class Decoding : std::uint8_t {
+  kBytes,          // int8, as they are
+  kNibbles,        // int4, times 16: the high nibble then needs no shift, and the low one a single one
+  kNibblesOfZero,  // 0..15, less the zero point of their group: -15..15
+  kFp4,            // e2m1, times 2: 0, 1, 2, 3, 4, 6, 8, 12 and their negatives
 };
 
 // What can be said of a weight format without an instruction set.
 struct FormatTraits {
-  int bits;      // of a weight
-  int subgroup;  // inputs that share a scale of a record; 0: one scale per column for all inputs
-  // Products are sums of `unit` times the weight: 16 for int4, whose high nibble then needs no shift and whose low one
-  // a single one. The scales are divided by it when they are packed.
-  int unit;
+  Decoding decoding;
+  int bits;         // of a weight
+  int subgroup;     // inputs that share a scale of a record; 0: one scale per column for all inputs
+  int unit;         // the integers that are multiplied are this times the weights; scales are divided by it
+  int largest;      // magnitude of these integers
+  bool has_factor;  // besides the scales of records, a column has a factor
+
+  constexpr bool has_zeros() const { return decoding == Decoding::kNibblesOfZero; }
 };
 
 static constexpr FormatTraits traits_of(WeightFormat format) {
+  constexpr auto int4 = [](int subgroup) { return FormatTraits{Decoding::kNibbles, 4, subgroup, 16, 128, false}; };
+  constexpr auto int8 = [](int subgroup) { return FormatTraits{Decoding::kBytes, 8, subgroup, 1, 128, false}; };
+  constexpr auto zero = [](int subgroup) { return FormatTraits{Decoding::kNibblesOfZero, 4, subgroup, 1, 15, false}; };
+  constexpr auto fp4 = [](int subgroup) { return FormatTraits{Decoding::kFp4, 4, subgroup, 2, 12, true}; };
   switch (format) {
-    case WeightFormat::kInt4: return {4, 0, 16};
-    case WeightFormat::kInt4Group32: return {4, 32, 16};
-    case WeightFormat::kInt4Group64: return {4, 64, 16};
-    case WeightFormat::kInt4Group128: return {4, 128, 16};
-    case WeightFormat::kInt8: return {8, 0, 1};
+    case WeightFormat::kInt4: return int4(0);
+    case WeightFormat::kInt4Group32: return int4(32);
+    case WeightFormat::kInt4Group64: return int4(64);
+    case WeightFormat::kInt4Group128: return int4(128);
+    case WeightFormat::kInt8: return int8(0);
+    case WeightFormat::kInt8Group32: return int8(32);
+    case WeightFormat::kInt8Group64: return int8(64);
+    case WeightFormat::kInt8Group128: return int8(128);
+    case WeightFormat::kInt4ZeroGroup32: return zero(32);
+    case WeightFormat::kInt4ZeroGroup64: return zero(64);
+    case WeightFormat::kInt4ZeroGroup128: return zero(128);
+    case WeightFormat::kFp4Group16: return fp4(16);
+    case WeightFormat::kFp4Group32: return fp4(32);
   }
   return {};
 }
+
+// Twice the values of e2m1, by their code.
+static constexpr std::int8_t kFp4Doubled[16] = {0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12};
 
 enum class Activation : std::uint8_t { kSilu, kSwigluOai, kSwigluStep, kGelu, kGeluTanh, kRelu2 };
 enum class Scoring : std::uint8_t { kNone, kSoftmax, kSigmoid, kSqrtSoftplus };
@@ -80,11 +124,20 @@ struct ActivationSpec {
 };
 
 // How the bytes of one block are to be read.
-struct BlockFormat {
+struct BlockLayout {
   WeightFormat weights;
   ScaleType scales;
   bool has_bias;
 };
+
+// Where in a record the scale (and zero point) of input `i` stands: in the order in which a record is read. Of nibbles,
+// an input of the first half is met together with the one 64 further on; bytes come one half after the other.
+static constexpr int scale_slot(WeightFormat format, int i) {
+  const FormatTraits traits = traits_of(format);
+  if (traits.subgroup == 0 || traits.subgroup == kRecordDepth) return 0;
+  if (traits.bits == 8 || traits.subgroup == 64) return i / traits.subgroup;
+  return i % 64 / traits.subgroup * 2 + i / 64;
+}
 
 // What a prepared row must be multiplied with, and what zero is held as.
 struct RowScale {
@@ -93,7 +146,8 @@ struct RowScale {
 };
 
 // Prepares `count` values and pads with zeros to `padded` (a multiple of 128). The row consists of halves of records,
-// 64 inputs each: half h of record r goes to dst + r * record_stride + h * half_stride.
+// 64 inputs each: half h of record r goes to dst + r * record_stride + h * half_stride. Where a row takes two rows of
+// bytes, those of the second follow 64 bytes behind those of the first.
 struct PrepareRow {
   const void* src;
   DType type;
@@ -105,7 +159,6 @@ struct PrepareRow {
 // A row format on one instruction set.
 struct RowKernels {
   RowFormat format;
-  int half_bytes;  // that 64 inputs take
   RowScale (*prepare)(const PrepareRow&);
 };
 
@@ -129,7 +182,7 @@ struct alignas(4096) Workspace {
 //   A is [record][row tile][half][tile_rows] halves of records; tile_rows is 16, or below 16 with one tile.
 //   acc is [row tile][column tile][16][16]: float for grouped scales, int32 for per-column scales.
 struct Product {
-  BlockFormat format;
+  BlockLayout layout;
   const std::uint8_t* records;
   int record_count;
   const std::uint8_t* a;
@@ -146,10 +199,10 @@ struct Product {
 
 // What the epilogues need of one block and of the rows it was multiplied with.
 struct BlockRows {
-  BlockFormat format;
-  const std::uint8_t* head;  // column sums, then scales of columns (without sub-groups), then biases (has_bias)
+  BlockLayout layout;
+  const std::uint8_t* head;  // column sums, then scales or factors of columns, then biases (has_bias)
   float* acc;
-  int rows;
+  int rows;  // of activations, each of which has one or two rows of sums in `acc`
   const float* row_scale;
   const std::int32_t* row_zero;
 };
@@ -192,7 +245,8 @@ struct NormalizeRow {
   void* dst;
 };
 
-// One block's weights as integers, [column][input of the record]; missing inputs and columns are zero.
+// One block's weights as they are stored, [column][input of the record]: integers, or the codes of e2m1 (0 to 15).
+// Missing inputs and columns are zero.
 using RecordValues = std::int8_t[kBlockColumns][kRecordDepth];
 
 // Packing and unpacking the weights of one record. Part of every row of the table, so that what packs and what reads
@@ -202,16 +256,10 @@ struct RecordCodec {
   void (*read)(const std::uint8_t* src, RecordValues& values);
 };
 
-extern const RecordCodec kInt4Codec, kInt8Codec;  // formats.cc
+extern const RecordCodec kInt4Codec, kOffsetNibblesCodec, kFp4Codec, kInt8Codec;  // formats.cc
 
-// One row of the table: a weight format on one instruction set, and all that packs, unpacks and reads it.
-struct FormatKernels {
-  WeightFormat weights;
-  RowFormat rows;  // that it is multiplied with
-  const RecordCodec* codec;
-
-  void (*multiply)(const Product&);
-
+// What comes before and after the products of a weight format with rows of one row format.
+struct Epilogues {
   // acc = the contribution of the zero points.
   void (*start)(const BlockRows&);
   // values[row * stride + column] = the finished product, `columns` (<= 32) of them.
@@ -222,7 +270,17 @@ struct FormatKernels {
   void (*combine)(const BlockRows&, const float* weight, const std::int32_t* token, float* out, std::ptrdiff_t stride);
 };
 
-static constexpr int kFormatCount = 5, kRowFormatCount = 1;
+static constexpr int kFormatCount = 13, kRowFormatCount = 2;
+
+// One row of the table: a weight format on one instruction set, and all that packs, unpacks and reads it.
+struct FormatKernels {
+  WeightFormat weights;
+  const RecordCodec* codec;
+  void (*multiply)(const Product&);
+  Epilogues epilogues[kRowFormatCount];
+
+  const Epilogues& with(RowFormat rows) const { return epilogues[static_cast<int>(rows)]; }
+};
 
 // What depends on the processor rather than on its instruction set.
 struct Tuning {
@@ -274,18 +332,27 @@ static constexpr std::ptrdiff_t acc_index(int row, int column) {
          column / kTileColumns * (kTileRows * kTileColumns) + row % kTileRows * kTileColumns + column % kTileColumns;
 }
 
-static constexpr int block_head_bytes(const BlockFormat& f) {
-  return kBlockVectorBytes * (1 + (traits_of(f.weights).subgroup == 0 ? 1 : 0) + (f.has_bias ? 1 : 0));
+static constexpr int block_head_bytes(const BlockLayout& layout) {
+  const FormatTraits traits = traits_of(layout.weights);
+  const bool of_columns = traits.subgroup == 0 || traits.has_factor;
+  return kBlockVectorBytes * (1 + (of_columns ? 1 : 0) + (layout.has_bias ? 1 : 0));
 }
 
-// In kernels `format` is a constant, and so is what these give but for the type of the scales.
+// A record is its scales, its zero points (a byte each) and its weights. In kernels `format` is a constant, and so is
+// what these give but for the type of the scales.
 static constexpr int record_scale_bytes(WeightFormat format, ScaleType scales) {
   const int subgroup = traits_of(format).subgroup;
   return subgroup == 0 ? 0 : kRecordDepth / subgroup * kBlockColumns * size_of(scales);
 }
 
+static constexpr int record_zero_bytes(WeightFormat format) {
+  const FormatTraits traits = traits_of(format);
+  return traits.has_zeros() ? kRecordDepth / traits.subgroup * kBlockColumns : 0;
+}
+
 static constexpr int record_bytes(WeightFormat format, ScaleType scales) {
-  return record_scale_bytes(format, scales) + kRecordDepth * kBlockColumns * traits_of(format).bits / 8;
+  return record_scale_bytes(format, scales) + record_zero_bytes(format) +
+         kRecordDepth * kBlockColumns * traits_of(format).bits / 8;
 }
 
 }  // namespace cpumoe

@@ -29,14 +29,14 @@ struct Scratch {
 void forward_rows(const Kernels& k, const LinearCall& c, int threads, Scratch& s) {
   const PackedMatrix& m = c.weight;
   const auto rows = static_cast<std::int32_t>(c.rows);
-  const ExpertRows all = cut_rows(0, rows, 0, k.few_rows);
-  const FormatKernels& format = k.of(m.format.weights);
-  const RowKernels& row_format = k.of(format.rows);
-  const RowLayout layout(row_format);
-  const std::int64_t row_bytes = layout.row_bytes(m.padded_depth);
-  auto* prepared = s.rows.get<std::uint8_t>(all.slots * row_bytes);
-  auto* scale = s.scale.get<float>(all.slots);
-  auto* zero = s.zero.get<std::int32_t>(all.slots);
+  const RowLayout layout(m.spec.rows);
+  const int planes = layout.planes;
+  const ExpertRows all = cut_rows(0, rows * planes, 0, k.few_rows);
+  const Epilogues& epilogues = k.of(m.layout.weights).with(m.spec.rows);
+  const RowKernels& row_format = k.of(m.spec.rows);
+  auto* prepared = s.rows.get<std::uint8_t>(all.slots * m.padded_depth);
+  auto* scale = s.scale.get<float>(all.slots / planes);
+  auto* zero = s.zero.get<std::int32_t>(all.slots / planes);
   while (static_cast<int>(s.threads.size()) < threads) s.threads.push_back(std::make_unique<ThreadScratch>());
   const int step = std::clamp(m.blocks / (16 * threads), 1, 64);
   std::atomic<int> queue{0};
@@ -44,10 +44,11 @@ void forward_rows(const Kernels& k, const LinearCall& c, int threads, Scratch& s
     ThreadScratch& t = *s.threads[static_cast<std::size_t>(worker.index)];
     k.thread_begin();
     for (std::int32_t r = rows * worker.index / worker.count; r < rows * (worker.index + 1) / worker.count; ++r) {
-      const RowChunk chunk = Plan::chunk(all, r / (all.chunk_tiles * all.tile_rows));
+      const RowChunk chunk = Plan::chunk(all, r * planes / (all.chunk_tiles * all.tile_rows));
       const RowScale q = row_format.prepare(
           {static_cast<const std::uint8_t*>(c.x) + r * m.spec.depth * size_of(c.type), c.type, m.spec.depth,
-           m.padded_depth, prepared + chunk.first_slot * row_bytes + layout.offset(chunk, r - chunk.first_slot),
+           m.padded_depth,
+           prepared + chunk.first_slot * m.padded_depth + layout.offset(chunk, r - chunk.first_slot / planes),
            layout.record_stride(chunk), layout.half_stride(chunk)});
       scale[r] = q.scale;
       zero[r] = q.zero;
@@ -62,16 +63,16 @@ void forward_rows(const Kernels& k, const LinearCall& c, int threads, Scratch& s
         const int block_end = std::min(block + kBlocksPerPass, last);
         for (int index = 0; index < all.chunks; ++index) {
           const RowChunk chunk = Plan::chunk(all, index);
-          const ChunkInput in{chunk, prepared + chunk.first_slot * row_bytes, scale + chunk.first_slot,
-                              zero + chunk.first_slot};
+          const std::int32_t first_row = chunk.first_slot / planes;
+          const ChunkInput in{chunk, prepared + chunk.first_slot * m.padded_depth, scale + first_row, zero + first_row};
           multiply_blocks(k, m, 0, block, block_end, in, index == 0, block_end < last ? nullptr : next, NextRows{},
                           &t.product, [&](int b, const BlockRows& finished) {
                             const std::int64_t column = static_cast<std::int64_t>(b) * kBlockColumns;
                             const auto columns =
                                 static_cast<int>(std::min<std::int64_t>(kBlockColumns, m.spec.columns - column));
-                            format.finish(finished, t.values, kBlockColumns, columns);
-                            for (int r = 0; r < chunk.rows; ++r) {
-                              const std::int64_t at = (chunk.first_slot + r) * m.spec.columns + column;
+                            epilogues.finish(finished, t.values, kBlockColumns, columns);
+                            for (int r = 0; r < finished.rows; ++r) {
+                              const std::int64_t at = (first_row + r) * m.spec.columns + column;
                               k.store_row(t.values + r * kBlockColumns, columns, c.out_type,
                                           static_cast<std::uint8_t*>(c.out) + at * size_of(c.out_type));
                             }

@@ -66,20 +66,19 @@ class Forward {
         c_(call),
         s_(*s),
         plan_(s->plan),
-        first_(kernels.of(call.gate_up.format.weights)),
-        second_(kernels.of(call.down.format.weights)),
-        token_rows_(kernels.of(first_.rows)),
-        hidden_rows_(kernels.of(second_.rows)),
-        token_layout_(token_rows_),
-        hidden_layout_(hidden_rows_),
-        token_bytes_(token_layout_.row_bytes(call.gate_up.padded_depth)),
-        hidden_bytes_(hidden_layout_.row_bytes(call.down.padded_depth)) {
-    make_plan({call.ids, call.weights, call.tokens, call.topk}, call.gate_up.spec.experts, kernels.few_rows, &plan_);
+        first_(kernels.of(call.gate_up.layout.weights).with(call.gate_up.spec.rows)),
+        second_(kernels.of(call.down.layout.weights).with(call.down.spec.rows)),
+        rows_kernels_(kernels.of(call.gate_up.spec.rows)),
+        row_layout_(call.gate_up.spec.rows),
+        token_bytes_(row_layout_.row_bytes(call.gate_up.padded_depth)),
+        hidden_bytes_(call.down.padded_depth) {
+    make_plan({call.ids, call.weights, call.tokens, call.topk}, call.gate_up.spec.experts, row_layout_.planes,
+              kernels.few_rows, &plan_);
     hidden_stride_ = call.down.padded_depth;
     const auto active = static_cast<std::int64_t>(plan_.experts.size());
     // With many experts a thread takes a whole one: its intermediate rows stay in that thread's cache and are quantised
     // at once. Otherwise threads share an expert and meet at a barrier in between.
-    whole_experts_ = active >= 32 * threads && plan_.most_rows * hidden_stride_ * 4 <= 32 << 20;
+    whole_experts_ = active >= 32 * threads && pairs(plan_.most_slots) * hidden_stride_ * 4 <= 32 << 20;
     // Few items make long streams of weights, which DRAM serves best; but there must be enough for the threads to end
     // together: at least 16 a thread for the first product and 4 for the second, all of nearly the same size.
     const std::int64_t wanted = active == 0 ? 1 : (16 * threads + active - 1) / active;
@@ -99,17 +98,17 @@ class Forward {
     tokens_ = s_.tokens.get<std::uint8_t>(call.tokens * token_bytes_);
     token_scale_ = s_.token_scale.get<RowScale>(call.tokens);
     rows_ = s_.rows.get<std::uint8_t>(plan_.slots * hidden_bytes_);
-    row_scale_ = s_.row_scale.get<float>(plan_.slots);
-    row_zero_ = s_.row_zero.get<std::int32_t>(plan_.slots);
-    if (!whole_experts_) hidden_ = s_.hidden.get<float>(plan_.slots * hidden_stride_);
+    row_scale_ = s_.row_scale.get<float>(pairs(plan_.slots));
+    row_zero_ = s_.row_zero.get<std::int32_t>(pairs(plan_.slots));
+    if (!whole_experts_) hidden_ = s_.hidden.get<float>(pairs(plan_.slots) * hidden_stride_);
     while (static_cast<int>(s_.threads.size()) < threads) s_.threads.push_back(std::make_unique<ThreadScratch>());
     for (int i = 0; i < threads; ++i) {
       ThreadScratch& t = *s_.threads[static_cast<std::size_t>(i)];
-      t.gathered.get<std::uint8_t>(plan_.most_rows * token_bytes_);
-      t.scales.get<float>(plan_.most_rows);
-      t.zeros.get<std::int32_t>(plan_.most_rows);
+      t.gathered.get<std::uint8_t>(pairs(plan_.most_slots) * token_bytes_);
+      t.scales.get<float>(pairs(plan_.most_slots));
+      t.zeros.get<std::int32_t>(pairs(plan_.most_slots));
       t.slice.get<float>(call.tokens * blocks_per_slice_ * kBlockColumns);
-      if (whole_experts_) t.hidden.get<float>(plan_.most_rows * hidden_stride_);
+      if (whole_experts_) t.hidden.get<float>(pairs(plan_.most_slots) * hidden_stride_);
     }
   }
 
@@ -156,35 +155,39 @@ class Forward {
     for (std::int64_t t = c_.tokens * worker.index / worker.count; t < c_.tokens * (worker.index + 1) / worker.count;
          ++t) {
       const auto* x = static_cast<const std::uint8_t*>(c_.x) + t * hidden * size_of(c_.type);
-      token_scale_[t] = token_rows_.prepare({x, c_.type, hidden, padded, tokens_ + t * token_bytes_,
-                                             2 * token_layout_.half_bytes, token_layout_.half_bytes});
+      token_scale_[t] = rows_kernels_.prepare({x, c_.type, hidden, padded, tokens_ + t * token_bytes_,
+                                               2 * row_layout_.half_bytes(), row_layout_.half_bytes()});
     }
   }
 
-  // The tokens of an expert, in the layout its chunks are multiplied in. A single row is used where it lies.
+  // How many pairs of a token and an expert take so many rows of a product.
+  std::int32_t pairs(std::int32_t rows) const { return rows / row_layout_.planes; }
+
+  // The tokens of an expert, in the layout its chunks are multiplied in. A single one is used where it lies.
   const std::uint8_t* gather(const ExpertRows& e, ThreadScratch& t) const {
-    const std::int64_t half = token_layout_.half_bytes;
-    auto* scale = t.scales.get<float>(e.slots);
-    auto* zero = t.zeros.get<std::int32_t>(e.slots);
-    const std::int32_t* token = plan_.slot_token.data() + e.first_slot;
-    for (int r = 0; r < e.rows; ++r) {
+    const std::int64_t half = row_layout_.half_bytes();
+    auto* scale = t.scales.get<float>(pairs(e.slots));
+    auto* zero = t.zeros.get<std::int32_t>(pairs(e.slots));
+    const std::int32_t count = pairs(e.rows), first = pairs(e.first_slot);
+    const std::int32_t* token = plan_.pair_token.data() + first;
+    for (int r = 0; r < count; ++r) {
       const RowScale q = token_scale_[token[r]];
-      scale[r] = c_.weight_on_input ? q.scale * plan_.slot_weight[static_cast<std::size_t>(e.first_slot + r)] : q.scale;
+      scale[r] = c_.weight_on_input ? q.scale * plan_.pair_weight[static_cast<std::size_t>(first + r)] : q.scale;
       zero[r] = q.zero;
     }
-    if (e.rows == 1 && e.tile_rows == 1) return tokens_ + token[0] * token_bytes_;
-    auto* gathered = t.gathered.get<std::uint8_t>(e.slots * token_bytes_);
+    if (count == 1 && e.tile_rows == e.rows) return tokens_ + token[0] * token_bytes_;
+    auto* gathered = t.gathered.get<std::uint8_t>(pairs(e.slots) * token_bytes_);
     for (int index = 0; index < e.chunks; ++index) {
       const RowChunk chunk = Plan::chunk(e, index);
-      const int base = chunk.first_slot - e.first_slot;
-      for (int r = 0; r < chunk.rows; ++r) {
+      const std::int32_t base = pairs(chunk.first_slot) - first;
+      for (int r = 0; r < pairs(chunk.rows); ++r) {
         const std::uint8_t* src = tokens_ + token[base + r] * token_bytes_;
-        const std::uint8_t* later = tokens_ + token[std::min(base + r + 2, e.rows - 1)] * token_bytes_;
-        std::uint8_t* dst = gathered + base * token_bytes_ + token_layout_.offset(chunk, r);
-        for (std::int64_t i = 0; i < token_bytes_; i += 2 * half, dst += token_layout_.record_stride(chunk)) {
+        const std::uint8_t* later = tokens_ + token[std::min(base + r + 2, count - 1)] * token_bytes_;
+        std::uint8_t* dst = gathered + base * token_bytes_ + row_layout_.offset(chunk, r);
+        for (std::int64_t i = 0; i < token_bytes_; i += 2 * half, dst += row_layout_.record_stride(chunk)) {
           for (std::int64_t line = 0; line < 2 * half; line += 64) __builtin_prefetch(later + i + line);
           std::memcpy(dst, src + i, static_cast<std::size_t>(half));
-          std::memcpy(dst + token_layout_.half_stride(chunk), src + i + half, static_cast<std::size_t>(half));
+          std::memcpy(dst + row_layout_.half_stride(chunk), src + i + half, static_cast<std::size_t>(half));
         }
       }
     }
@@ -202,16 +205,16 @@ class Forward {
       const std::uint8_t* next = next_index < first_items_ ? first_weights(next_index) : second_weights(first_slice, 0);
       if (gathered_for != &e) a = gather(e, t);
       gathered_for = &e;
-      // Rows of `hidden` are counted from the expert's first slot.
-      float* hidden =
-          whole_experts_ ? t.hidden.get<float>(e.slots * hidden_stride_) : hidden_ + e.first_slot * hidden_stride_;
+      // Rows of `hidden` are counted from the expert's first pair.
+      float* hidden = whole_experts_ ? t.hidden.get<float>(pairs(e.slots) * hidden_stride_)
+                                     : hidden_ + pairs(e.first_slot) * hidden_stride_;
       for (int block = item.first; block < item.last; block += kBlocksPerPass) {
         const int block_end = std::min(block + kBlocksPerPass, item.last);
         for (int chunk_index = 0; chunk_index < e.chunks; ++chunk_index) {
           const RowChunk chunk = Plan::chunk(e, chunk_index);
-          const int base = chunk.first_slot - e.first_slot;
-          const ChunkInput in{chunk, a + base * token_bytes_, t.scales.get<float>(e.slots) + base,
-                              t.zeros.get<std::int32_t>(e.slots) + base};
+          const std::int32_t base = pairs(chunk.first_slot - e.first_slot);
+          const ChunkInput in{chunk, a + base * token_bytes_, t.scales.get<float>(pairs(e.slots)) + base,
+                              t.zeros.get<std::int32_t>(pairs(e.slots)) + base};
           const std::uint8_t* after = block_end < item.last ? nullptr : next;
           multiply_blocks(k_, c_.gate_up, e.expert, block, block_end, in, chunk_index == 0, after, NextRows{},
                           &t.product, [&](int b, const BlockRows& rows) {
@@ -221,7 +224,7 @@ class Forward {
         }
       }
       if (whole_experts_) {
-        for (int r = 0; r < e.rows; ++r) prepare_hidden_row(e, r, hidden + r * hidden_stride_);
+        for (int r = 0; r < pairs(e.rows); ++r) prepare_hidden_row(e, r, hidden + r * hidden_stride_);
       }
       index = next_index;
     }
@@ -240,23 +243,25 @@ class Forward {
     return c_.down.block(plan_.experts[i].expert, first_block(slice));
   }
 
+  // `row` is counted in pairs from the expert's first one.
   void prepare_hidden_row(const ExpertRows& e, int row, const float* hidden) {
-    const RowChunk chunk = Plan::chunk(e, row / (e.chunk_tiles * e.tile_rows));
-    const int in_chunk = e.first_slot + row - chunk.first_slot;
+    const RowChunk chunk = Plan::chunk(e, row / pairs(e.chunk_tiles * e.tile_rows));
+    const std::int32_t pair = pairs(e.first_slot) + row;
     const RowScale q =
-        hidden_rows_.prepare({hidden, DType::kF32, c_.down.spec.depth, c_.down.padded_depth,
-                              rows_ + chunk.first_slot * hidden_bytes_ + hidden_layout_.offset(chunk, in_chunk),
-                              hidden_layout_.record_stride(chunk), hidden_layout_.half_stride(chunk)});
-    row_scale_[e.first_slot + row] = q.scale;
-    row_zero_[e.first_slot + row] = q.zero;
+        rows_kernels_.prepare({hidden, DType::kF32, c_.down.spec.depth, c_.down.padded_depth,
+                               rows_ + chunk.first_slot * hidden_bytes_ +
+                                   row_layout_.offset(chunk, pair - pairs(chunk.first_slot)),
+                               row_layout_.record_stride(chunk), row_layout_.half_stride(chunk)});
+    row_scale_[pair] = q.scale;
+    row_zero_[pair] = q.zero;
   }
 
   void prepare_hidden_rows(const Worker& worker) {
     int turn = 0;
     for (const ExpertRows& e : plan_.experts) {
-      for (int r = 0; r < e.rows; ++r, ++turn) {
+      for (int r = 0; r < pairs(e.rows); ++r, ++turn) {
         if (turn % worker.count == worker.index) {
-          prepare_hidden_row(e, r, hidden_ + (e.first_slot + r) * hidden_stride_);
+          prepare_hidden_row(e, r, hidden_ + (pairs(e.first_slot) + r) * hidden_stride_);
         }
       }
     }
@@ -278,12 +283,11 @@ class Forward {
             i + 1 < plan_.experts.size() ? second_weights(slice, i + 1) : second_weights(next_slice, 0);
         for (int index = 0; index < e.chunks; ++index) {
           const RowChunk chunk = Plan::chunk(e, index);
-          const ChunkInput in{chunk, rows_ + chunk.first_slot * hidden_bytes_, row_scale_ + chunk.first_slot,
-                              row_zero_ + chunk.first_slot};
+          const std::int32_t pair = pairs(chunk.first_slot);
+          const ChunkInput in{chunk, rows_ + chunk.first_slot * hidden_bytes_, row_scale_ + pair, row_zero_ + pair};
           multiply_blocks(k_, c_.down, e.expert, first, last, in, index == 0, next, rows_after(i, index), &t.product,
                           [&](int block, const BlockRows& rows) {
-                            second_.combine(rows, combine_weight(chunk.first_slot),
-                                            plan_.slot_token.data() + chunk.first_slot,
+                            second_.combine(rows, combine_weight(pair), plan_.pair_token.data() + pair,
                                             out + (block - first) * kBlockColumns, stride);
                           });
         }
@@ -306,18 +310,18 @@ class Forward {
     return {rows_ + chunk.first_slot * hidden_bytes_, chunk.tiles * chunk.tile_rows * hidden_bytes_};
   }
 
-  const float* combine_weight(int slot) const {
-    return c_.weight_on_input ? kOnes.data() : plan_.slot_weight.data() + slot;
+  const float* combine_weight(int pair) const {
+    return c_.weight_on_input ? kOnes.data() : plan_.pair_weight.data() + pair;
   }
 
   const Kernels& k_;
   const MoeCall& c_;
   Scratch& s_;
   Plan& plan_;
-  const FormatKernels &first_, &second_;
-  const RowKernels &token_rows_, &hidden_rows_;
-  const RowLayout token_layout_, hidden_layout_;
-  const std::int64_t token_bytes_, hidden_bytes_;  // of a prepared row
+  const Epilogues &first_, &second_;
+  const RowKernels& rows_kernels_;
+  const RowLayout row_layout_;
+  const std::int64_t token_bytes_, hidden_bytes_;  // of a prepared token, and of a prepared row of a product
   std::int64_t hidden_stride_ = 0;                 // fp32 values of an intermediate row before it is prepared
   bool whole_experts_ = false;
   int items_per_expert_ = 0, first_items_ = 0, blocks_per_slice_ = 0, slices_ = 0;
@@ -334,6 +338,7 @@ class Forward {
 void check_call(const MoeCall& c) {
   const PackedSpec &g = c.gate_up.spec, &d = c.down.spec;
   CPUMOE_REQUIRE(g.experts == d.experts, "gate_up holds ", g.experts, " experts, down holds ", d.experts);
+  CPUMOE_REQUIRE(g.rows == d.rows, "gate_up and down were packed for activations of different kinds");
   CPUMOE_REQUIRE(g.gated == c.activation.gated, "gate_up was packed ", g.gated ? "with" : "without",
                  " gate and up rows, but the activation is ", c.activation.gated ? "gated" : "not gated");
   CPUMOE_REQUIRE(!d.gated, "down was packed with gate and up rows; pack it as a plain matrix");

@@ -27,7 +27,9 @@ constexpr std::int64_t kMaxExperts = 1 << 16, kMaxColumns = 1 << 24, kMaxDepth =
 struct Header {
   char magic[8];
   std::uint32_t version, weights, scales, group, experts, columns, depth, flags;
-  std::uint64_t total_bytes, reserved, check;
+  std::uint64_t total_bytes;
+  std::uint32_t rows, reserved;
+  std::uint64_t check;
 };
 static_assert(sizeof(Header) == kPackedHeaderBytes);
 
@@ -72,18 +74,11 @@ std::int64_t source_row(const PackedSpec& spec, RowOrder order, std::int64_t blo
   return row < spec.columns ? row : -1;
 }
 
-// Where in a record input i's scale stands (see packed.h).
-int scale_slot(int subgroup, int i) {
-  if (subgroup == 128) return 0;
-  if (subgroup == 64) return i / 64;
-  return i % 64 / 32 * 2 + i / 64;
-}
-
 // Two values for each byte; the pointers do not overlap, which lets the compiler use whole vectors.
-void expand_nibbles(const std::uint8_t* __restrict in, std::int64_t pairs, std::int8_t* __restrict out) {
+void expand_nibbles(const std::uint8_t* __restrict in, std::int64_t pairs, int first, std::int8_t* __restrict out) {
   for (std::int64_t i = 0; i < pairs; ++i) {
-    out[2 * i] = static_cast<std::int8_t>((in[i] & 0xF) - 8);
-    out[2 * i + 1] = static_cast<std::int8_t>((in[i] >> 4) - 8);
+    out[2 * i] = static_cast<std::int8_t>((in[i] & 0xF) + first);
+    out[2 * i + 1] = static_cast<std::int8_t>((in[i] >> 4) + first);
   }
 }
 
@@ -101,36 +96,49 @@ int sum_of(const std::int8_t* values, int count) {
   return static_cast<int>(lanes * 0x0001000100010001u >> 48) - 128 * count;
 }
 
+bool is_byte(ScaleType type) { return size_of(type) == 1; }
+
+// A scale of a byte, as the kernels read it.
+float byte_scale(ScaleType type, std::uint8_t byte) {
+  if (type == ScaleType::kE8M0) return bits_as<float>(byte == 0 ? 0x00400000u : static_cast<std::uint32_t>(byte) << 23);
+  return half_to_float(static_cast<std::uint16_t>(byte << 7));
+}
+
+// What brings sums of integers times such scales to the weights' own unit.
+float byte_scale_factor(ScaleType type, int unit) {
+  return (type == ScaleType::kE4M3 ? 256.0f : 1.0f) / static_cast<float>(unit);
+}
+
 // Every instruction set has the same codecs: packed weights are for all of them.
 const RecordCodec& codec_of(WeightFormat format) { return *active_kernels().of(format).codec; }
 
 class BlockPacker {
  public:
-  BlockPacker(const PackedMatrix& layout, const PackSource& source, const std::string& name, std::int64_t expert)
-      : layout_(layout),
-        traits_(traits_of(layout.format.weights)),
-        codec_(codec_of(layout.format.weights)),
+  BlockPacker(const PackedMatrix& matrix, const PackSource& source, const std::string& name, std::int64_t expert)
+      : matrix_(matrix),
+        layout_(matrix.layout),
+        traits_(traits_of(layout_.weights)),
+        codec_(codec_of(layout_.weights)),
         source_(source),
         name_(name),
         expert_(expert) {}
 
   void pack(std::int64_t block, std::uint8_t* dst) {
-    const BlockFormat& f = layout_.format;
-    std::memset(dst, 0, static_cast<std::size_t>(layout_.block_bytes));
+    std::memset(dst, 0, static_cast<std::size_t>(matrix_.block_bytes));
     std::int64_t rows[kBlockColumns];
     for (int c = 0; c < kBlockColumns; ++c) {
-      rows[c] = source_row(layout_.spec, source_.order, block, c);
+      rows[c] = source_row(matrix_.spec, source_.order, block, c);
       float_sums_[c] = 0.0;
       int_sums_[c] = 0;
     }
-    std::uint8_t* record = dst + layout_.head_bytes;
-    const int scale_bytes = record_scale_bytes(f.weights, f.scales);
-    for (int g = 0; g < layout_.records; ++g, record += layout_.record_bytes) {
+    std::uint8_t* record = dst + matrix_.head_bytes;
+    const int weights_at = record_scale_bytes(layout_.weights, layout_.scales) + record_zero_bytes(layout_.weights);
+    for (int g = 0; g < matrix_.records; ++g, record += matrix_.record_bytes) {
       for (int c = 0; c < kBlockColumns; ++c) {
         read_values(rows[c], g, values_[c]);
         add_column(rows[c], g, c, record);
       }
-      codec_.write(values_, record + scale_bytes);
+      codec_.write(values_, record + weights_at);
     }
     write_head(rows, dst);
   }
@@ -138,7 +146,7 @@ class BlockPacker {
  private:
   // 128 values of a row, zero beyond the end.
   void read_values(std::int64_t row, int record, std::int8_t* out) const {
-    const std::int64_t depth = layout_.spec.depth, first = static_cast<std::int64_t>(record) * kRecordDepth;
+    const std::int64_t depth = matrix_.spec.depth, first = static_cast<std::int64_t>(record) * kRecordDepth;
     const std::int64_t present = row < 0 ? 0 : std::min<std::int64_t>(kRecordDepth, depth - first);
     std::memset(out + std::max<std::int64_t>(present, 0), 0,
                 static_cast<std::size_t>(kRecordDepth - std::max<std::int64_t>(present, 0)));
@@ -154,73 +162,127 @@ class BlockPacker {
       return;
     }
     const auto* in = static_cast<const std::uint8_t*>(source_.values) + row * ((depth + 1) / 2) + first / 2;
-    expand_nibbles(in, present / 2, out);
-    if (present % 2 != 0) out[present - 1] = static_cast<std::int8_t>((in[present / 2] & 0xF) - 8);
+    expand_nibbles(in, present / 2, smallest(), out);
+    if (present % 2 != 0) out[present - 1] = static_cast<std::int8_t>((in[present / 2] & 0xF) + smallest());
   }
 
+  // The smallest of the 16 values of 4 bits: integers, or codes.
+  int smallest() const { return traits_.decoding == Decoding::kFp4 ? 0 : -8; }
+
   void check_range(const std::int8_t* values, int count, std::int64_t row, std::int64_t first) const {
+    const auto offset = static_cast<std::uint8_t>(-smallest());
     std::uint8_t outside = 0;  // bytes throughout, so that the compiler can use whole vectors
-    for (int i = 0; i < count; ++i) outside |= static_cast<std::uint8_t>(values[i] + 8);
+    for (int i = 0; i < count; ++i) outside |= static_cast<std::uint8_t>(values[i] + offset);
     if (outside < 16) return;
     for (int i = 0; i < count; ++i) {
-      CPUMOE_REQUIRE(values[i] >= -8 && values[i] <= 7, name_, ": value ", int{values[i]}, " at [", expert_, ", ", row,
-                     ", ", first + i, "] is not an int4 value; -8 to 7 are accepted");
+      CPUMOE_REQUIRE(values[i] >= smallest() && values[i] <= smallest() + 15, name_, ": value ", int{values[i]},
+                     " at [", expert_, ", ", row, ", ", first + i, "] is not ",
+                     traits_.decoding == Decoding::kFp4 ? "a code of e2m1" : "an int4 value", "; ", smallest(), " to ",
+                     smallest() + 15, " are accepted");
     }
   }
 
+  std::int64_t scale_index(std::int64_t row, std::int64_t group) const { return row * matrix_.spec.groups() + group; }
+
+  // A scale as it is stored in fp32 or bf16.
   float scale(std::int64_t row, std::int64_t group) const {
-    const float s = element(source_.scales, source_.scale_type, row * layout_.spec.groups() + group);
+    const float s = element(source_.scales, source_.scale_type, scale_index(row, group));
     CPUMOE_REQUIRE(std::isfinite(s), name_, ": scale at [", expert_, ", ", row, ", ", group,
                    "] is not finite; only finite scales are accepted");
     return s * (1.0f / static_cast<float>(traits_.unit));  // a power of two: exact, but for what becomes subnormal
   }
 
-  // Scales of one column in one record, and what it adds to the column's sum.
+  // Puts a scale of a byte where it belongs and gives its value.
+  float put_byte_scale(std::int64_t row, std::int64_t group, std::uint8_t* dst) const {
+    *dst = static_cast<const std::uint8_t*>(source_.scales)[scale_index(row, group)];
+    const bool accepted = layout_.scales == ScaleType::kE8M0 ? *dst != 0xFF : *dst < 0x7F;
+    CPUMOE_REQUIRE(accepted, name_, ": scale at [", expert_, ", ", row, ", ", group, "] has the code ", int{*dst},
+                   layout_.scales == ScaleType::kE8M0 ? ", which is NaN; 0 to 254 are accepted"
+                                                      : ", which is negative or NaN; 0 to 126 are accepted");
+    return byte_scale(layout_.scales, *dst);
+  }
+
+  float put_scale(std::int64_t row, std::int64_t group, int slot, std::uint8_t* record) const {
+    if (is_byte(layout_.scales)) return put_byte_scale(row, group, record + slot);
+    const float s = scale(row, group);
+    if (layout_.scales == ScaleType::kF32) {
+      std::memcpy(record + slot * 4, &s, 4);
+      return s;
+    }
+    const std::uint16_t h = float_to_bfloat(s);
+    std::memcpy(record + slot * 2, &h, 2);
+    return bfloat_to_float(h);
+  }
+
+  // Puts the zero point where it belongs, from 0 to 15 like the nibbles, and gives it.
+  int put_zero(std::int64_t row, std::int64_t group, std::uint8_t* dst) const {
+    const int zero = source_.zeros[scale_index(row, group)];
+    CPUMOE_REQUIRE(zero >= -8 && zero <= 7, name_, ": zero point ", zero, " at [", expert_, ", ", row, ", ", group,
+                   "]; -8 to 7 are accepted");
+    *dst = static_cast<std::uint8_t>(zero + 8);
+    return zero;
+  }
+
+  // Sum of the integers that `count` stored values are multiplied as, but for their zero point.
+  int sum_of_integers(const std::int8_t* values, int count) const {
+    if (traits_.decoding == Decoding::kFp4) {
+      int sum = 0;
+      for (int i = 0; i < count; ++i) sum += kFp4Doubled[values[i]];
+      return sum;
+    }
+    return sum_of(values, count) * traits_.unit;
+  }
+
+  // Scales and zero points of one column in one record, and what it adds to the column's sum.
   void add_column(std::int64_t row, int record, int column, std::uint8_t* dst) {
     if (row < 0) return;
-    const BlockFormat& f = layout_.format;
     const int step = traits_.subgroup == 0 ? kRecordDepth : traits_.subgroup;
+    std::uint8_t* zeros = dst + record_scale_bytes(layout_.weights, layout_.scales);
     for (int i = 0; i < kRecordDepth; i += step) {
       const std::int64_t input = static_cast<std::int64_t>(record) * kRecordDepth + i;
-      if (input >= layout_.spec.depth) break;
-      const int sum = sum_of(values_[column] + i, step) * traits_.unit;
+      if (input >= matrix_.spec.depth) break;
       if (traits_.subgroup == 0) {
-        int_sums_[column] += sum;
+        int_sums_[column] += sum_of_integers(values_[column] + i, step);
         continue;
       }
-      const float s = scale(row, input / layout_.spec.group);
-      const int slot = scale_slot(traits_.subgroup, i) * kBlockColumns + column;
-      float stored = s;
-      if (f.scales == ScaleType::kBF16) {
-        const std::uint16_t h = float_to_bfloat(s);
-        std::memcpy(dst + slot * 2, &h, 2);
-        stored = bfloat_to_float(h);
-      } else {
-        std::memcpy(dst + slot * 4, &s, 4);
-      }
-      float_sums_[column] += static_cast<double>(stored) * sum;
+      const std::int64_t group = matrix_.spec.group_of(input);
+      const int slot = scale_slot(layout_.weights, i) * kBlockColumns + column;
+      const int zero = traits_.has_zeros() ? put_zero(row, group, zeros + slot) : 0;
+      // Inputs beyond the end have no zero point: the rows are zero there.
+      const auto present = static_cast<int>(std::min<std::int64_t>(step, matrix_.spec.depth - input));
+      const int sum = sum_of_integers(values_[column] + i, step) - zero * present * traits_.unit;
+      float_sums_[column] += static_cast<double>(put_scale(row, group, slot, dst)) * sum;
     }
+  }
+
+  // The scale of a column, or its factor.
+  float column_scale(std::int64_t row) const {
+    if (row < 0) return 0.0f;
+    if (!traits_.has_factor) return scale(row, 0);
+    const float factor = source_.factors == nullptr ? 1.0f : source_.factors[row];
+    const float stored = factor * byte_scale_factor(layout_.scales, traits_.unit);
+    CPUMOE_REQUIRE(factor > 0.0f && std::isfinite(stored), name_, ": factor of row ", row, " of expert ", expert_,
+                   " is not a positive number that fp32 can hold");
+    return stored;
   }
 
   void write_head(const std::int64_t* rows, std::uint8_t* dst) const {
-    const BlockFormat& f = layout_.format;
     for (int c = 0; c < kBlockColumns; ++c) {
       std::uint8_t* at = dst + c * 4;
-      if (traits_.subgroup == 0) {
-        std::memcpy(at, &int_sums_[c], 4);
-        const float s = rows[c] < 0 ? 0.0f : scale(rows[c], 0);
+      const auto float_sum = static_cast<float>(float_sums_[c]);
+      std::memcpy(at, traits_.subgroup == 0 ? static_cast<const void*>(&int_sums_[c]) : &float_sum, 4);
+      if (traits_.subgroup == 0 || traits_.has_factor) {
+        const float s = column_scale(rows[c]);
         std::memcpy(at + kBlockVectorBytes, &s, 4);
-      } else {
-        const float sum = static_cast<float>(float_sums_[c]);
-        std::memcpy(at, &sum, 4);
       }
-      if (f.has_bias && rows[c] >= 0) {
-        std::memcpy(dst + layout_.head_bytes - kBlockVectorBytes + c * 4, source_.bias + rows[c], 4);
+      if (layout_.has_bias && rows[c] >= 0) {
+        std::memcpy(dst + matrix_.head_bytes - kBlockVectorBytes + c * 4, source_.bias + rows[c], 4);
       }
     }
   }
 
-  const PackedMatrix& layout_;
+  const PackedMatrix& matrix_;
+  const BlockLayout layout_;
   const FormatTraits traits_;
   const RecordCodec& codec_;
   const PackSource& source_;
@@ -237,16 +299,17 @@ const std::uint8_t* PackedMatrix::block(std::int64_t expert, std::int64_t index)
   return data + kPackedHeaderBytes + expert * expert_bytes + index * block_bytes;
 }
 
-WeightFormat choose_format(const std::string& element, std::optional<std::int64_t> group_size,
+WeightFormat choose_format(const std::string& element, std::optional<std::int64_t> group_size, bool zeros,
                            const std::string& name) {
   const auto* of_element = std::find_if(std::begin(kWeightFormats), std::end(kWeightFormats),
                                         [&](const FormatInfo& f) { return element == f.element; });
   CPUMOE_REQUIRE(of_element != std::end(kWeightFormats), name, ": ", element, " weights are not known");
-  CPUMOE_REQUIRE(!group_size || (*group_size > 0 && *group_size % 32 == 0), name, ": group_size=", *group_size,
+  const std::int64_t smallest = element == "fp4" ? 16 : 32;
+  CPUMOE_REQUIRE(!group_size || (*group_size > 0 && *group_size % smallest == 0), name, ": group_size=", *group_size,
                  "; a multiple of 32 (32, 64, 96, 128, ...) or per channel is accepted");
-  const FormatInfo* format = find_format(element, group_size.value_or(0));
-  CPUMOE_REQUIRE(format != nullptr, name, ": group_size=", group_size.value_or(0), " with ", element,
-                 " weights; per channel is accepted");
+  const FormatInfo* format = find_format(element, group_size.value_or(0), zeros);
+  CPUMOE_REQUIRE(format != nullptr, name, ": ", element, " weights", zeros ? " with zero points" : "",
+                 ", group_size=", group_size.value_or(0), ": there is no such format");
   return format->id;
 }
 
@@ -259,21 +322,23 @@ PackedMatrix layout_of(const PackedSpec& s, const std::string& name) {
                  " are accepted");
   const FormatInfo* format = find_format(static_cast<std::uint32_t>(s.weights));
   CPUMOE_REQUIRE(format != nullptr, name, ": weight format ", static_cast<std::uint32_t>(s.weights), " is not known");
-  CPUMOE_REQUIRE(s.scales == ScaleType::kBF16 || s.scales == ScaleType::kF32, name, ": scales of type ",
-                 static_cast<std::uint32_t>(s.scales), " are not known");
-  CPUMOE_REQUIRE(find_format(format->element, s.group) == format, name, ": group_size=", s.group,
-                 " with weights held as ", format->name);
+  CPUMOE_REQUIRE(format->takes(s.scales), name, ": scales of type ", static_cast<std::uint32_t>(s.scales),
+                 " do not go with weights held as ", format->name);
+  CPUMOE_REQUIRE(static_cast<int>(s.rows) < kRowFormatCount, name, ": activations of type ", static_cast<int>(s.rows),
+                 " are not known");
+  CPUMOE_REQUIRE(find_format(format->element, s.group, traits_of(s.weights).has_zeros()) == format, name,
+                 ": group_size=", s.group, " with weights held as ", format->name);
   CPUMOE_REQUIRE(s.group == 0 || s.depth % s.group == 0, name, ": group_size=", s.group,
                  " does not divide in_features=", s.depth);
   CPUMOE_REQUIRE(!s.gated || s.columns % kBlockColumns == 0, name, ": ", s.columns,
                  " rows of gate and up; a multiple of 32 is accepted");
   PackedMatrix m;
   m.spec = s;
-  m.format = {s.weights, s.scales, s.has_bias};
+  m.layout = {s.weights, s.scales, s.has_bias};
   m.blocks = static_cast<int>((s.columns + kBlockColumns - 1) / kBlockColumns);
   m.records = static_cast<int>((s.depth + kRecordDepth - 1) / kRecordDepth);
   m.padded_depth = static_cast<std::int64_t>(m.records) * kRecordDepth;
-  m.head_bytes = block_head_bytes(m.format);
+  m.head_bytes = block_head_bytes(m.layout);
   m.record_bytes = record_bytes(s.weights, s.scales);
   m.block_bytes = m.head_bytes + m.records * m.record_bytes;
   m.expert_bytes = m.blocks * m.block_bytes;
@@ -293,6 +358,7 @@ void write_header(const PackedMatrix& m, std::uint8_t* data) {
   h.depth = static_cast<std::uint32_t>(m.spec.depth);
   h.flags = (m.spec.gated ? kFlagGated : 0) | (m.spec.has_bias ? kFlagBias : 0);
   h.total_bytes = static_cast<std::uint64_t>(m.total_bytes);
+  h.rows = static_cast<std::uint32_t>(m.spec.rows);
   h.check = header_check(h);
   std::memcpy(data, &h, sizeof(h));
 }
@@ -315,6 +381,8 @@ PackedMatrix open_packed(const std::uint8_t* data, std::int64_t bytes, const std
   s.depth = h.depth;
   s.gated = (h.flags & kFlagGated) != 0;
   s.has_bias = (h.flags & kFlagBias) != 0;
+  CPUMOE_REQUIRE(h.rows < kRowFormatCount, name, ": activations of type ", h.rows, " are not known");
+  s.rows = static_cast<RowFormat>(h.rows);
   PackedMatrix m = layout_of(s, name);
   CPUMOE_REQUIRE(
       static_cast<std::uint64_t>(m.total_bytes) == h.total_bytes && (h.flags & ~(kFlagGated | kFlagBias)) == 0, name,
@@ -354,18 +422,19 @@ void for_each_block(const PackedMatrix& m, std::int64_t count, const Work& work)
 
 // The reverse of BlockPacker.
 void unpack_block(const PackedMatrix& m, const std::uint8_t* block, std::int64_t index, const UnpackTarget& target) {
-  const BlockFormat& f = m.format;
-  const FormatTraits traits = traits_of(f.weights);
+  const BlockLayout& layout = m.layout;
+  const FormatTraits traits = traits_of(layout.weights);
   const RowOrder order = m.spec.gated ? RowOrder::kGateThenUp : RowOrder::kPlain;
   const auto unit = static_cast<float>(traits.unit);
   const std::int64_t depth = m.spec.depth, groups = m.spec.groups();
-  const RecordCodec& codec = codec_of(f.weights);
-  const int scale_bytes = record_scale_bytes(f.weights, f.scales);
+  const RecordCodec& codec = codec_of(layout.weights);
+  const int scale_bytes = record_scale_bytes(layout.weights, layout.scales);
+  const int weights_at = scale_bytes + record_zero_bytes(layout.weights);
   alignas(64) RecordValues values;
   for (int g = 0; g < m.records; ++g) {
     const std::uint8_t* record = block + m.head_bytes + g * m.record_bytes;
     const std::int64_t first = static_cast<std::int64_t>(g) * kRecordDepth;
-    codec.read(record + scale_bytes, values);
+    codec.read(record + weights_at, values);
     for (int c = 0; c < kBlockColumns; ++c) {
       const std::int64_t row = source_row(m.spec, order, index, c);
       if (row < 0) continue;
@@ -373,20 +442,25 @@ void unpack_block(const PackedMatrix& m, const std::uint8_t* block, std::int64_t
                   static_cast<std::size_t>(std::min<std::int64_t>(kRecordDepth, depth - first)));
       if (traits.subgroup == 0) continue;
       for (int i = 0; i < kRecordDepth && first + i < depth; i += traits.subgroup) {
-        const std::int64_t slot = scale_slot(traits.subgroup, i) * kBlockColumns + c;
-        const DType held = f.scales == ScaleType::kBF16 ? DType::kBF16 : DType::kF32;
-        const float scale = element(record, held, slot) * unit;
-        store_element(scale, target.scale_type, target.scales, row * groups + (first + i) / m.spec.group);
+        const std::int64_t slot = scale_slot(layout.weights, i) * kBlockColumns + c;
+        const std::int64_t at = row * groups + m.spec.group_of(first + i);
+        if (traits.has_zeros()) target.zeros[at] = static_cast<std::int8_t>(record[scale_bytes + slot] - 8);
+        if (is_byte(layout.scales)) {
+          static_cast<std::uint8_t*>(target.scales)[at] = record[slot];
+        } else {
+          const DType held = layout.scales == ScaleType::kBF16 ? DType::kBF16 : DType::kF32;
+          store_element(element(record, held, slot) * unit, target.scale_type, target.scales, at);
+        }
       }
     }
   }
   for (int c = 0; c < kBlockColumns; ++c) {
     const std::int64_t row = source_row(m.spec, order, index, c);
     if (row < 0) continue;
-    if (traits.subgroup == 0) {
-      store_element(element(block, DType::kF32, kBlockColumns + c) * unit, target.scale_type, target.scales, row);
-    }
-    if (f.has_bias) target.bias[row] = element(block, DType::kF32, m.head_bytes / 4 - kBlockColumns + c);
+    const float of_column = element(block, DType::kF32, kBlockColumns + c);
+    if (traits.subgroup == 0) store_element(of_column * unit, target.scale_type, target.scales, row);
+    if (traits.has_factor) target.factors[row] = of_column / byte_scale_factor(layout.scales, traits.unit);
+    if (layout.has_bias) target.bias[row] = element(block, DType::kF32, m.head_bytes / 4 - kBlockColumns + c);
   }
 }
 

@@ -3,20 +3,21 @@
 //   header (64 bytes) | expert 0 | expert 1 | ...      the header has numbers for the weight format and the scales
 //   expert = block 0 | block 1 | ...           32 columns (output features) each
 //   block  = head | record 0 | record 1 | ...  a record is 128 inputs
-//   head   = column sums [32] | channel scales [32] if per channel | biases [32] if any      (4 bytes each)
-//   record = sub-group scales (bf16 or fp32, [sub-group][32]) | weights
+//   head   = column sums [32] | scales or factors of columns [32] if any | biases [32] if any      (4 bytes each)
+//   record = sub-group scales ([sub-group][32]) | sub-group zero points, a byte each, if any | weights
 //
-// int4 weights of a record: 32 lines of 64 bytes, column tiles 0 and 1 in turn. Line l of a tile holds, for
-// its 16 columns, inputs 4 l .. 4 l + 3 in the low nibbles and 64 + 4 l .. 64 + 4 l + 3 in the high ones,
-// two's complement. int8 weights: the same for inputs 0..63 in the first 32 lines, 64..127 in the next.
-// Missing inputs and columns are zero weights.
+// 4-bit weights of a record: 32 lines of 64 bytes, column tiles 0 and 1 in turn. Line l of a tile holds, for
+// its 16 columns, inputs 4 l .. 4 l + 3 in the low nibbles and 64 + 4 l .. 64 + 4 l + 3 in the high ones: two's
+// complement, codes of e2m1, or with zero points 0..15, like these. int8 weights: the same for inputs 0..63 in the
+// first 32 lines, 64..127 in the next. Missing inputs and columns are zero weights (or are met by zeros in the rows).
 //
-// A scale is shared by 32, 64 or 128 inputs of a record: gcd(group size, 128), repeated where the group is
-// larger or straddles records. Their order in the record is the order in which the nibbles are met: for 32,
-// inputs 0-31, 64-95, 32-63, 96-127. Scales of int4 weights are stored divided by 16 (FormatTraits::unit).
+// A scale is shared by 16, 32, 64 or 128 inputs of a record: gcd(group size, 128), repeated where the group is
+// larger or straddles records. Their order in the record is the order in which it is read (scale_slot): for nibbles in
+// groups of 32, inputs 0-31, 64-95, 32-63, 96-127. fp32 and bf16 scales are stored divided by FormatTraits::unit; those
+// of a byte as they came, with the rest in the factor of the column.
 //
-// Column sums are what the zero point of a row is multiplied with: fp32 sum of scale * weight, or the int32
-// sum of the weights (times 16 for int4) when there is one scale per channel.
+// Column sums are what the zero point of a row is multiplied with: fp32 sum of scale * integer (as the kernels multiply
+// them), or the int32 sum of the integers when there is one scale per channel.
 //
 // A gated first product keeps 16 gate columns and their 16 up columns in one block, so that the activation is
 // applied as soon as the block is done.
@@ -44,15 +45,17 @@ struct PackedSpec {
   std::int64_t group = 0;  // inputs that share a scale; 0: all, a scale per column
   std::int64_t experts = 0, columns = 0, depth = 0;
   bool gated = false, has_bias = false;
+  RowFormat rows = RowFormat::kBytes;  // how the activations are held that these weights are multiplied with
 
   std::int64_t groups() const { return group == 0 ? 1 : depth / group; }  // scales of a row
+  std::int64_t group_of(std::int64_t input) const { return group == 0 ? 0 : input / group; }
   bool operator==(const PackedSpec&) const = default;
 };
 
 // A validated view of packed bytes.
 struct PackedMatrix {
   PackedSpec spec;
-  BlockFormat format{};
+  BlockLayout layout{};
   int blocks = 0, records = 0;
   std::int64_t padded_depth = 0, head_bytes = 0, record_bytes = 0, block_bytes = 0, expert_bytes = 0, total_bytes = 0;
   const std::uint8_t* data = nullptr;  // the header's first byte
@@ -68,9 +71,10 @@ inline std::int64_t product_work(const PackedMatrix& m, std::int64_t experts, st
 
 constexpr std::int64_t kPackedHeaderBytes = 64;
 
-// The format for weights of `element` ("int4", "int8") whose groups of `group_size` inputs share a scale (none: all
-// inputs of a column do); refuses what there is no format for.
-WeightFormat choose_format(const std::string& element, std::optional<std::int64_t> group_size, const std::string& name);
+// The format for weights of `element` ("int4", "int8", "fp4") whose groups of `group_size` inputs share a scale (none:
+// all inputs of a column do) and, with `zeros`, a zero point; refuses what there is no format for.
+WeightFormat choose_format(const std::string& element, std::optional<std::int64_t> group_size, bool zeros,
+                           const std::string& name);
 
 // Layout of a matrix; refuses sizes and group sizes that cannot be packed. `name` is for messages.
 PackedMatrix layout_of(const PackedSpec& spec, const std::string& name);
@@ -80,13 +84,15 @@ PackedMatrix open_packed(const std::uint8_t* data, std::int64_t bytes, const std
 
 void write_header(const PackedMatrix& layout, std::uint8_t* data);
 
-// One expert's source: int values and scales, row-major.
+// One expert's source: values and scales, row-major.
 struct PackSource {
   const void* values = nullptr;  // int8 [columns, depth], or nibbles [columns, (depth + 1) / 2]
-  bool nibbles = false;          // low nibble = even input, value = nibble - 8
-  const void* scales = nullptr;  // [columns, groups]
+  bool nibbles = false;          // low nibble = even input; value = nibble - 8, or the code of e2m1
+  const void* scales = nullptr;  // [columns, groups]; bytes where the format has E8M0 or e4m3 scales
   DType scale_type = DType::kF32;
-  const float* bias = nullptr;  // [columns] or null
+  const std::int8_t* zeros = nullptr;  // [columns, groups], where the format has zero points
+  const float* factors = nullptr;      // [columns] or null, for all 1; where the format has factors
+  const float* bias = nullptr;         // [columns] or null
   RowOrder order = RowOrder::kPlain;
 };
 
@@ -98,9 +104,11 @@ void pack_experts(const PackedMatrix& layout, std::uint8_t* data, std::int64_t f
 // Where one expert goes when it is unpacked; rows of a gated matrix are gate rows, then up rows.
 struct UnpackTarget {
   std::int8_t* values;  // [columns, depth]
-  void* scales;         // [columns, groups]
+  void* scales;         // [columns, groups], as in PackSource
   DType scale_type;
-  float* bias;  // [columns], or null without biases
+  std::int8_t* zeros;  // [columns, groups], or null without zero points
+  float* factors;      // [columns], or null without factors
+  float* bias;         // [columns], or null without biases
 };
 
 // What was packed (to the bit, but for scales whose sixteenth is subnormal): experts [first_expert, first_expert +

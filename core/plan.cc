@@ -26,7 +26,7 @@ ExpertRows cut_rows(std::int32_t expert, std::int32_t rows, std::int32_t first_s
   return entry;
 }
 
-void make_plan(const Routing& routing, std::int64_t experts, int few_rows, Plan* plan) {
+void make_plan(const Routing& routing, std::int64_t experts, int planes, int few_rows, Plan* plan) {
   std::vector<std::int32_t> rows(static_cast<std::size_t>(experts), 0);
   const std::int64_t pairs = routing.tokens * routing.topk;
   for (std::int64_t i = 0; i < pairs; ++i) {
@@ -34,24 +34,24 @@ void make_plan(const Routing& routing, std::int64_t experts, int few_rows, Plan*
   }
   plan->experts.clear();
   plan->slots = 0;
-  plan->most_rows = 0;
-  std::vector<std::int32_t>& next_slot = rows;  // from here on: where an expert's next row goes
+  plan->most_slots = 0;
+  std::vector<std::int32_t>& next_pair = rows;  // from here on: where an expert's next pair goes
   for (std::int32_t e = 0; e < experts; ++e) {
     const std::int32_t n = rows[static_cast<std::size_t>(e)];
     if (n == 0) continue;
-    const ExpertRows entry = cut_rows(e, n, plan->slots, few_rows);
-    next_slot[static_cast<std::size_t>(e)] = plan->slots;
+    const ExpertRows entry = cut_rows(e, n * planes, plan->slots, few_rows);
+    next_pair[static_cast<std::size_t>(e)] = plan->slots / planes;
     plan->slots += entry.slots;
-    plan->most_rows = std::max(plan->most_rows, entry.slots);
+    plan->most_slots = std::max(plan->most_slots, entry.slots);
     plan->experts.push_back(entry);
   }
-  plan->slot_token.assign(static_cast<std::size_t>(plan->slots), 0);
-  plan->slot_weight.assign(static_cast<std::size_t>(plan->slots), 0.0f);
+  plan->pair_token.assign(static_cast<std::size_t>(plan->slots / planes), 0);
+  plan->pair_weight.assign(static_cast<std::size_t>(plan->slots / planes), 0.0f);
   for (std::int64_t i = 0; i < pairs; ++i) {
     if (routing.ids[i] < 0) continue;
-    const std::int32_t slot = next_slot[static_cast<std::size_t>(routing.ids[i])]++;
-    plan->slot_token[static_cast<std::size_t>(slot)] = static_cast<std::int32_t>(i / routing.topk);
-    plan->slot_weight[static_cast<std::size_t>(slot)] = routing.weights[i];
+    const std::int32_t pair = next_pair[static_cast<std::size_t>(routing.ids[i])]++;
+    plan->pair_token[static_cast<std::size_t>(pair)] = static_cast<std::int32_t>(i / routing.topk);
+    plan->pair_weight[static_cast<std::size_t>(pair)] = routing.weights[i];
   }
 }
 

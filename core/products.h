@@ -16,7 +16,7 @@ struct ProductScratch {
   alignas(4096) float acc[kBlocksPerPass][kMaxRowTiles * kAccTileFloats];
 };
 
-// A chunk of prepared rows in the layout of Product::a, with the scale and zero point of each row.
+// A chunk of prepared rows in the layout of Product::a, with the scale and zero point of each row of activations.
 struct ChunkInput {
   RowChunk chunk;
   const std::uint8_t* a;
@@ -24,21 +24,25 @@ struct ChunkInput {
   const std::int32_t* row_zero;
 };
 
-// Where rows of a format lie, whose halves of records take `half_bytes`: by themselves, or in the layout of a chunk
-// (Product::a). The strides are those of PrepareRow.
+// Where rows lie whose halves of records take 64 bytes for each of the format's planes: by themselves, or in the layout
+// of a chunk (Product::a), in which a row of activations is `planes` rows. The strides are those of PrepareRow.
 struct RowLayout {
-  std::int64_t half_bytes;
+  static constexpr std::int64_t kHalfBytes = kRecordDepth / 2;
+  int planes;
 
-  explicit RowLayout(const RowKernels& rows) : half_bytes(rows.half_bytes) {}
+  explicit RowLayout(RowFormat format) : planes(planes_of(format)) {}
 
-  std::int64_t row_bytes(std::int64_t padded_depth) const { return padded_depth / (kRecordDepth / 2) * half_bytes; }
+  std::int64_t half_bytes() const { return planes * kHalfBytes; }
+  std::int64_t row_bytes(std::int64_t padded_depth) const { return planes * padded_depth; }
+  // `row` is one of activations, counted from the first of the chunk.
   std::int64_t offset(const RowChunk& chunk, int row) const {
-    return (row / chunk.tile_rows * (2 * chunk.tile_rows) + row % chunk.tile_rows) * half_bytes;
+    const int first = row * planes;
+    return (first / chunk.tile_rows * (2 * chunk.tile_rows) + first % chunk.tile_rows) * kHalfBytes;
   }
   std::ptrdiff_t record_stride(const RowChunk& chunk) const {
-    return static_cast<std::ptrdiff_t>(chunk.tiles) * chunk.tile_rows * 2 * half_bytes;
+    return static_cast<std::ptrdiff_t>(chunk.tiles) * chunk.tile_rows * 2 * kHalfBytes;
   }
-  std::ptrdiff_t half_stride(const RowChunk& chunk) const { return chunk.tile_rows * half_bytes; }
+  std::ptrdiff_t half_stride(const RowChunk& chunk) const { return chunk.tile_rows * kHalfBytes; }
 };
 
 // Prepared rows that will be multiplied after these.
@@ -56,8 +60,8 @@ void multiply_blocks(const Kernels& kernels, const PackedMatrix& m, std::int64_t
   // Inputs that outgrow their share of the L2 cache are taken in several passes over the records, a few blocks at a
   // time.
   constexpr std::ptrdiff_t kPassBytes = 384 << 10;
-  const FormatKernels& format = kernels.of(m.format.weights);
-  const std::ptrdiff_t stride = RowLayout(kernels.of(format.rows)).record_stride(in.chunk);
+  const FormatKernels& format = kernels.of(m.layout.weights);
+  const std::ptrdiff_t stride = RowLayout(m.spec.rows).record_stride(in.chunk);
   const bool passes = stride * m.records > kPassBytes && in.chunk.tile_rows == kTileRows;
   const int step = passes ? static_cast<int>(kPassBytes / stride) : m.records;
   const int width = passes ? kBlocksPerPass : 1;
@@ -67,10 +71,11 @@ void multiply_blocks(const Kernels& kernels, const PackedMatrix& m, std::int64_t
     for (int r0 = 0; r0 < m.records; r0 += step) {
       for (int i = 0; i < count; ++i) {
         const std::uint8_t* block = m.block(expert, b0 + i);
-        BlockRows rows{m.format, block, scratch->acc[i], in.chunk.rows, in.row_scale, in.row_zero};
-        if (r0 == 0) format.start(rows);
+        const int activation_rows = in.chunk.rows / planes_of(m.spec.rows);
+        BlockRows rows{m.layout, block, scratch->acc[i], activation_rows, in.row_scale, in.row_zero};
+        if (r0 == 0) format.with(m.spec.rows).start(rows);
         Product p{};
-        p.format = m.format;
+        p.layout = m.layout;
         p.records = block + m.head_bytes + r0 * m.record_bytes;
         p.record_count = m.records - r0 < step ? m.records - r0 : step;
         p.a = in.a + r0 * stride;

@@ -5,7 +5,7 @@
 // before their registers are needed again, one step later, and scaled and added another step later, while the tile unit
 // works on the next products. Tile registers are not renamed, so stores right after the products would stall.
 #include "amx_tiles.h"
-#include "avx512_few_rows.h"
+#include "avx512_rows.h"
 #include "rowwise.h"
 #include "vector_avx512.h"
 
@@ -15,23 +15,42 @@ namespace {
 constexpr int kTileBytes = 1024;
 constexpr int kTileInts = kTileRows * kTileColumns;
 
-// Lines [first, first + count) of the 32 of a packed record, spread to weight tiles in the order
-// (column tile 0, half 0), (0, 1), (1, 0), (1, 1). With subgroup 32 lines 0-7 and 8-15 of a column tile go to tiles of
-// their own, whose other rows stay zero: a product with such a tile sums 32 inputs only.
-template <int subgroup>
-inline __attribute__((always_inline)) void unpack_lines(const std::uint8_t* packed, std::uint8_t* tiles, int first,
+// Lines [first, first + count) of the 32 (or 64 of bytes, taken in pairs 32 apart) of a packed record, spread to weight
+// tiles in the order (column tile 0, half 0), (0, 1), (1, 0), (1, 1). With subgroup 32 lines 0-7 and 8-15 of a column
+// tile go to tiles of their own, whose other rows stay zero: a product with such a tile sums 32 inputs only. These are
+// taken in two passes, in the order of the scales: of nibbles first lines 0-7 of both halves, of bytes first half 0.
+constexpr bool pass_is_half(WeightFormat format) { return traits_of(format).bits == 8; }
+
+template <WeightFormat format>
+inline __attribute__((always_inline)) void unpack_lines(const Record& record, std::uint8_t* tiles, int first,
                                                         int count) {
+  constexpr FormatTraits traits = traits_of(format);
   // The 8x8 bit matrix that moves the low nibble of every byte to the high one.
   const __m512i to_high = _mm512_set1_epi64(0x0000000001020408ll);
+  Decoder<format> decoder;
 #pragma GCC unroll 32
   for (int i = 0; i < count; ++i) {
     const int line = first + i;
     if (line >= 32) break;
-    const __m512i v = _mm512_loadu_si512(packed + line * 64);
+    const __m512i v = _mm512_loadu_si512(record.weights + line * 64);
     std::uint8_t* dst = tiles + (line & 1) * (2 * kTileBytes) + (line >> 1) * 64;
-    if (subgroup == 32 && line >= 16) dst += 4 * kTileBytes;
-    _mm512_store_si512(dst, _mm512_gf2p8affine_epi64_epi8(v, to_high, 0));
-    _mm512_store_si512(dst + kTileBytes, high_nibbles(v));
+    std::uint8_t* other_half = dst + kTileBytes;
+    if constexpr (traits.subgroup == 32) {
+      const int late = line >= 16 ? 1 : 0;
+      other_half = dst + (pass_is_half(format) ? 4 + late : 4 * late + 1) * kTileBytes;
+      dst += (pass_is_half(format) ? late : 4 * late) * kTileBytes;
+    }
+    if constexpr (traits.decoding == Decoding::kBytes) {
+      _mm512_store_si512(dst, v);
+      _mm512_store_si512(other_half, _mm512_loadu_si512(record.weights + (line + 32) * 64));
+    } else if constexpr (traits.decoding == Decoding::kNibbles) {
+      _mm512_store_si512(dst, _mm512_gf2p8affine_epi64_epi8(v, to_high, 0));
+      _mm512_store_si512(other_half, high_nibbles(v));
+    } else {
+      decoder.begin(record, line >> 1);
+      _mm512_store_si512(dst, decoder.decode(v, 0, line & 1));
+      _mm512_store_si512(other_half, decoder.decode(v, 1, line & 1));
+    }
   }
 }
 
@@ -54,13 +73,17 @@ void multiply_grouped(const Product& p) {
   constexpr int subgroup = traits_of(format).subgroup;
   constexpr int kPasses = subgroup == 32 ? 2 : 1;         // per record
   constexpr int kStepsPerTile = subgroup == 128 ? 1 : 2;  // one per half unless both halves share a scale
-  constexpr int kSlots = kPasses * tiles;                 // where unpacking and reading ahead are spread over
+  // Where the scales of a step stand.
+  constexpr auto slot_of = [](int pass, int step) {
+    return pass_is_half(format) && kPasses == 2 ? scale_slot(format, pass * 64 + step * 32)
+                                                : scale_slot(format, step * 64 + pass * 32);
+  };
+  constexpr int kSlots = kPasses * tiles;  // where unpacking and reading ahead are spread over
   constexpr int kLinesPerSlot = (32 + kSlots - 1) / kSlots;
   static constexpr std::uint8_t kZeroScales[kBlockVectorBytes] = {};
-  const int stride = record_bytes(format, p.format.scales);
-  const int scale_bytes = record_scale_bytes(format, p.format.scales);
-  const int slot_bytes = kBlockColumns * size_of(p.format.scales);
-  const ScaleType type = p.format.scales;
+  const ScaleType type = p.layout.scales;
+  const int stride = record_bytes(format, type);
+  const int slot_bytes = kBlockColumns * size_of(type);
   const ReadAhead ahead = p.ahead;
   const std::uint8_t* next_rows = p.next_rows;
   // Two sets of unpacked tiles: one in use, one being filled for the next record.
@@ -68,7 +91,7 @@ void multiply_grouped(const Product& p) {
   std::uint8_t *current = p.workspace->unpacked[0], *coming = p.workspace->unpacked[0] + kSetBytes;
   std::int32_t *ready = p.workspace->tiles[0], *stored = p.workspace->tiles[2];
   if (subgroup == 32) __builtin_memset(p.workspace->unpacked, 0, 2 * kSetBytes);
-  unpack_lines<subgroup>(p.records + scale_bytes, current, 0, 32);
+  unpack_lines<format>(record_at<format>(p.records, type), current, 0, 32);
   // Steps -2 and -1: nothing, with scale zero.
   Pending before_last{p.acc, kZeroScales}, last{p.acc, kZeroScales};
   CPUMOE_TILE_ZERO(6);
@@ -76,7 +99,7 @@ void multiply_grouped(const Product& p) {
   __builtin_memset(p.workspace->tiles, 0, sizeof(p.workspace->tiles));
   for (int g = 0; g < p.record_count; ++g) {
     const std::uint8_t* record = p.records + static_cast<std::ptrdiff_t>(g) * stride;
-    const std::uint8_t* next_weights = (g + 1 < p.record_count ? record + stride : record) + scale_bytes;
+    const Record next = record_at<format>(g + 1 < p.record_count ? record + stride : record, type);
     const char* far = ahead_of(ahead, record);
     const std::uint8_t* a = p.a + g * p.a_record_stride;
     const int lines_ahead = (stride + 63) / 64;
@@ -92,20 +115,21 @@ void multiply_grouped(const Product& p) {
         const int first_ahead = lines_ahead * slot / kSlots, last_ahead = lines_ahead * (slot + 1) / kSlots;
         const int middle_ahead = (first_ahead + last_ahead) / 2;
 #pragma GCC unroll 2
-        for (int half = 0; half < kStepsPerTile; ++half) {
+        for (int step = 0; step < kStepsPerTile; ++step) {
+          const int half = pass_is_half(format) && kPasses == 2 ? pass : step;
           const std::uint8_t* rows = a + m * (2 * kTileBytes) + half * kTileBytes;
-          const __m512 s0 = load_scales(before_last.scales, type, 0);
-          const __m512 s1 = load_scales(before_last.scales, type, kTileColumns);
+          const __m512 s0 = load_scales<format>(before_last.scales, type, 0);
+          const __m512 s1 = load_scales<format>(before_last.scales, type, kTileColumns);
           float* acc = before_last.acc;
           CPUMOE_TILE_LOAD_ONCE(4, rows, 64);
           CPUMOE_TILE_STORE(6, stored);
           CPUMOE_TILE_ZERO(6);
-          if (half == 0) {
+          if (step == 0) {
             CPUMOE_TILE_DOT(6, 4, 0);
           } else {
             CPUMOE_TILE_DOT(6, 4, 2);
           }
-          if (half == 0) {
+          if (step == 0) {
             for (int i = first_ahead; i < middle_ahead; ++i) _mm_prefetch(far + i * 64, _MM_HINT_T1);
           }
           add_scaled_rows(ready, acc, s0, 0, 8);
@@ -116,19 +140,19 @@ void multiply_grouped(const Product& p) {
           add_scaled_rows(ready, acc, s0, 8, 16);
           CPUMOE_TILE_STORE(7, stored + kTileInts);
           CPUMOE_TILE_ZERO(7);
-          if (half == 0) {
+          if (step == 0) {
             CPUMOE_TILE_DOT(7, 4, 1);
           } else {
             CPUMOE_TILE_DOT(7, 4, 3);
           }
-          if (half == 0) {
+          if (step == 0) {
             for (int i = middle_ahead; i < last_ahead; ++i) _mm_prefetch(far + i * 64, _MM_HINT_T1);
           }
           add_scaled_rows(ready + kTileInts, acc + kTileInts, s1, 0, 8);
           if (kStepsPerTile == 1) CPUMOE_TILE_DOT(7, 5, 3);
           add_scaled_rows(ready + kTileInts, acc + kTileInts, s1, 8, 16);
           before_last = last;
-          last = {p.acc + m * kAccTileFloats, record + (kStepsPerTile == 1 ? 0 : (pass * 2 + half) * slot_bytes)};
+          last = {p.acc + m * kAccTileFloats, record + slot_of(pass, step) * slot_bytes};
           std::int32_t* swap = ready;
           ready = stored;
           stored = swap;
@@ -138,7 +162,7 @@ void multiply_grouped(const Product& p) {
             _mm_prefetch(reinterpret_cast<const char*>(next_rows), _MM_HINT_T1);
           }
         }
-        unpack_lines<subgroup>(next_weights, coming, slot * kLinesPerSlot, kLinesPerSlot);
+        unpack_lines<format>(next, coming, slot * kLinesPerSlot, kLinesPerSlot);
       }
     }
     std::uint8_t* swap = current;
@@ -150,8 +174,8 @@ void multiply_grouped(const Product& p) {
   CPUMOE_TILE_STORE(7, stored + kTileInts);
   const Pending unfinished[2] = {before_last, last};
   for (const Pending& step : unfinished) {
-    add_scaled_rows(ready, step.acc, load_scales(step.scales, type, 0), 0, 16);
-    add_scaled_rows(ready + kTileInts, step.acc + kTileInts, load_scales(step.scales, type, kTileColumns), 0, 16);
+    add_scaled_rows(ready, step.acc, load_scales<format>(step.scales, type, 0), 0, 16);
+    add_scaled_rows(ready + kTileInts, step.acc + kTileInts, load_scales<format>(step.scales, type, kTileColumns), 0, 16);
     ready = stored;
   }
 }
@@ -213,7 +237,7 @@ void multiply_per_column(const Product& p) {
     for (int g = 0; g < count; ++g) {
       const std::uint8_t* record = weights + static_cast<std::ptrdiff_t>(g) * stride;
       read_record_ahead(p.ahead, record, stride);
-      if (packed) unpack_lines<128>(record, p.workspace->unpacked[g], 0, 32);
+      if (packed) unpack_lines<format>(record_at<format>(record, p.layout.scales), p.workspace->unpacked[g], 0, 32);
     }
     if (packed) weights = p.workspace->unpacked[0];
     int m = 0;
@@ -228,6 +252,8 @@ struct Amx {
     if (p.tile_rows <= kMaxFewRows) return multiply_few_rows<format>(p);
     if constexpr (traits_of(format).subgroup == 0) {
       multiply_per_column<format>(p);
+    } else if constexpr (traits_of(format).subgroup == 16) {
+      multiply_rows<Avx512Rows, format>(p);  // a tile for every 16 inputs would be three quarters empty
     } else {
       multiply_grouped_by_tiles<format>(p);
     }

@@ -7,15 +7,19 @@ namespace {
 struct Avx2Dot {
   static constexpr bool kTimes16 = false;
 
+  // Small integers are summed in 16 bits, which cannot overflow: 8 lines * 2 * 255 * 8 = 32640 < 32767, and 4 lines * 2
+  // * 255 * 15 = 30600.
+  static constexpr bool is_small(int largest) { return largest <= 15; }
+  static constexpr int lines(int largest) { return largest <= 8 || !is_small(largest) ? 8 : 4; }
+
   struct Sum {
-    __m256i sum;  // int4: 16-bit pairs; int8: 32 bits
+    __m256i sum;  // small: 16-bit pairs; else 32 bits
 
     void clear() { sum = _mm256_setzero_si256(); }
 
-    template <int bits>
+    template <int largest>
     void add(__m256i u, __m256i w) {
-      if constexpr (bits == 4) {
-        // Cannot saturate: 8 lines * 2 * 255 * 8 = 32640 < 32767.
+      if constexpr (is_small(largest)) {
         sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(u, w));
       } else {
         // 255 * 128 * 2 would saturate, so the lowest bit of the activations goes its own way:
@@ -28,9 +32,9 @@ struct Avx2Dot {
       }
     }
 
-    template <int bits>
+    template <int largest>
     __m256i value() const {
-      return bits == 4 ? _mm256_madd_epi16(sum, _mm256_set1_epi16(1)) : sum;
+      return is_small(largest) ? _mm256_madd_epi16(sum, _mm256_set1_epi16(1)) : sum;
     }
   };
 };

@@ -29,10 +29,60 @@ inline __m512i add_dot(__m512i sum, __m512i u, __m512i w) {
 inline __m512i high_nibbles(__m512i v) { return _mm512_and_si512(v, _mm512_set1_epi8(static_cast<char>(0xF0))); }
 inline __m512i low_nibbles(__m512i v) { return high_nibbles(_mm512_slli_epi16(v, 4)); }
 
+inline __m512i nibble_codes(__m512i v, int half) {
+  return _mm512_and_si512(half == 0 ? v : _mm512_srli_epi16(v, 4), _mm512_set1_epi8(0x0F));
+}
+
+// The zero points of 16 columns, four bytes of each.
+inline __m512i load_zeros(const std::uint8_t* zeros) {
+  const __m512i first_bytes = _mm512_set4_epi32(0x0C0C0C0C, 0x08080808, 0x04040404, 0x00000000);
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(zeros));
+  return _mm512_shuffle_epi8(_mm512_cvtepu8_epi32(bytes), first_bytes);
+}
+
+// What a line of nibbles is multiplied as, for lines and columns that share their zero points.
+template <WeightFormat format>
+struct Decoder {
+  static constexpr Decoding kDecoding = traits_of(format).decoding;
+  __m512i zeros[2][2];  // [half][column tile]
+
+  // Of the lines from `line` on.
+  void begin(const Record& record, int line) {
+    if constexpr (kDecoding == Decoding::kNibblesOfZero) {
+      for (int half = 0; half < 2; ++half) {
+        const int slot = scale_slot(format, half * 64 + line * 4);
+        for (int tile = 0; tile < 2; ++tile) {
+          zeros[half][tile] = load_zeros(record.zeros + slot * kBlockColumns + tile * kTileColumns);
+        }
+      }
+    }
+  }
+
+  __m512i decode(__m512i v, int half, int tile) const {
+    if constexpr (kDecoding == Decoding::kNibbles) {
+      return half == 0 ? low_nibbles(v) : high_nibbles(v);
+    } else if constexpr (kDecoding == Decoding::kFp4) {
+      const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(kFp4Doubled));
+      return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), nibble_codes(v, half));
+    } else {
+      return _mm512_sub_epi8(nibble_codes(v, half), zeros[half][tile]);
+    }
+  }
+};
+
+template <WeightFormat format>
 inline __m512 load_scales(const std::uint8_t* scales, ScaleType type, int index) {
-  if (type == ScaleType::kF32) return _mm512_loadu_ps(scales + index * 4);
-  const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales + index * 2));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+  const auto* at = reinterpret_cast<const __m128i*>(scales + index);
+  if constexpr (format == WeightFormat::kFp4Group32) {
+    const __m512i bits = _mm512_slli_epi32(_mm512_cvtepu8_epi32(_mm_loadu_si128(at)), 23);
+    return _mm512_castsi512_ps(_mm512_max_epu32(bits, _mm512_set1_epi32(0x00400000)));  // 2^-127 is subnormal
+  } else if constexpr (format == WeightFormat::kFp4Group16) {
+    return _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(_mm_loadu_si128(at)), 7));
+  } else {
+    if (type == ScaleType::kF32) return _mm512_loadu_ps(scales + index * 4);
+    const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales + index * 2));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+  }
 }
 
 template <int M>
@@ -49,11 +99,11 @@ struct FewSums {
   }
 };
 
-template <int M>
+template <WeightFormat format, int M>
 inline __attribute__((always_inline)) void add_scaled(const FewSums<M>& sums, const std::uint8_t* scales,
                                                       ScaleType type, int slot, __m512 (&total)[M][2]) {
   for (int tile = 0; tile < 2; ++tile) {
-    const __m512 s = load_scales(scales, type, slot * kBlockColumns + tile * kTileColumns);
+    const __m512 s = load_scales<format>(scales, type, slot * kBlockColumns + tile * kTileColumns);
     for (int r = 0; r < M; ++r) {
       total[r][tile] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums.v[r][tile]), s, total[r][tile]);
     }
@@ -61,18 +111,18 @@ inline __attribute__((always_inline)) void add_scaled(const FewSums<M>& sums, co
 }
 
 template <int M, WeightFormat format>
-void few_rows_int4(const Product& p) {
+void few_rows_nibbles(const Product& p) {
   constexpr int subgroup = traits_of(format).subgroup;
-  constexpr int kLines = subgroup == 32 ? 8 : 16;
+  constexpr int kLines = subgroup == 16 ? 4 : subgroup == 32 ? 8 : 16;
   constexpr bool kOneScale = subgroup == 0 || subgroup == 128;  // both halves of a record share it
   // With one or two rows the halves get sums of their own, for more independent chains; with more, registers are short.
   constexpr bool kOneSum = kOneScale && M > 2;
-  const int stride = record_bytes(format, p.format.scales);
-  const int scale_bytes = record_scale_bytes(format, p.format.scales);
-  const ScaleType type = p.format.scales;
+  const int stride = record_bytes(format, p.layout.scales);
+  const ScaleType type = p.layout.scales;
   const ReadAhead ahead = p.ahead;
   __m512 total[M][2];  // grouped
   FewSums<M> low, high;
+  Decoder<format> decoder;
   for (int r = 0; r < M; ++r) {
     for (int tile = 0; tile < 2; ++tile) {
       const float* acc = p.acc + acc_index(r, tile * kTileColumns);
@@ -86,7 +136,8 @@ void few_rows_int4(const Product& p) {
   if constexpr (subgroup == 0) high.clear();
   for (int g = 0; g < p.record_count; ++g) {
     const std::uint8_t* record = p.records + static_cast<std::ptrdiff_t>(g) * stride;
-    const std::uint8_t* w = record + scale_bytes;
+    const Record parts = record_at<format>(record, type);
+    const std::uint8_t* w = parts.weights;
     const std::uint8_t* a = p.a + g * p.a_record_stride;
     const char* next = ahead_of(ahead, record);
     for (int first = 0; first < 16; first += kLines) {
@@ -94,13 +145,14 @@ void few_rows_int4(const Product& p) {
         low.clear();
         high.clear();
       }
+      decoder.begin(parts, first);
 #pragma GCC unroll 2
       for (int line = first; line < first + kLines; ++line) {
         _mm_prefetch(next + line * 128, _MM_HINT_T1);
         _mm_prefetch(next + line * 128 + 64, _MM_HINT_T1);
         const __m512i v0 = _mm512_loadu_si512(w + line * 128), v1 = _mm512_loadu_si512(w + line * 128 + 64);
-        const __m512i low0 = low_nibbles(v0), low1 = low_nibbles(v1);
-        const __m512i high0 = high_nibbles(v0), high1 = high_nibbles(v1);
+        const __m512i low0 = decoder.decode(v0, 0, 0), low1 = decoder.decode(v1, 0, 1);
+        const __m512i high0 = decoder.decode(v0, 1, 0), high1 = decoder.decode(v1, 1, 1);
 #pragma GCC unroll 8
         for (int r = 0; r < M; ++r) {
           FewSums<M>& other = kOneSum ? low : high;
@@ -114,11 +166,10 @@ void few_rows_int4(const Product& p) {
       }
       if constexpr (subgroup == 128) {
         if constexpr (!kOneSum) low.add(high);
-        add_scaled<M>(low, record, type, 0, total);
+        add_scaled<format, M>(low, record, type, 0, total);
       } else if constexpr (subgroup != 0) {
-        const int slot = subgroup == 32 ? first / 8 * 2 : 0;
-        add_scaled<M>(low, record, type, slot, total);
-        add_scaled<M>(high, record, type, slot + 1, total);
+        add_scaled<format, M>(low, record, type, scale_slot(format, first * 4), total);
+        add_scaled<format, M>(high, record, type, scale_slot(format, 64 + first * 4), total);
       }
     }
     for (int i = kInt4RecordBytes; i < stride; i += 64) _mm_prefetch(next + i, _MM_HINT_T1);
@@ -136,38 +187,62 @@ void few_rows_int4(const Product& p) {
   }
 }
 
-// int8 weights (one scale per column): the lines of a record in their order, so that it is one stream.
-template <int M>
-void few_rows_int8(const Product& p) {
-  constexpr int stride = record_bytes(WeightFormat::kInt8, ScaleType::kF32);  // it has no scales in its records
+// Bytes: the lines of a record in their order, so that it is one stream.
+template <int M, WeightFormat format>
+void few_rows_bytes(const Product& p) {
+  constexpr int subgroup = traits_of(format).subgroup;
+  constexpr int kLines = subgroup == 32 ? 8 : 16;
+  const ScaleType type = p.layout.scales;
+  const int stride = record_bytes(format, type), scale_bytes = record_scale_bytes(format, type);
+  __m512 total[M][2];  // grouped
   FewSums<M> sums;
   for (int r = 0; r < M; ++r) {
     for (int tile = 0; tile < 2; ++tile) {
-      sums.v[r][tile] = _mm512_loadu_si512(p.acc + acc_index(r, tile * kTileColumns));
+      const float* acc = p.acc + acc_index(r, tile * kTileColumns);
+      if constexpr (subgroup == 0) {
+        sums.v[r][tile] = _mm512_loadu_si512(acc);
+      } else {
+        total[r][tile] = _mm512_loadu_ps(acc);
+      }
     }
   }
+  if constexpr (subgroup != 0) sums.clear();
   for (int g = 0; g < p.record_count; ++g) {
-    const std::uint8_t* w = p.records + static_cast<std::ptrdiff_t>(g) * stride;
-    const char* next = ahead_of(p.ahead, w);
+    const std::uint8_t* record = p.records + static_cast<std::ptrdiff_t>(g) * stride;
+    const std::uint8_t* w = record + scale_bytes;
+    const char* next = ahead_of(p.ahead, record);
+    for (int i = kInt8RecordBytes; i < stride; i += 64) _mm_prefetch(next + i, _MM_HINT_T1);
     for (int half = 0; half < 2; ++half) {
       const std::uint8_t* a = p.a + g * p.a_record_stride + half * (M * 64);
+      for (int first = 0; first < 16; first += kLines) {
 #pragma GCC unroll 4
-      for (int line = 0; line < 16; ++line, w += 128, next += 128) {
-        _mm_prefetch(next, _MM_HINT_T1);
-        _mm_prefetch(next + 64, _MM_HINT_T1);
-        const __m512i w0 = _mm512_loadu_si512(w), w1 = _mm512_loadu_si512(w + 64);
+        for (int line = first; line < first + kLines; ++line, w += 128, next += 128) {
+          _mm_prefetch(next, _MM_HINT_T1);
+          _mm_prefetch(next + 64, _MM_HINT_T1);
+          const __m512i w0 = _mm512_loadu_si512(w), w1 = _mm512_loadu_si512(w + 64);
 #pragma GCC unroll 8
-        for (int r = 0; r < M; ++r) {
-          const __m512i u = broadcast_quad(a + r * 64 + line * 4);
-          sums.v[r][0] = add_dot(sums.v[r][0], u, w0);
-          sums.v[r][1] = add_dot(sums.v[r][1], u, w1);
+          for (int r = 0; r < M; ++r) {
+            const __m512i u = broadcast_quad(a + r * 64 + line * 4);
+            sums.v[r][0] = add_dot(sums.v[r][0], u, w0);
+            sums.v[r][1] = add_dot(sums.v[r][1], u, w1);
+          }
+        }
+        if constexpr (subgroup != 0) {
+          if (subgroup == kRecordDepth && half == 0) continue;
+          add_scaled<format, M>(sums, record, type, scale_slot(format, half * 64 + first * 4), total);
+          sums.clear();
         }
       }
     }
   }
   for (int r = 0; r < M; ++r) {
     for (int tile = 0; tile < 2; ++tile) {
-      _mm512_storeu_si512(p.acc + acc_index(r, tile * kTileColumns), sums.v[r][tile]);
+      float* acc = p.acc + acc_index(r, tile * kTileColumns);
+      if constexpr (subgroup == 0) {
+        _mm512_storeu_si512(acc, sums.v[r][tile]);
+      } else {
+        _mm512_storeu_ps(acc, total[r][tile]);
+      }
     }
   }
 }
@@ -175,9 +250,9 @@ void few_rows_int8(const Product& p) {
 template <int M, WeightFormat format>
 inline void few_rows(const Product& p) {
   if constexpr (traits_of(format).bits == 8) {
-    few_rows_int8<M>(p);
+    few_rows_bytes<M, format>(p);
   } else {
-    few_rows_int4<M, format>(p);
+    few_rows_nibbles<M, format>(p);
   }
 }
 

@@ -7,12 +7,14 @@ namespace {
 struct AvxVnniDot {
   static constexpr bool kTimes16 = true;
 
+  static constexpr int lines(int) { return 8; }
+
   struct Sum {
     __m256i total;
 
     void clear() { total = _mm256_setzero_si256(); }
 
-    template <int bits>
+    template <int largest>
     void add(__m256i u, __m256i w) {
 // Assembly: GCC 12 copies every running sum of a loop around its own intrinsic.
 #if defined(CPUMOE_EMULATE)
@@ -22,7 +24,7 @@ struct AvxVnniDot {
 #endif
     }
 
-    template <int bits>
+    template <int largest>
     __m256i value() const {
       return total;
     }

@@ -20,21 +20,65 @@ inline int8x16_t high_nibbles(int8x16_t v) { return vandq_s8(v, vdupq_n_s8(stati
 
 inline int8x16_t load_signed(const std::uint8_t* p) { return vreinterpretq_s8_u8(vld1q_u8(p)); }
 
+template <WeightFormat format>
 inline float32x4_t load_scales(const std::uint8_t* scales, ScaleType type, int index) {
+  if constexpr (traits_of(format).decoding == Decoding::kFp4) {
+    std::uint32_t quad;
+    memcpy(&quad, scales + index, 4);
+    const uint16x4_t codes = vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(quad))));
+    if constexpr (format == WeightFormat::kFp4Group16) {
+      return vcvt_f32_f16(vreinterpret_f16_u16(vshl_n_u16(codes, 7)));
+    }
+    const uint32x4_t bits = vshlq_n_u32(vmovl_u16(codes), 23);
+    return vreinterpretq_f32_u32(vmaxq_u32(bits, vdupq_n_u32(0x00400000u)));  // 2^-127 is subnormal
+  }
   if (type == ScaleType::kF32) return vreinterpretq_f32_u8(vld1q_u8(scales + index * 4));
   return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(scales + index * 2)), 16));
+}
+
+// Nibbles of a vector as signed bytes; those with a zero point from 0 to 15.
+template <Decoding decoding>
+inline int8x16_t nibbles(int8x16_t v, int half) {
+  if constexpr (decoding == Decoding::kNibbles) {
+    return half == 0 ? low_nibbles(v) : high_nibbles(v);
+  } else {
+    const uint8x16_t bytes = vreinterpretq_u8_s8(v);
+    const uint8x16_t codes = half == 0 ? vandq_u8(bytes, vdupq_n_u8(0x0F)) : vshrq_n_u8(bytes, 4);
+    if constexpr (decoding == Decoding::kNibblesOfZero) return vreinterpretq_s8_u8(codes);
+    return vqtbl1q_s8(vld1q_s8(kFp4Doubled), codes);
+  }
+}
+
+// The zero points of 4 columns, four bytes of each.
+inline int8x16_t load_zeros(const std::uint8_t* zeros) {
+  static constexpr std::uint8_t kFourOfEach[16] = {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3};
+  std::uint32_t quad;
+  memcpy(&quad, zeros, 4);
+  return vreinterpretq_s8_u8(vqtbl1q_u8(vreinterpretq_u8_u32(vdupq_n_u32(quad)), vld1q_u8(kFourOfEach)));
 }
 
 template <class Dot>
 struct Neon {
   static constexpr int kRowsAtOnce = 4;  // 16 running sums in the 32 registers
-  static constexpr int kStraightRows = 4;
+  template <WeightFormat format>
+  static constexpr int kStraightRows = traits_of(format).has_zeros() ? 0 : 4;
 
-  static void unpack_record(const std::uint8_t* packed, std::uint8_t* unpacked) {
-    for (int i = 0; i < kInt4RecordBytes; i += 16) {
-      const int8x16_t v = load_signed(packed + i);
-      vst1q_u8(unpacked + i, vreinterpretq_u8_s8(low_nibbles(v)));
-      vst1q_u8(unpacked + kInt8RecordBytes / 2 + i, vreinterpretq_u8_s8(high_nibbles(v)));
+  template <WeightFormat format>
+  static void unpack_record(const Record& record, std::uint8_t* unpacked) {
+    constexpr Decoding kDecoding = traits_of(format).decoding;
+    for (int line = 0; line < 16; ++line) {
+      for (int c = 0; c < 8; ++c) {  // four columns each
+        const int at = line * 128 + c * 16;
+        const int8x16_t v = load_signed(record.weights + at);
+        int8x16_t low = nibbles<kDecoding>(v, 0), high = nibbles<kDecoding>(v, 1);
+        if constexpr (kDecoding == Decoding::kNibblesOfZero) {
+          const std::uint8_t* zeros = record.zeros + c * 4;
+          low = vsubq_s8(low, load_zeros(zeros + scale_slot(format, line * 4) * kBlockColumns));
+          high = vsubq_s8(high, load_zeros(zeros + scale_slot(format, 64 + line * 4) * kBlockColumns));
+        }
+        vst1q_u8(unpacked + at, vreinterpretq_u8_s8(low));
+        vst1q_u8(unpacked + kInt8RecordBytes / 2 + at, vreinterpretq_u8_s8(high));
+      }
     }
   }
 
@@ -45,23 +89,25 @@ struct Neon {
 
   template <int M, WeightFormat format, bool packed>
   static void record_product(const RecordArgs& args) {
-    constexpr int subgroup = traits_of(format).subgroup;
+    constexpr int subgroup = traits_of(format).subgroup, kLines = subgroup == 16 ? 4 : 8;
     for (int tile = 0; tile < 2; ++tile) {
       typename Dot::template Sums<M> sums;
       sums.clear();
       float* tile_acc = args.acc + tile * (kTileRows * kTileColumns);
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        const RecordPart part = record_part<subgroup>(i);
+      for (int i = 0; i < 2 * 16 / kLines; ++i) {
+        const RecordPart part = record_part<format, kLines>(i);
         const std::uint8_t* w =
             args.weights + part.line * 128 + tile * 64 + (packed ? 0 : part.half * (kInt8RecordBytes / 2));
         const std::uint8_t* x = args.a + part.half * args.half_bytes + part.line * 4;
-        for (int pair = 0; pair < 4; ++pair) {
+        for (int pair = 0; pair < kLines / 2; ++pair) {
           int8x16_t lines[2][4];
           for (int line = 0; line < 2; ++line) {
             for (int quarter = 0; quarter < 4; ++quarter) {
-              const int8x16_t v = load_signed(w + (pair * 2 + line) * 128 + quarter * 16);
-              lines[line][quarter] = !packed ? v : part.half == 0 ? low_nibbles(v) : high_nibbles(v);
+              lines[line][quarter] = load_signed(w + (pair * 2 + line) * 128 + quarter * 16);
+              if constexpr (packed) {
+                lines[line][quarter] = nibbles<traits_of(format).decoding>(lines[line][quarter], part.half);
+              }
             }
           }
           sums.add(lines, x + pair * 8);
@@ -69,7 +115,8 @@ struct Neon {
         if (!part.scale_ends) continue;
         for (int quarter = 0; quarter < 4; ++quarter) {
           const float32x4_t s =
-              load_scales(args.scales, args.scale_type, part.slot * kBlockColumns + tile * kTileColumns + quarter * 4);
+              load_scales<format>(args.record.scales, args.record.scale_type,
+                                  part.slot * kBlockColumns + tile * kTileColumns + quarter * 4);
           for (int r = 0; r < M; ++r) {
             float* p = tile_acc + r * kTileColumns + quarter * 4;
             vst1q_f32(p, vfmaq_f32(vld1q_f32(p), vcvtq_f32_s32(sums.value(r, quarter)), s));

@@ -1,11 +1,12 @@
-// The loop around the products that all vector kernels share: record by record, a few rows at a time. An `Isa` gives
+// The order in which a record is read, and the loop around the products that all vector kernels share: record by record,
+// a few rows at a time. An `Isa` gives
 //
-//   kRowsAtOnce                 rows whose running sums fit the registers
-//   kStraightRows               up to so many rows int4 weights are decoded on the way instead of into a buffer first
-//   unpack_record(packed, dst)  int4 record -> int8 layout
-//   record_product<M, format, packed>(args)  M rows with one record; `packed` where its int4 weights were not unpacked
+//   kRowsAtOnce                       rows whose running sums fit the registers
+//   kStraightRows<format>             up to so many rows nibbles are decoded on the way instead of into a buffer first
+//   unpack_record<format>(record, dst)  the nibbles of a record -> int8 layout
+//   record_product<M, format, packed>(args)  M rows with one record; `packed` where its nibbles were not unpacked
 //
-// The order of the sub-group scales is that of packed.h. Internal linkage on purpose: see kernel.h.
+// Internal linkage on purpose: see kernel.h.
 #pragma once
 
 #include "../kernel.h"
@@ -28,11 +29,22 @@ inline void read_record_ahead(const ReadAhead& ahead, const std::uint8_t* record
   for (int i = 0; i < bytes; i += 64) __builtin_prefetch(p + i, 0, 2);
 }
 
-struct RecordArgs {
-  const std::uint8_t *weights, *a;
-  std::ptrdiff_t half_bytes;  // from a row's first 64 inputs to its last 64
-  const std::uint8_t* scales;
+// A record as it lies there.
+struct Record {
+  const std::uint8_t *scales, *zeros, *weights;
   ScaleType scale_type;
+};
+
+template <WeightFormat format>
+inline Record record_at(const std::uint8_t* bytes, ScaleType scales) {
+  const std::uint8_t* zeros = bytes + record_scale_bytes(format, scales);
+  return {bytes, zeros, zeros + record_zero_bytes(format), scales};
+}
+
+struct RecordArgs {
+  Record record;
+  const std::uint8_t *weights, *a;  // weights: those of the record, or unpacked
+  std::ptrdiff_t half_bytes;        // from a row's first 64 inputs to its last 64
   float* acc;
 };
 
@@ -46,18 +58,20 @@ inline void product_of_rows(int rows, const RecordArgs& args) {
 
 template <class Isa, WeightFormat format>
 void multiply_rows(const Product& p) {
-  const int stride = record_bytes(format, p.format.scales);
-  const int scale_bytes = record_scale_bytes(format, p.format.scales);
+  const int stride = record_bytes(format, p.layout.scales);
   const std::ptrdiff_t half_bytes = static_cast<std::ptrdiff_t>(p.tile_rows) * 64;
-  constexpr bool kInt4 = traits_of(format).bits == 4;
-  const bool straight = kInt4 && p.rows <= Isa::kStraightRows;
+  constexpr bool kNibbles = traits_of(format).bits == 4;
+  const bool straight = kNibbles && p.rows <= Isa::template kStraightRows<format>;
   for (int g = 0; g < p.record_count; ++g) {
-    const std::uint8_t* record = p.records + static_cast<std::ptrdiff_t>(g) * stride;
-    read_record_ahead(p.ahead, record, stride);
-    RecordArgs args{record + scale_bytes, nullptr, half_bytes, record, p.format.scales, nullptr};
-    if (kInt4 && !straight) {
-      Isa::unpack_record(args.weights, p.workspace->unpacked[0]);
-      args.weights = p.workspace->unpacked[0];
+    const std::uint8_t* bytes = p.records + static_cast<std::ptrdiff_t>(g) * stride;
+    read_record_ahead(p.ahead, bytes, stride);
+    const Record record = record_at<format>(bytes, p.layout.scales);
+    RecordArgs args{record, record.weights, nullptr, half_bytes, nullptr};
+    if constexpr (kNibbles) {
+      if (!straight) {
+        Isa::template unpack_record<format>(record, p.workspace->unpacked[0]);
+        args.weights = p.workspace->unpacked[0];
+      }
     }
     for (int row = 0; row < p.rows;) {
       const int tile = row / p.tile_rows, r = row % p.tile_rows;
@@ -65,27 +79,48 @@ void multiply_rows(const Product& p) {
       const int count = left < Isa::kRowsAtOnce ? left : Isa::kRowsAtOnce;
       args.a = p.a + g * p.a_record_stride + tile * 2 * half_bytes + r * 64;
       args.acc = p.acc + tile * kAccTileFloats + r * kTileColumns;
-      if (straight) {
-        product_of_rows<Isa, Isa::kRowsAtOnce, format, kInt4>(count, args);
-      } else {
-        product_of_rows<Isa, Isa::kRowsAtOnce, format, false>(count, args);
+      if constexpr (Isa::template kStraightRows<format> > 0) {
+        if (straight) {
+          product_of_rows<Isa, Isa::kRowsAtOnce, format, kNibbles>(count, args);
+          row += count;
+          continue;
+        }
       }
+      product_of_rows<Isa, Isa::kRowsAtOnce, format, false>(count, args);
       row += count;
     }
   }
 }
 
-// A record is met in four parts of 32 inputs, in the order of its scales: lines 0-7 of half 0 and of half 1, then lines
-// 8-15; with one scale per half, all lines of half 0 first.
+// A record is met in parts of `lines` lines (4 inputs each) of one half, in the order of its scales (scale_slot): of
+// nibbles whose halves have scales of their own within 64 inputs, the halves in turn; else one half after the other.
 struct RecordPart {
   int line, half, slot;
   bool scale_ends;
 };
 
-template <int subgroup>
+template <WeightFormat format, int lines>
+constexpr RecordPart place_of_part(int part) {
+  constexpr FormatTraits traits = traits_of(format);
+  RecordPart at{part * lines % 16, part * lines / 16, 0, false};
+  if (traits.bits == 4 && traits.subgroup != 64) {
+    constexpr int kRun = traits.subgroup == 16 ? 4 : 8;  // lines of a half before it is the other one's turn
+    constexpr int kPartsOfRun = kRun / lines;
+    const int run = part / kPartsOfRun;
+    at.line = run / 2 * kRun + part % kPartsOfRun * lines;
+    at.half = run % 2;
+  }
+  at.slot = scale_slot(format, at.half * 64 + at.line * 4);
+  return at;
+}
+
+template <WeightFormat format, int lines>
 constexpr RecordPart record_part(int part) {
-  if (subgroup == 64) return {part % 2 * 8, part / 2, part / 2, part % 2 == 1};
-  return {part / 2 * 8, part % 2, subgroup == 32 ? part : 0, subgroup == 32 || (subgroup == 128 && part == 3)};
+  constexpr int kParts = 2 * 16 / lines;
+  RecordPart at = place_of_part<format, lines>(part);
+  at.scale_ends = traits_of(format).subgroup != 0 &&
+                  (part + 1 == kParts || place_of_part<format, lines>(part + 1).slot != at.slot);
+  return at;
 }
 
 }  // namespace

@@ -124,49 +124,69 @@ inline V gate_times_up(V gate, V up, const ActivationSpec& spec) {
   return activation_of<V, kind>(gate, spec) * up;
 }
 
-// One block's head and rows, giving finished values V at (row, column). `per_column`: the sums are integers, and the
-// scales of the columns stand in the head.
-template <class V, bool per_column>
+// What the running sums of a block are.
+enum class Sums {
+  kIntegers,  // of weights and inputs: a column has a scale
+  kScaled,    // in fp32, scaled record by record
+  kFactored,  // that, and a column has a factor
+};
+
+constexpr Sums sums_of(WeightFormat format) {
+  const FormatTraits traits = traits_of(format);
+  return traits.subgroup == 0 ? Sums::kIntegers : traits.has_factor ? Sums::kFactored : Sums::kScaled;
+}
+
+// One block's head and rows, giving finished values V at (row, column).
+template <class V, Sums sums, int planes>
 struct FinishedRows {
+  static constexpr bool kOfColumns = sums != Sums::kScaled;  // scales or factors of columns stand in the head
   const float *scale, *bias, *acc;
   const float* row_scale;
 
   explicit FinishedRows(const BlockRows& b)
       : scale(reinterpret_cast<const float*>(b.head + kBlockVectorBytes)),
-        bias(b.format.has_bias ? reinterpret_cast<const float*>(b.head + kBlockVectorBytes * (per_column ? 2 : 1))
+        bias(b.layout.has_bias ? reinterpret_cast<const float*>(b.head + kBlockVectorBytes * (kOfColumns ? 2 : 1))
                                : nullptr),
         acc(b.acc),
         row_scale(b.row_scale) {}
 
-  V at(int row, int column) const {
+  V sum_at(int row, int column) const {
     const float* p = acc + acc_index(row, column);
-    V value = V::load(p);
-    if constexpr (per_column) value = V::load_int(reinterpret_cast<const std::int32_t*>(p)) * V::load(scale + column);
+    return sums == Sums::kIntegers ? V::load_int(reinterpret_cast<const std::int32_t*>(p)) : V::load(p);
+  }
+
+  V at(int row, int column) const {
+    V value = sum_at(row * planes, column);
+    if constexpr (planes == 2) value = V::fma(value, V::set(256.0f), sum_at(row * 2 + 1, column));
+    if constexpr (kOfColumns) value = value * V::load(scale + column);
     value = value * V::set(row_scale[row]);
     return bias == nullptr ? value : value + V::load(bias + column);
   }
 };
 
-template <class V, bool per_column>
+template <class V, Sums sums, int planes>
 void start_rows(const BlockRows& b) {
-  for (int row = 0; row < b.rows; ++row) {
+  for (int row = 0; row < b.rows * planes; ++row) {
+    // The zero point of two bytes is shared out like the values.
+    std::int32_t zero = b.row_zero[row / planes];
+    if constexpr (planes == 2) zero = row % 2 == 0 ? zero >> 8 : zero & 0xFF;
     for (int column = 0; column < kBlockColumns; column += V::kWidth) {
       float* p = b.acc + acc_index(row, column);
-      if constexpr (per_column) {
-        V::store_scaled_int(reinterpret_cast<const std::int32_t*>(b.head) + column, -b.row_zero[row],
+      if constexpr (sums == Sums::kIntegers) {
+        V::store_scaled_int(reinterpret_cast<const std::int32_t*>(b.head) + column, -zero,
                             reinterpret_cast<std::int32_t*>(p));
       } else {
-        const V sums = V::load(reinterpret_cast<const float*>(b.head) + column);
+        const V column_sums = V::load(reinterpret_cast<const float*>(b.head) + column);
         // + 0: never -0, so that adding a product of zero changes no bit.
-        V::store(p, sums * V::set(-static_cast<float>(b.row_zero[row])) + V::set(0.0f));
+        V::store(p, column_sums * V::set(-static_cast<float>(zero)) + V::set(0.0f));
       }
     }
   }
 }
 
-template <class V, bool per_column>
+template <class V, Sums sums, int planes>
 void finish_rows(const BlockRows& b, float* values, std::ptrdiff_t stride, int columns) {
-  const FinishedRows<V, per_column> finished(b);
+  const FinishedRows<V, sums, planes> finished(b);
   for (int row = 0; row < b.rows; ++row) {
     float line[kBlockColumns];
     for (int column = 0; column < kBlockColumns; column += V::kWidth) {
@@ -176,9 +196,9 @@ void finish_rows(const BlockRows& b, float* values, std::ptrdiff_t stride, int c
   }
 }
 
-template <class V, bool per_column, Activation kind>
+template <class V, Sums sums, int planes, Activation kind>
 void activate_kind(const BlockRows& b, const ActivationSpec& spec, float* hidden, std::ptrdiff_t stride) {
-  const FinishedRows<V, per_column> finished(b);
+  const FinishedRows<V, sums, planes> finished(b);
   for (int row = 0; row < b.rows; ++row) {
     float* h = hidden + row * stride;
     if (spec.gated) {
@@ -195,22 +215,22 @@ void activate_kind(const BlockRows& b, const ActivationSpec& spec, float* hidden
   }
 }
 
-template <class V, bool per_column>
+template <class V, Sums sums, int planes>
 void activate_rows(const BlockRows& b, const ActivationSpec& spec, float* hidden, std::ptrdiff_t stride) {
   switch (spec.kind) {
-    case Activation::kSilu: return activate_kind<V, per_column, Activation::kSilu>(b, spec, hidden, stride);
-    case Activation::kSwigluOai: return activate_kind<V, per_column, Activation::kSwigluOai>(b, spec, hidden, stride);
-    case Activation::kSwigluStep: return activate_kind<V, per_column, Activation::kSwigluStep>(b, spec, hidden, stride);
-    case Activation::kGelu: return activate_kind<V, per_column, Activation::kGelu>(b, spec, hidden, stride);
-    case Activation::kGeluTanh: return activate_kind<V, per_column, Activation::kGeluTanh>(b, spec, hidden, stride);
-    case Activation::kRelu2: return activate_kind<V, per_column, Activation::kRelu2>(b, spec, hidden, stride);
+    case Activation::kSilu: return activate_kind<V, sums, planes, Activation::kSilu>(b, spec, hidden, stride);
+    case Activation::kSwigluOai: return activate_kind<V, sums, planes, Activation::kSwigluOai>(b, spec, hidden, stride);
+    case Activation::kSwigluStep: return activate_kind<V, sums, planes, Activation::kSwigluStep>(b, spec, hidden, stride);
+    case Activation::kGelu: return activate_kind<V, sums, planes, Activation::kGelu>(b, spec, hidden, stride);
+    case Activation::kGeluTanh: return activate_kind<V, sums, planes, Activation::kGeluTanh>(b, spec, hidden, stride);
+    case Activation::kRelu2: return activate_kind<V, sums, planes, Activation::kRelu2>(b, spec, hidden, stride);
   }
 }
 
-template <class V, bool per_column>
+template <class V, Sums sums, int planes>
 void combine_rows(const BlockRows& b, const float* weight, const std::int32_t* token, float* out,
                   std::ptrdiff_t stride) {
-  const FinishedRows<V, per_column> finished(b);
+  const FinishedRows<V, sums, planes> finished(b);
   constexpr int kRowsAhead = 6;  // the rows of `out` lie apart: fetch them before they are due
   for (int row = 0; row < b.rows; ++row) {
     const int later = row + kRowsAhead < b.rows ? row + kRowsAhead : b.rows - 1;
@@ -230,34 +250,38 @@ struct RowFactors {
 };
 
 // Range, scale and zero point of a row, from its extremes (asymmetric int8 as PyTorch's dynamic quantisation has it,
-// here shifted by 128 so that the bytes are unsigned), and the factors to multiply with before rounding.
+// here shifted by 128 so that the bytes are unsigned; or the same with 16 bits), and the factors to multiply with
+// before rounding.
+template <int bits>
 inline RowFactors row_parameters(float low, float high, RowScale* q) {
   constexpr float kLargest = 3.40282347e+38f, kLift = 0x1p100f;
+  constexpr auto kSteps = static_cast<float>((1 << bits) - 1), kMiddle = static_cast<float>(1 << (bits - 1));
   const float range = high - low;
   RowFactors f{1.0f, 1.0f};
   if (range == 0.0f) {
     q->scale = 0.0f;  // zeros must give zero, not what rounding leaves of the zero point's share
   } else if (range > kLargest) {
-    f.factor = 127.5f / (high * 0.5f - low * 0.5f);  // the range overflows, its half does not
+    f.factor = kSteps * 0.5f / (high * 0.5f - low * 0.5f);  // the range overflows, its half does not
     q->scale = 1.0f / f.factor;
-  } else if (f.factor = 255.0f / range; f.factor <= kLargest) {
+  } else if (f.factor = kSteps / range; f.factor <= kLargest) {
     q->scale = 1.0f / f.factor;
   } else {
-    // A range below 1e-36, whose factor overflows. The scale is subnormal, with few bits: it is rounded up, so that
-    // the range fits 255 quanta, and values are counted in the scale as it came out.
-    q->scale = range / 255.0f;
-    if (q->scale * 255.0f < range) q->scale += 0x1p-149f;
+    // A range below 1e-36 (1e-34), whose factor overflows. The scale is subnormal, with few bits: it is rounded up, so
+    // that the range fits the steps, and values are counted in the scale as it came out.
+    q->scale = range / kSteps;
+    if (q->scale * kSteps < range) q->scale += 0x1p-149f;
     f = {kLift, 1.0f / (q->scale * kLift)};
   }
   const float scaled_low = low * f.lift * f.factor, scaled_high = high * f.lift * f.factor;
-  float z = (-128.0f + scaled_low) + (127.0f + scaled_high) > 0.0f ? -128.0f - scaled_low : 127.0f - scaled_high;
-  z = z < -128.0f ? -128.0f : z > 127.0f ? 127.0f : z;
+  constexpr float kFirst = -kMiddle, kLast = kMiddle - 1.0f;
+  float z = (kFirst + scaled_low) + (kLast + scaled_high) > 0.0f ? kFirst - scaled_low : kLast - scaled_high;
+  z = z < kFirst ? kFirst : z > kLast ? kLast : z;
   const float rounded = (z + 12582912.0f) - 12582912.0f;  // to nearest even
-  q->zero = static_cast<std::int32_t>(rounded) + 128;
+  q->zero = static_cast<std::int32_t>(rounded) + (1 << (bits - 1));
   return f;
 }
 
-template <class V, DType type>
+template <class V, int bits, DType type>
 RowScale quantize_typed(const PrepareRow& args) {
   using Element = typename V::template Element<type>;
   const auto* x = static_cast<const Element*>(args.src);
@@ -294,7 +318,7 @@ RowScale quantize_typed(const PrepareRow& args) {
   RowScale q{};
   RowFactors factors{};
   if (bad == 0.0f) {
-    factors = row_parameters(rmin, rmax, &q);
+    factors = row_parameters<bits>(rmin, rmax, &q);
   } else {
     // This row's products become 0 * NaN: the token comes out as NaN and touches no other.
     q.scale = __builtin_nanf("");
@@ -306,25 +330,32 @@ RowScale quantize_typed(const PrepareRow& args) {
     std::uint8_t* dst = args.dst + chunk / 2 * args.record_stride + chunk % 2 * args.half_stride;
     for (int j = 0; j < 64; j += V::kWidth) {
       const std::int64_t i = chunk * 64 + j;
-      if (clean && i + V::kWidth <= args.count) {
-        V::store_rounded(dst + j, V::template load_as<type>(x + i) * lift * factor, q.zero);
-      } else if (clean && i < args.count) {
-        V::store_rounded(dst + j, V::template load_as<type>(rest) * lift * factor, q.zero);
-        for (std::int64_t b = args.count - i; b < V::kWidth; ++b) dst[j + b] = 0;
+      std::int64_t filled = clean ? args.count - i : 0;
+      if (filled > 0) {
+        const V value = V::template load_as<type>(filled >= V::kWidth ? x + i : rest) * lift * factor;
+        if constexpr (bits == 8) {
+          V::store_rounded(dst + j, value, q.zero);
+        } else {
+          V::store_rounded_words(dst + j, dst + 64 + j, value, q.zero);
+        }
       } else {
-        for (int b = 0; b < V::kWidth; ++b) dst[j + b] = 0;
+        filled = 0;
+      }
+      for (std::int64_t b = filled; b < V::kWidth; ++b) {
+        dst[j + b] = 0;
+        if constexpr (bits == 16) dst[64 + j + b] = 0;
       }
     }
   }
   return q;
 }
 
-template <class V>
+template <class V, int bits>
 RowScale quantize_row(const PrepareRow& args) {
   switch (args.type) {
-    case DType::kF32: return quantize_typed<V, DType::kF32>(args);
-    case DType::kBF16: return quantize_typed<V, DType::kBF16>(args);
-    case DType::kF16: return quantize_typed<V, DType::kF16>(args);
+    case DType::kF32: return quantize_typed<V, bits, DType::kF32>(args);
+    case DType::kBF16: return quantize_typed<V, bits, DType::kBF16>(args);
+    case DType::kF16: return quantize_typed<V, bits, DType::kF16>(args);
   }
   return RowScale{};
 }
@@ -600,35 +631,48 @@ void sum_rows(const SumRows& a) {
   }
 }
 
+template <class V, Sums sums, int planes>
+constexpr Epilogues epilogues_of() {
+  return {start_rows<V, sums, planes>, finish_rows<V, sums, planes>, activate_rows<V, sums, planes>,
+          combine_rows<V, sums, planes>};
+}
+
+constexpr const RecordCodec* codec_of(Decoding decoding) {
+  switch (decoding) {
+    case Decoding::kBytes: return &kInt8Codec;
+    case Decoding::kNibbles: return &kInt4Codec;
+    case Decoding::kNibblesOfZero: return &kOffsetNibblesCodec;
+    case Decoding::kFp4: return &kFp4Codec;
+  }
+  return nullptr;
+}
+
 // A row of the table but for its product: the epilogues of a weight format on vectors V.
 template <class V, WeightFormat format>
 constexpr FormatKernels format_kernels(void (*multiply)(const Product&)) {
-  constexpr bool kPerColumn = traits_of(format).subgroup == 0;
-  FormatKernels f{};
-  f.weights = format;
-  f.rows = RowFormat::kBytes;
-  f.codec = traits_of(format).bits == 4 ? &kInt4Codec : &kInt8Codec;
-  f.multiply = multiply;
-  f.start = start_rows<V, kPerColumn>;
-  f.finish = finish_rows<V, kPerColumn>;
-  f.activate = activate_rows<V, kPerColumn>;
-  f.combine = combine_rows<V, kPerColumn>;
-  return f;
+  return {format,
+          codec_of(traits_of(format).decoding),
+          multiply,
+          {epilogues_of<V, sums_of(format), 1>(), epilogues_of<V, sums_of(format), 2>()}};
 }
 
-// The whole table of an instruction set but for what it alone has. `Isa::multiply<format>` is its product, which is all
-// that a weight format needs from an instruction set.
+// The rows of all formats, in the order of their numbers, in which Kernels::of looks them up. `Isa::multiply<format>`
+// is all that a weight format needs from an instruction set.
+template <class V, class Isa, int number = 1>
+constexpr void add_formats(Kernels& k) {
+  constexpr auto kFormat = static_cast<WeightFormat>(number);
+  k.formats[number - 1] = format_kernels<V, kFormat>(Isa::template multiply<kFormat>);
+  if constexpr (number < kFormatCount) add_formats<V, Isa, number + 1>(k);
+}
+
+// The whole table of an instruction set but for what it alone has.
 template <class V, class Isa>
 constexpr Kernels kernels_of(const char* name) {
   Kernels k{};
   k.name = name;
-  // In the order of their numbers, in which Kernels::of looks them up.
-  k.formats[0] = format_kernels<V, WeightFormat::kInt4>(Isa::template multiply<WeightFormat::kInt4>);
-  k.formats[1] = format_kernels<V, WeightFormat::kInt4Group32>(Isa::template multiply<WeightFormat::kInt4Group32>);
-  k.formats[2] = format_kernels<V, WeightFormat::kInt4Group64>(Isa::template multiply<WeightFormat::kInt4Group64>);
-  k.formats[3] = format_kernels<V, WeightFormat::kInt4Group128>(Isa::template multiply<WeightFormat::kInt4Group128>);
-  k.formats[4] = format_kernels<V, WeightFormat::kInt8>(Isa::template multiply<WeightFormat::kInt8>);
-  k.row_formats[0] = {RowFormat::kBytes, 64, quantize_row<V>};
+  add_formats<V, Isa>(k);
+  k.row_formats[0] = {RowFormat::kBytes, quantize_row<V, 8>};
+  k.row_formats[1] = {RowFormat::kWords, quantize_row<V, 16>};
   k.few_rows = kTileRows - 1;
   k.thread_begin = [] {};
   k.thread_end = [] {};

@@ -1,70 +1,75 @@
 // The portable kernel, and the definition of the arithmetic: every other kernel has to give these bits.
+#include "row_blocks.h"
 #include "rowwise.h"
 #include "vector_scalar.h"
 
 namespace cpumoe {
 namespace {
 
-// Weights of one line (4 consecutive inputs of 16 columns), times the format's unit.
-template <int bits>
-std::int32_t weight_at(const std::uint8_t* record, int half, int line, int column, int i) {
+// The integer that stands for the weight of input 64 half + 4 line + i and a column.
+template <WeightFormat format>
+std::int32_t integer_at(const Record& record, int half, int line, int column, int i) {
+  constexpr FormatTraits traits = traits_of(format);
   const int tile = column / kTileColumns;
   const int offset = (line * 2 + tile) * 64 + column % kTileColumns * 4 + i;
-  if constexpr (bits == 4) {
-    const std::uint8_t byte = record[offset];
-    return static_cast<std::int8_t>(half == 0 ? static_cast<std::uint8_t>(byte << 4)
-                                              : static_cast<std::uint8_t>(byte & 0xF0u));
-  } else {
-    return static_cast<std::int8_t>(record[half * (kInt8RecordBytes / 2) + offset]);
+  if constexpr (traits.decoding == Decoding::kBytes) {
+    return static_cast<std::int8_t>(record.weights[half * (kInt8RecordBytes / 2) + offset]);
   }
+  const std::uint8_t byte = record.weights[offset];
+  const int nibble = half == 0 ? byte & 0xF : byte >> 4;
+  if constexpr (traits.decoding == Decoding::kNibbles) return static_cast<std::int8_t>(nibble << 4);
+  if constexpr (traits.decoding == Decoding::kFp4) return kFp4Doubled[nibble];
+  return nibble - record.zeros[scale_slot(format, half * 64 + line * 4) * kBlockColumns + column];
 }
 
-float scale_at(const std::uint8_t* scales, ScaleType type, int index) {
-  if (type == ScaleType::kF32) {
-    float f;
-    memcpy(&f, scales + index * 4, 4);
-    return f;
+float scale_at(const Record& record, int index) {
+  switch (record.scale_type) {
+    case ScaleType::kE8M0: {
+      const std::uint32_t bits = static_cast<std::uint32_t>(record.scales[index]) << 23;
+      return bits_as<float>(bits == 0 ? 0x00400000u : bits);  // 2^-127 is subnormal
+    }
+    case ScaleType::kE4M3: return half_to_float(static_cast<std::uint16_t>(record.scales[index] << 7));
+    case ScaleType::kBF16: {
+      std::uint16_t h;
+      memcpy(&h, record.scales + index * 2, 2);
+      return bfloat_to_float(h);
+    }
+    case ScaleType::kF32: break;
   }
-  std::uint16_t h;
-  memcpy(&h, scales + index * 2, 2);
-  return bits_as<float>(static_cast<std::uint32_t>(h) << 16);
+  float f;
+  memcpy(&f, record.scales + index * 4, 4);
+  return f;
 }
 
 struct Scalar {
   template <WeightFormat format>
   static void multiply(const Product& p) {
-    const int stride = record_bytes(format, p.format.scales);
-    const int scale_bytes = record_scale_bytes(format, p.format.scales);
-    constexpr int kBits = traits_of(format).bits, kSubgroup = traits_of(format).subgroup;
-    // Lines that share a scale: 8 (sub-groups of 32) or all 16. With 128 both halves share one too.
-    constexpr int kLines = kSubgroup == 32 ? 8 : 16;
+    constexpr int kLines = 4, kParts = 2 * 16 / kLines;
+    const int stride = record_bytes(format, p.layout.scales);
     for (int row = 0; row < p.rows; ++row) {
       const int tile = row / p.tile_rows, r = row % p.tile_rows;
       for (int column = 0; column < kBlockColumns; ++column) {
         float* acc = p.acc + acc_index(tile * kTileRows + r, column);
         for (int g = 0; g < p.record_count; ++g) {
-          const std::uint8_t* record = p.records + static_cast<std::ptrdiff_t>(g) * stride;
+          const Record record =
+              record_at<format>(p.records + static_cast<std::ptrdiff_t>(g) * stride, p.layout.scales);
           const std::uint8_t* a = p.a + g * p.a_record_stride + tile * (2 * p.tile_rows * 64) + r * 64;
           std::int32_t sum = 0;
-          int scale = 0;
-          for (int first = 0; first < 16; first += kLines) {
-            for (int half = 0; half < 2; ++half) {
-              for (int line = first; line < first + kLines; ++line) {
-                for (int i = 0; i < 4; ++i) {
-                  sum += a[half * p.tile_rows * 64 + line * 4 + i] *
-                         weight_at<kBits>(record + scale_bytes, half, line, column, i);
-                }
-              }
-              const bool scale_ends = kSubgroup == 32 || kSubgroup == 64 || (kSubgroup == 128 && half == 1);
-              if (scale_ends) {
-                const float s = scale_at(record, p.format.scales, scale * kBlockColumns + column);
-                *acc = __builtin_fmaf(static_cast<float>(sum), s, *acc);
-                sum = 0;
-                ++scale;
+          for (int index = 0; index < kParts; ++index) {
+            const RecordPart part = record_part<format, kLines>(index);
+            for (int line = part.line; line < part.line + kLines; ++line) {
+              for (int i = 0; i < 4; ++i) {
+                sum += a[part.half * p.tile_rows * 64 + line * 4 + i] *
+                       integer_at<format>(record, part.half, line, column, i);
               }
             }
+            if (part.scale_ends) {
+              const float s = scale_at(record, part.slot * kBlockColumns + column);
+              *acc = __builtin_fmaf(static_cast<float>(sum), s, *acc);
+              sum = 0;
+            }
           }
-          if (kSubgroup == 0) {
+          if (traits_of(format).subgroup == 0) {
             std::int32_t total;
             memcpy(&total, acc, 4);
             total = static_cast<std::int32_t>(static_cast<std::uint32_t>(total) + static_cast<std::uint32_t>(sum));

@@ -59,6 +59,14 @@ struct F32x8 {
     const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(i), _mm256_extracti128_si256(i, 1));
     _mm_storel_epi64(reinterpret_cast<__m128i*>(dst), _mm_packus_epi16(words, words));
   }
+  static void store_rounded_words(std::uint8_t* upper, std::uint8_t* lower, F32x8 x, std::int32_t zero) {
+    const __m256 half = copy_sign(set(0.49999997f), x).v;
+    const __m256i i = _mm256_add_epi32(_mm256_cvttps_epi32(_mm256_add_ps(x.v, half)), _mm256_set1_epi32(zero));
+    const __m128i words = _mm_packus_epi32(_mm256_castsi256_si128(i), _mm256_extracti128_si256(i, 1));
+    const __m128i lows = _mm_and_si128(words, _mm_set1_epi16(0xFF));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(upper), _mm_packus_epi16(_mm_srli_epi16(words, 8), words));
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(lower), _mm_packus_epi16(lows, lows));
+  }
 
   template <DType type>
   static F32x8 load_as(const Element<type>* p) {

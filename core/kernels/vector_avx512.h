@@ -58,6 +58,14 @@ struct F32x16 {
     i = _mm512_max_epi32(_mm512_add_epi32(i, _mm512_set1_epi32(zero)), _mm512_setzero_si512());
     _mm_storeu_si128(reinterpret_cast<__m128i*>(dst), _mm512_cvtusepi32_epi8(i));
   }
+  static void store_rounded_words(std::uint8_t* upper, std::uint8_t* lower, F32x16 x, std::int32_t zero) {
+    const __m512 half = copy_sign(set(0.49999997f), x).v;
+    __m512i i = _mm512_cvttps_epi32(_mm512_add_ps(x.v, half));
+    i = _mm512_max_epi32(_mm512_add_epi32(i, _mm512_set1_epi32(zero)), _mm512_setzero_si512());
+    i = _mm512_min_epi32(i, _mm512_set1_epi32(65535));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(upper), _mm512_cvtepi32_epi8(_mm512_srli_epi32(i, 8)));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(lower), _mm512_cvtepi32_epi8(i));
+  }
 
   template <DType type>
   static F32x16 load_as(const Element<type>* p) {

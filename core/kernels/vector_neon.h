@@ -53,6 +53,15 @@ struct F32x4 {
     const std::uint32_t quad = vget_lane_u32(vreinterpret_u32_u8(bytes), 0);
     memcpy(dst, &quad, 4);
   }
+  static void store_rounded_words(std::uint8_t* upper, std::uint8_t* lower, F32x4 x, std::int32_t zero) {
+    const float32x4_t half = copy_sign(set(0.49999997f), x).v;
+    const int32x4_t i = vaddq_s32(vcvtq_s32_f32(vaddq_f32(x.v, half)), vdupq_n_s32(zero));
+    const uint16x8_t words = vcombine_u16(vqmovun_s32(i), vdup_n_u16(0));
+    const std::uint32_t highs = vget_lane_u32(vreinterpret_u32_u8(vshrn_n_u16(words, 8)), 0);
+    const std::uint32_t lows = vget_lane_u32(vreinterpret_u32_u8(vmovn_u16(words)), 0);
+    memcpy(upper, &highs, 4);
+    memcpy(lower, &lows, 4);
+  }
 
   template <DType type>
   static F32x4 load_as(const Element<type>* p) {

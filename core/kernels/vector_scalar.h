@@ -65,6 +65,13 @@ struct F32x1 {
     const auto i = static_cast<std::int32_t>(x.v + __builtin_copysignf(0.49999997f, x.v)) + zero;
     *dst = static_cast<std::uint8_t>(i < 0 ? 0 : i > 255 ? 255 : i);
   }
+  // The same with 16 bits, whose upper and lower bytes go apart.
+  static void store_rounded_words(std::uint8_t* upper, std::uint8_t* lower, F32x1 x, std::int32_t zero) {
+    const auto i = static_cast<std::int32_t>(x.v + __builtin_copysignf(0.49999997f, x.v)) + zero;
+    const std::int32_t word = i < 0 ? 0 : i > 65535 ? 65535 : i;
+    *upper = static_cast<std::uint8_t>(word >> 8);
+    *lower = static_cast<std::uint8_t>(word & 0xFF);
+  }
 
   template <DType type>
   static F32x1 load_as(const Element<type>* p) {

@@ -60,16 +60,22 @@ const Kernels& scalar() { return *instruction_sets()[0].kernels; }
 
 struct Matrix {
   PackedSpec spec;
-  std::vector<std::int8_t> values;
-  std::vector<float> scales, bias;
+  std::vector<std::int8_t> values, zeros;
+  std::vector<float> scales, factors, bias;
+  std::vector<std::uint8_t> byte_scales;  // in the place of `scales`, which then have their values
   std::vector<std::uint8_t> blob;
   PackedMatrix packed;
 
   std::int64_t groups() const { return spec.group == 0 ? 1 : spec.depth / spec.group; }
   double weight(std::int64_t e, std::int64_t n, std::int64_t k) const {
-    const std::int64_t g = spec.group == 0 ? 0 : k / spec.group;
-    return values[static_cast<std::size_t>((e * spec.columns + n) * spec.depth + k)] *
-           static_cast<double>(scales[static_cast<std::size_t>((e * spec.columns + n) * groups() + g)]);
+    const auto row = e * spec.columns + n;
+    const auto group = static_cast<std::size_t>(row * groups() + spec.group_of(k));
+    const int value = values[static_cast<std::size_t>(row * spec.depth + k)];
+    const FormatTraits traits = traits_of(spec.weights);
+    double weight = traits.decoding == Decoding::kFp4 ? kFp4Doubled[value] / 2.0 : value;
+    if (traits.has_zeros()) weight -= zeros[group];
+    if (traits.has_factor) weight *= factors[static_cast<std::size_t>(row)];
+    return weight * static_cast<double>(scales[group]);
   }
 };
 
@@ -81,19 +87,45 @@ float as_bfloat(float f) {
   return f;
 }
 
+const FormatInfo& info_of(const PackedSpec& spec) { return *find_format(static_cast<std::uint32_t>(spec.weights)); }
+
+// Values of E8M0 and e4m3 from their definitions.
+double value_of(ScaleType type, std::uint8_t code) {
+  if (type == ScaleType::kE8M0) return std::ldexp(1.0, code - 127);
+  const int exponent = code >> 3 & 15, mantissa = code & 7;
+  return exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
+}
+
 Matrix make_matrix(PackedSpec spec, unsigned seed) {
   Matrix m;
+  for (const ScaleType type : {ScaleType::kE8M0, ScaleType::kE4M3}) {
+    if (info_of(spec).takes(type)) spec.scales = type;
+  }
   m.spec = spec;
   std::mt19937 random(seed);
-  const bool four = traits_of(spec.weights).bits == 4;
-  std::uniform_int_distribution<int> value(four ? -8 : -128, four ? 7 : 127);
+  const FormatTraits traits = traits_of(spec.weights);
+  const int smallest = traits.bits == 8 ? -128 : traits.decoding == Decoding::kFp4 ? 0 : -8;
+  std::uniform_int_distribution<int> value(smallest, smallest + (1 << traits.bits) - 1), zero(-8, 7);
   std::uniform_real_distribution<float> scale(0.001f, 0.02f), bias(-1.0f, 1.0f);
-  m.values.resize(static_cast<std::size_t>(spec.experts * spec.columns * spec.depth));
+  const auto rows = static_cast<std::size_t>(spec.experts * spec.columns);
+  const auto scales = rows * static_cast<std::size_t>(m.groups());
+  m.values.resize(rows * static_cast<std::size_t>(spec.depth));
   for (auto& v : m.values) v = static_cast<std::int8_t>(value(random));
-  m.scales.resize(static_cast<std::size_t>(spec.experts * spec.columns * m.groups()));
+  m.scales.resize(scales);
   for (auto& s : m.scales) s = as_bfloat(scale(random));
+  if (traits.has_zeros()) m.zeros.resize(scales);
+  for (auto& z : m.zeros) z = static_cast<std::int8_t>(zero(random));
+  if (traits.has_factor) {
+    m.factors.resize(rows);
+    for (auto& f : m.factors) f = scale(random);
+    m.byte_scales.resize(scales);
+    for (std::size_t i = 0; i < scales; ++i) {
+      m.byte_scales[i] = static_cast<std::uint8_t>(spec.scales == ScaleType::kE8M0 ? 120 + random() % 8 : random() % 127);
+      m.scales[i] = static_cast<float>(value_of(spec.scales, m.byte_scales[i]));
+    }
+  }
   if (spec.has_bias) {
-    m.bias.resize(static_cast<std::size_t>(spec.experts * spec.columns));
+    m.bias.resize(rows);
     for (auto& b : m.bias) b = bias(random);
   }
   m.packed = layout_of(spec, "matrix");
@@ -102,9 +134,13 @@ Matrix make_matrix(PackedSpec spec, unsigned seed) {
   std::vector<PackSource> sources;
   for (std::int64_t e = 0; e < spec.experts; ++e) {
     PackSource s;
-    s.values = m.values.data() + e * spec.columns * spec.depth;
-    s.scales = m.scales.data() + e * spec.columns * m.groups();
-    s.bias = spec.has_bias ? m.bias.data() + e * spec.columns : nullptr;
+    const std::int64_t row = e * spec.columns, group = row * m.groups();
+    s.values = m.values.data() + row * spec.depth;
+    s.scales = m.scales.data() + group;
+    if (traits.has_factor) s.scales = m.byte_scales.data() + group;
+    s.zeros = traits.has_zeros() ? m.zeros.data() + group : nullptr;
+    s.factors = traits.has_factor ? m.factors.data() + row : nullptr;
+    s.bias = spec.has_bias ? m.bias.data() + row : nullptr;
     s.order = spec.gated ? RowOrder::kGateThenUp : RowOrder::kPlain;
     sources.push_back(s);
   }
@@ -122,8 +158,8 @@ std::vector<float> random_values(std::size_t count, unsigned seed, float offset 
 }
 
 std::string describe(const PackedSpec& s, const std::string& kernel, std::int64_t rows) {
-  return kernel + " " + find_format(static_cast<std::uint32_t>(s.weights))->name + " group " + std::to_string(s.group) +
-         " " + std::to_string(s.columns) + "x" + std::to_string(s.depth) + " rows " + std::to_string(rows) +
+  return kernel + " " + info_of(s).name + (s.rows == RowFormat::kWords ? " words" : "") + " group " +
+         std::to_string(s.group) + " " + std::to_string(s.columns) + "x" + std::to_string(s.depth) + " rows " + std::to_string(rows) +
          (s.has_bias ? " bias" : "") + (s.scales == ScaleType::kBF16 ? " bf16" : " fp32");
 }
 
@@ -133,22 +169,33 @@ std::vector<float> run_linear(const Kernels& k, const Matrix& m, const std::vect
   return out;
 }
 
-std::vector<PackedSpec> linear_specs() {
+// Every weight format that holds groups of `group` inputs, with either kind of rows.
+std::vector<PackedSpec> specs_of_group(std::int64_t group) {
   std::vector<PackedSpec> specs;
-  for (const std::int64_t group : {0, 32, 64, 96, 128, 256, 384}) {
-    for (const std::int64_t depth : {32, 50, 64, 96, 128, 160, 192, 256, 384, 768, 2880}) {
-      if (group != 0 && depth % group != 0) continue;
+  for (const FormatInfo& f : kWeightFormats) {
+    if (find_format(f.element, group, traits_of(f.id).has_zeros()) != &f) continue;
+    for (const RowFormat rows : {RowFormat::kBytes, RowFormat::kWords}) {
       PackedSpec s;
-      s.weights = find_format("int4", group)->id;
+      s.weights = f.id;
       s.group = group;
       s.experts = 1;
-      s.depth = depth;
-      s.columns = depth == 96 ? 10 : depth == 160 ? 33 : 64;
-      s.has_bias = depth % 128 == 0;
-      s.scales = depth % 64 == 0 ? ScaleType::kBF16 : ScaleType::kF32;
+      s.rows = rows;
       specs.push_back(s);
-      if (group == 0) {
-        s.weights = WeightFormat::kInt8;
+    }
+  }
+  return specs;
+}
+
+std::vector<PackedSpec> linear_specs() {
+  std::vector<PackedSpec> specs;
+  for (const std::int64_t group : {0, 16, 32, 64, 96, 128, 256, 384}) {
+    for (const std::int64_t depth : {32, 50, 64, 96, 128, 160, 192, 256, 384, 768, 2880}) {
+      if (group != 0 && depth % group != 0) continue;
+      for (PackedSpec s : specs_of_group(group)) {
+        s.depth = depth;
+        s.columns = depth == 96 ? 10 : depth == 160 ? 33 : 64;
+        s.has_bias = depth % 128 == 0;
+        s.scales = depth % 64 == 0 ? ScaleType::kBF16 : ScaleType::kF32;
         specs.push_back(s);
       }
     }
@@ -173,29 +220,53 @@ void test_linear_kernels() {
 
 // Every number of row tiles, several chunks, and inputs too large for one pass over the records.
 void test_many_rows() {
-  for (const std::int64_t group : {0, 32, 64, 96, 128}) {
+  for (const std::int64_t group : {0, 16, 32, 64, 96, 128}) {
     for (const std::int64_t depth : {384, 3456}) {
-      PackedSpec spec;
-      spec.weights = find_format("int4", group)->id;
-      spec.group = group;
-      spec.experts = 1;
-      spec.depth = depth;
-      spec.columns = 70;
-      spec.has_bias = group != 128;
-      const Matrix m = make_matrix(spec, 3);
-      const std::vector<std::int64_t> counts =
-          depth == 384 ? std::vector<std::int64_t>{33, 65, 81, 97, 113, 128, 129, 257} : std::vector<std::int64_t>{129};
-      for (const std::int64_t rows : counts) {
-        const auto x = random_values(static_cast<std::size_t>(rows * depth), 5);
-        const auto expected = run_linear(scalar(), m, x, rows);
-        for (const Kernels* k : other_kernels()) {
-          const auto got = run_linear(*k, m, x, rows);
-          check(same_bits(expected.data(), got.data(), got.size() * 4), "linear " + describe(spec, k->name, rows));
+      for (PackedSpec spec : specs_of_group(group)) {
+        spec.depth = depth;
+        spec.columns = 70;
+        spec.has_bias = group != 128;
+        const Matrix m = make_matrix(spec, 3);
+        const bool bytes = spec.rows == RowFormat::kBytes;
+        std::vector<std::int64_t> counts = {33, 65, 81, 97, 113, 128, 129, 257};
+        if (!bytes) counts = {20, 65};
+        if (depth != 384) counts = {bytes ? 129 : 65};
+        for (const std::int64_t rows : counts) {
+          const auto x = random_values(static_cast<std::size_t>(rows * depth), 5);
+          const auto expected = run_linear(scalar(), m, x, rows);
+          for (const Kernels* k : other_kernels()) {
+            const auto got = run_linear(*k, m, x, rows);
+            check(same_bits(expected.data(), got.data(), got.size() * 4), "linear " + describe(spec, k->name, rows));
+          }
         }
       }
     }
   }
 }
+
+// A row by itself, as a kernel prepares it.
+struct PreparedRow {
+  RowScale scale{};
+  int planes;
+  std::vector<std::uint8_t> bytes;
+
+  PreparedRow(const Kernels& k, RowFormat format, const void* x, DType type, std::int64_t count)
+      : planes(planes_of(format)), bytes(static_cast<std::size_t>((count + 127) / 128 * 128 * planes), 1) {
+    scale = k.of(format).prepare(
+        {x, type, count, (count + 127) / 128 * 128, bytes.data(), 128 * planes, std::ptrdiff_t{64} * planes});
+  }
+
+  double at(std::int64_t i) const {
+    const auto half = static_cast<std::size_t>(i / 64 * 64 * planes + i % 64);
+    const int u = planes == 1 ? bytes[half] : bytes[half] * 256 + bytes[half + 64];
+    return (u - scale.zero) * static_cast<double>(scale.scale);
+  }
+
+  bool operator==(const PreparedRow& other) const {
+    const bool both_nan = scale.scale != scale.scale && other.scale.scale != other.scale.scale;
+    return bytes == other.bytes && scale.zero == other.scale.zero && (both_nan || scale.scale == other.scale.scale);
+  }
+};
 
 // The scalar kernel against double arithmetic on the same quantised inputs.
 void test_linear_meaning() {
@@ -206,13 +277,11 @@ void test_linear_meaning() {
     const auto got = run_linear(scalar(), m, x, rows);
     double error = 0, norm = 0;
     for (std::int64_t r = 0; r < rows; ++r) {
-      std::vector<std::uint8_t> bytes(static_cast<std::size_t>(m.packed.padded_depth));
-      const RowScale q = scalar().row_formats[0].prepare(
-          {x.data() + r * spec.depth, DType::kF32, spec.depth, m.packed.padded_depth, bytes.data(), 128, 64});
+      const PreparedRow row(scalar(), spec.rows, x.data() + r * spec.depth, DType::kF32, spec.depth);
       for (std::int64_t n = 0; n < spec.columns; ++n) {
         double sum = 0;
         for (std::int64_t k = 0; k < spec.depth; ++k) {
-          sum += (bytes[static_cast<std::size_t>(k)] - q.zero) * static_cast<double>(q.scale) * m.weight(0, n, k);
+          sum += row.at(k) * m.weight(0, n, k);
         }
         if (spec.has_bias) sum += m.bias[static_cast<std::size_t>(n)];
         const double d = sum - got[static_cast<std::size_t>(r * spec.columns + n)];
@@ -220,7 +289,9 @@ void test_linear_meaning() {
         norm += sum * sum;
       }
     }
-    check(std::sqrt(error / norm) < 2e-6, "meaning of " + describe(spec, "scalar", rows));
+    // Weights that are not centred have large column sums, of which the zero point's share cancels.
+    const double tolerance = traits_of(spec.weights).has_zeros() ? 4e-6 : 2e-6;
+    check(std::sqrt(error / norm) < tolerance, "meaning of " + describe(spec, "scalar", rows));
   }
 }
 
@@ -229,9 +300,10 @@ struct Layer {
 };
 
 Layer make_layer(std::int64_t hidden, std::int64_t inner, std::int64_t experts, std::int64_t group, const char* element,
-                 bool gated, bool bias) {
+                 bool gated, bool bias, RowFormat rows = RowFormat::kBytes, bool zeros = false) {
   PackedSpec first, second;
-  first.weights = second.weights = find_format(element, group)->id;
+  first.weights = second.weights = find_format(element, group, zeros)->id;
+  first.rows = second.rows = rows;
   first.group = second.group = group;
   first.experts = second.experts = experts;
   first.columns = gated ? 2 * inner : inner;
@@ -271,8 +343,9 @@ void test_layers() {
     const char* element;
     bool gated, bias;
     Activation activation;
+    bool words = false, zeros = false;
   };
-  const char *i4 = "int4", *i8 = "int8";
+  const char *i4 = "int4", *i8 = "int8", *f4 = "fp4";
   const std::vector<Case> cases = {
       {128, 64, 5, 32, i4, true, false, Activation::kSilu},
       {256, 128, 4, 128, i4, true, true, Activation::kSwigluOai},
@@ -283,9 +356,20 @@ void test_layers() {
       {192, 64, 70, 64, i4, true, false, Activation::kSilu},
       {64, 64, 3, 0, i8, false, true, Activation::kGelu},
       {2880, 96, 4, 32, i4, true, true, Activation::kSwigluOai},
+      {128, 64, 5, 32, i4, true, false, Activation::kSilu, true},
+      {64, 160, 70, 0, i4, true, true, Activation::kGeluTanh, true},
+      {192, 96, 3, 32, i4, true, true, Activation::kGelu, true, true},
+      {256, 128, 4, 128, i4, false, false, Activation::kRelu2, false, true},
+      {128, 96, 3, 32, i8, true, false, Activation::kSwigluStep, true},
+      {256, 64, 70, 64, i8, true, true, Activation::kSilu},
+      {160, 32, 3, 0, i8, false, true, Activation::kSilu, true},
+      {96, 64, 5, 32, f4, true, true, Activation::kSwigluOai, true},
+      {128, 96, 3, 16, f4, true, false, Activation::kSilu, true},
+      {64, 128, 70, 16, f4, true, false, Activation::kSilu},
   };
   for (const Case& c : cases) {
-    const Layer layer = make_layer(c.hidden, c.inner, c.experts, c.group, c.element, c.gated, c.bias);
+    const Layer layer = make_layer(c.hidden, c.inner, c.experts, c.group, c.element, c.gated, c.bias,
+                                   c.words ? RowFormat::kWords : RowFormat::kBytes, c.zeros);
     for (const std::int64_t tokens : {1, 2, 9, 70, 300}) {
       if (tokens > 9 && c.hidden > 1000) continue;
       const std::int64_t topk = std::min<std::int64_t>(3, c.experts);
@@ -335,15 +419,13 @@ void test_rowwise() {
         k->store_row(x.data(), count, type, other.data());
         check(half[i] == other, std::string(k->name) + " store_row " + std::to_string(count));
       }
-      const std::int64_t padded = (count + 127) / 128 * 128;
       for (const DType type : {DType::kF32, DType::kBF16, DType::kF16}) {
         const void* src =
             type == DType::kF32 ? static_cast<const void*>(x.data()) : half[type == DType::kF16 ? 1 : 0].data();
-        std::vector<std::uint8_t> a(static_cast<std::size_t>(padded), 1), b(a);
-        const RowScale qa = scalar().row_formats[0].prepare({src, type, count, padded, a.data(), 128, 64});
-        const RowScale qb = k->row_formats[0].prepare({src, type, count, padded, b.data(), 128, 64});
-        check(a == b && qa.zero == qb.zero && (qa.scale == qb.scale || (qa.scale != qa.scale && qb.scale != qb.scale)),
-              std::string(k->name) + " quantize_row " + std::to_string(count));
+        for (const RowFormat rows : {RowFormat::kBytes, RowFormat::kWords}) {
+          check(PreparedRow(scalar(), rows, src, type, count) == PreparedRow(*k, rows, src, type, count),
+                std::string(k->name) + " prepared row of " + std::to_string(count));
+        }
         for (const Scoring scoring : {Scoring::kNone, Scoring::kSoftmax, Scoring::kSigmoid, Scoring::kSqrtSoftplus}) {
           std::vector<float> sa(static_cast<std::size_t>(count + 32)), sb(sa);
           scalar().load_row(src, type, count, sa.data());
@@ -380,9 +462,10 @@ std::vector<float> activated(const Kernels& k, const ActivationSpec& spec, std::
   const std::vector<float> scale(kTileRows, 1.0f);
   const std::vector<std::int32_t> zero(kTileRows, 0);
   std::vector<float> out(kAccTileFloats, 0.0f);
-  const BlockFormat format{WeightFormat::kInt4Group128, ScaleType::kF32, false};
-  k.of(format.weights)
-      .activate({format, head.data(), acc.data(), kTileRows, scale.data(), zero.data()}, spec, out.data(),
+  const BlockLayout layout{WeightFormat::kInt4Group128, ScaleType::kF32, false};
+  k.of(layout.weights)
+      .with(RowFormat::kBytes)
+      .activate({layout, head.data(), acc.data(), kTileRows, scale.data(), zero.data()}, spec, out.data(),
                 kBlockColumns);
   return out;
 }
@@ -399,21 +482,22 @@ void test_extremes() {
     const float unit = std::ldexp(1.0f, static_cast<int>(random() % 276) - 149);
     for (std::size_t i = 0; i < row.size() && round % 3 != 0; ++i) row[i] = std::fmod(x[i], 1.99f) * unit;
     const int count = 1 + static_cast<int>(random() % 200);
-    std::vector<std::uint8_t> bytes(256), other(256);
-    const RowScale q = scalar().row_formats[0].prepare({row.data(), DType::kF32, count, 256, bytes.data(), 128, 64});
-    double low = 0, high = 0, worst = 0;
-    for (int i = 0; i < count; ++i) {
-      low = std::min(low, static_cast<double>(row[static_cast<std::size_t>(i)]));
-      high = std::max(high, static_cast<double>(row[static_cast<std::size_t>(i)]));
-    }
-    for (int i = 0; i < count; ++i) {
-      const auto at = static_cast<std::size_t>(i);
-      worst = std::max(worst, std::fabs((bytes[at] - q.zero) * static_cast<double>(q.scale) - row[at]));
-    }
-    check(worst <= 1.01 * (high - low) / 255 + 1.5e-45, "a row is off by more than a step");
-    for (const Kernels* k : other_kernels()) {
-      const RowScale p = k->row_formats[0].prepare({row.data(), DType::kF32, count, 256, other.data(), 128, 64});
-      check(bytes == other && same_bits(&p, &q, sizeof(p)), std::string(k->name) + " quantize_row of every magnitude");
+    for (const RowFormat format : {RowFormat::kBytes, RowFormat::kWords}) {
+      const PreparedRow prepared(scalar(), format, row.data(), DType::kF32, count);
+      double low = 0, high = 0, worst = 0;
+      for (int i = 0; i < count; ++i) {
+        low = std::min(low, static_cast<double>(row[static_cast<std::size_t>(i)]));
+        high = std::max(high, static_cast<double>(row[static_cast<std::size_t>(i)]));
+      }
+      for (int i = 0; i < count; ++i) {
+        worst = std::max(worst, std::fabs(prepared.at(i) - row[static_cast<std::size_t>(i)]));
+      }
+      const double steps = format == RowFormat::kBytes ? 255 : 65535;
+      check(worst <= 1.01 * (high - low) / steps + 1.5e-45, "a row is off by more than a step");
+      for (const Kernels* k : other_kernels()) {
+        check(PreparedRow(*k, format, row.data(), DType::kF32, count) == prepared,
+              std::string(k->name) + " prepared row of every magnitude");
+      }
     }
     for (const Scoring scoring : {Scoring::kSoftmax, Scoring::kSigmoid, Scoring::kSqrtSoftplus}) {
       std::vector<float> expected = x;
@@ -710,8 +794,8 @@ void test_packed_bytes() {
     check(refused([&] { open_packed(m.blob.data(), static_cast<std::int64_t>(size), "blob"); }), "truncated");
   }
   const ScaleType f32 = ScaleType::kF32;
-  check(refused([&] { choose_format("int4", 48, "m"); }) && refused([&] { choose_format("int8", 32, "m"); }) &&
-            refused([&] { choose_format("fp4", 32, "m"); }),
+  check(refused([&] { choose_format("int4", 48, false, "m"); }) && refused([&] { choose_format("int8", 32, true, "m"); }) &&
+            refused([&] { choose_format("fp4", 64, false, "m"); }),
         "formats that there are not");
   check(refused([&] { layout_of({WeightFormat::kInt4Group64, f32, 64, 1, 32, 96, false, false}, "m"); }), "64 in 96");
   check(refused([&] { layout_of({WeightFormat::kInt4, f32, 0, 1, 32, 1 << 20, false, false}, "m"); }), "deep");
@@ -732,10 +816,13 @@ void test_formats() {
     for (const IsaEntry& e : instruction_sets()) {
       if (e.kernels == nullptr) continue;
       const FormatKernels& row = e.kernels->of(f.id);
-      check(row.weights == f.id && row.codec == scalar().of(f.id).codec && row.multiply != nullptr &&
-                row.start != nullptr && row.finish != nullptr && row.activate != nullptr && row.combine != nullptr &&
-                e.kernels->of(row.rows).format == row.rows,
-            std::string(e.name) + " " + f.name);
+      bool whole = row.weights == f.id && row.codec == scalar().of(f.id).codec && row.multiply != nullptr;
+      for (const RowFormat rows : {RowFormat::kBytes, RowFormat::kWords}) {
+        const Epilogues& epilogues = row.with(rows);
+        whole = whole && epilogues.start != nullptr && epilogues.finish != nullptr && epilogues.activate != nullptr &&
+                epilogues.combine != nullptr && e.kernels->of(rows).format == rows;
+      }
+      check(whole, std::string(e.name) + " " + f.name);
     }
   }
   check(find_format(0u) == nullptr && find_format("int4", 96) == find_format("int4", 32), "look-up of formats");
@@ -748,18 +835,30 @@ void test_unpacking() {
     for (const bool bias : {false, true}) specs.push_back(make_layer(160, 96, 3, 0, element, true, bias).gate_up.spec);
   }
   specs.push_back(make_layer(192, 96, 2, 96, "int4", true, true).gate_up.spec);
+  specs.push_back(make_layer(192, 96, 2, 0, "int4", true, true, RowFormat::kWords, true).gate_up.spec);
   for (const PackedSpec& spec : specs) {
     const Matrix m = make_matrix(spec, 97);
     std::vector<std::int8_t> values(m.values.size(), 99);
-    std::vector<float> scales(m.scales.size()), bias(m.bias.size());
+    std::vector<std::int8_t> zeros(m.zeros.size());
+    std::vector<std::uint8_t> byte_scales(m.byte_scales.size());
+    std::vector<float> scales(m.scales.size()), factors(m.factors.size()), bias(m.bias.size());
     std::vector<UnpackTarget> targets;
+    const bool bytes = !byte_scales.empty();
     for (std::int64_t e = 0; e < spec.experts; ++e) {
-      targets.push_back({values.data() + e * spec.columns * spec.depth,
-                         scales.data() + e * spec.columns * spec.groups(), DType::kF32,
-                         spec.has_bias ? bias.data() + e * spec.columns : nullptr});
+      const std::int64_t row = e * spec.columns, group = row * spec.groups();
+      UnpackTarget target{};
+      target.values = values.data() + row * spec.depth;
+      target.scales = bytes ? static_cast<void*>(byte_scales.data() + group) : scales.data() + group;
+      target.scale_type = DType::kF32;
+      target.zeros = zeros.data() + group;
+      target.factors = factors.data() + row;
+      target.bias = bias.data() + row;
+      targets.push_back(target);
     }
     unpack_experts(m.packed, 0, targets.data(), spec.experts, "matrix");
-    check(values == m.values && scales == m.scales && bias == m.bias, "unpacked " + describe(spec, "", 0));
+    check(values == m.values && (bytes || scales == m.scales) && byte_scales == m.byte_scales && zeros == m.zeros &&
+              factors == m.factors && bias == m.bias,
+          "unpacked " + describe(spec, "", 0));
     check(refused([&] { unpack_experts(m.packed, spec.experts, targets.data(), 1, "matrix"); }), "too many experts");
   }
 }

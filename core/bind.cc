@@ -117,11 +117,32 @@ void linear(nb::handle x_, nb::handle weight_, nb::handle out_) {
 // ---- packed weights ------------------------------------------------------------------------------------------------
 
 constexpr std::pair<const char*, ScaleType> kScaleNames[] = {{"float32", ScaleType::kF32},
-                                                             {"bfloat16", ScaleType::kBF16}};
+                                                             {"bfloat16", ScaleType::kBF16},
+                                                             {"e8m0", ScaleType::kE8M0},
+                                                             {"e4m3", ScaleType::kE4M3}};
+constexpr std::pair<const char*, RowFormat> kRowNames[] = {{"int8", RowFormat::kBytes}, {"int16", RowFormat::kWords}};
 
+template <class Value, std::size_t count>
+Value value_named(const std::pair<const char*, Value> (&names)[count], const std::string& name, const char* argument) {
+  std::string accepted;
+  for (const auto& [text, value] : names) {
+    if (name == text) return value;
+    accepted += (accepted.empty() ? "" : ", ") + std::string(text);
+  }
+  CPUMOE_REQUIRE(false, argument, "=", name, "; accepted are ", accepted);
+  return names[0].second;
+}
+
+template <class Value, std::size_t count>
+const char* name_of(const std::pair<const char*, Value> (&names)[count], Value value) {
+  return std::find_if(std::begin(names), std::end(names), [&](const auto& entry) { return value == entry.second; })
+      ->first;
+}
+
+// What Python gives to make a PackedSpec.
 PackedSpec make_spec(const std::string& weights, std::optional<std::int64_t> group_size, const std::string& scales,
                      std::int64_t experts, std::int64_t out_features, std::int64_t in_features, bool gated,
-                     bool has_bias) {
+                     bool has_bias, bool has_zero_points, const std::string& activations) {
   PackedSpec s;
   s.group = group_size.value_or(0);
   s.experts = experts;
@@ -129,11 +150,9 @@ PackedSpec make_spec(const std::string& weights, std::optional<std::int64_t> gro
   s.depth = in_features;
   s.gated = gated;
   s.has_bias = has_bias;
-  s.weights = choose_format(weights, group_size, "weights");
-  const auto* scale = std::find_if(std::begin(kScaleNames), std::end(kScaleNames),
-                                   [&](const auto& entry) { return scales == entry.first; });
-  CPUMOE_REQUIRE(scale != std::end(kScaleNames), "scales=", scales, "; float32 and bfloat16 are accepted");
-  s.scales = scale->second;
+  s.weights = choose_format(weights, group_size, has_zero_points, "weights");
+  s.scales = value_named(kScaleNames, scales, "scales");
+  s.rows = value_named(kRowNames, activations, "activations");
   layout_of(s, "weights");  // refuses what cannot be packed
   return s;
 }
@@ -143,18 +162,17 @@ std::optional<std::int64_t> group_size(const PackedSpec& s) {
 }
 
 const FormatInfo& format_of(const PackedSpec& s) { return *find_format(static_cast<std::uint32_t>(s.weights)); }
-
-const char* scale_name(const PackedSpec& s) {
-  return std::find_if(std::begin(kScaleNames), std::end(kScaleNames),
-                      [&](const auto& entry) { return s.scales == entry.second; })
-      ->first;
-}
+bool has_zero_points(const PackedSpec& s) { return traits_of(s.weights).has_zeros(); }
+const char* scale_name(const PackedSpec& s) { return name_of(kScaleNames, s.scales); }
+const char* row_name(const PackedSpec& s) { return name_of(kRowNames, s.rows); }
 
 std::string spec_text(const PackedSpec& s) {
+  const auto text = [](bool flag) { return flag ? "True" : "False"; };
   return concat("PackedSpec(weights='", format_of(s).element,
                 "', group_size=", s.group == 0 ? std::string("None") : std::to_string(s.group), ", scales='",
                 scale_name(s), "', experts=", s.experts, ", out_features=", s.columns, ", in_features=", s.depth,
-                ", gated=", s.gated ? "True" : "False", ", has_bias=", s.has_bias ? "True" : "False", ")");
+                ", gated=", text(s.gated), ", has_bias=", text(s.has_bias),
+                ", has_zero_points=", text(has_zero_points(s)), ", activations='", row_name(s), "')");
 }
 
 void bind_spec(nb::module_& m) {
@@ -163,12 +181,13 @@ void bind_spec(nb::module_& m) {
       .def(
           "__init__",
           [](PackedSpec* self, const std::string& weights, std::optional<std::int64_t> group, const std::string& scales,
-             std::int64_t experts, std::int64_t out_features, std::int64_t in_features, bool gated, bool has_bias) {
-            new (self)
-                PackedSpec(make_spec(weights, group, scales, experts, out_features, in_features, gated, has_bias));
+             std::int64_t experts, std::int64_t out_features, std::int64_t in_features, bool gated, bool has_bias,
+             bool zero_points, const std::string& activations) {
+            new (self) PackedSpec(make_spec(weights, group, scales, experts, out_features, in_features, gated, has_bias,
+                                            zero_points, activations));
           },
           nb::kw_only(), "weights"_a, "group_size"_a.none(), "scales"_a, "experts"_a, "out_features"_a, "in_features"_a,
-          "gated"_a, "has_bias"_a)
+          "gated"_a, "has_bias"_a, "has_zero_points"_a, "activations"_a)
       .def_prop_ro("weights", [](const PackedSpec& s) { return format_of(s).element; })
       .def_prop_ro("weight_format", [](const PackedSpec& s) { return format_of(s).name; })
       .def_prop_ro("weight_bits", [](const PackedSpec& s) { return traits_of(s.weights).bits; })
@@ -180,6 +199,9 @@ void bind_spec(nb::module_& m) {
       .def_ro("in_features", &PackedSpec::depth)
       .def_ro("gated", &PackedSpec::gated)
       .def_ro("has_bias", &PackedSpec::has_bias)
+      .def_prop_ro("has_zero_points", &has_zero_points)
+      .def_prop_ro("has_factors", [](const PackedSpec& s) { return traits_of(s.weights).has_factor; })
+      .def_prop_ro("activations", &row_name)
       .def_prop_ro("packed_bytes", [](const PackedSpec& s) { return layout_of(s, "weights").total_bytes; })
       .def(
           "__eq__", [](const PackedSpec& s, const PackedSpec& other) { return s == other; }, nb::is_operator())
@@ -205,10 +227,53 @@ nb::list list_weight_formats() {
   return rows;
 }
 
-// values: int8 [experts, columns, depth], or uint8 nibbles [experts, columns, (depth + 1) / 2].
-void pack_into(nb::handle blob_, std::int64_t first_expert, nb::handle values_, nb::handle scales_, nb::handle bias_,
-               int order, const std::string& name) {
-  const std::string scales_name = name + "_scale", bias_name = name + "_bias";
+// One of the arrays that packed weights are made of: [experts, columns, width], or [experts, columns] with width 0.
+// Absent exactly where the packed weights have no such part.
+template <class T>
+class Part {
+ public:
+  Part(nb::handle array, const std::string& name, bool wanted, std::int64_t experts, const PackedSpec& s,
+       std::int64_t width, const char* type, bool writable = false)
+      : name_(name), stride_(s.columns * std::max<std::int64_t>(width, 1)) {
+    CPUMOE_REQUIRE(array.is_none() != wanted, name, " is ", array.is_none() ? "missing" : "not expected");
+    if (array.is_none()) return;
+    array_.emplace(array, name_.c_str());
+    if (writable) array_->writable();
+    array_->contiguous(width == 0 ? 2 : 3).template expect<T>(type);
+    const bool fits = array_->dim(0) == experts && array_->dim(1) == s.columns && (width == 0 || array_->dim(2) == width);
+    CPUMOE_REQUIRE(fits, name, " is ", array_->shape_text(), "; [", experts, ", ", s.columns,
+                   width == 0 ? std::string() : concat(", ", width), "] is accepted");
+  }
+
+  T* of(std::int64_t expert) const {
+    return array_ ? array_->template data<T>() + expert * stride_ : nullptr;
+  }
+
+ private:
+  std::string name_;
+  std::int64_t stride_;
+  std::optional<Array> array_;
+};
+
+bool has_byte_scales(const PackedSpec& s) { return size_of(s.scales) == 1; }
+
+// Scales [experts, columns, groups]: floats, or bytes where the format has those. Gives the size of one.
+int check_scales(const Array& scales, const std::string& name, const PackedSpec& s, std::int64_t experts) {
+  scales.contiguous(3);
+  CPUMOE_REQUIRE(scales.dim(0) == experts && scales.dim(1) == s.columns && scales.dim(2) == s.groups(), name, " is ",
+                 scales.shape_text(), "; [", experts, ", ", s.columns, ", ", s.groups(), "] is accepted");
+  if (has_byte_scales(s)) {
+    scales.expect<std::uint8_t>("uint8 (codes of the scales)");
+    return 1;
+  }
+  return size_of(scales.float_type());
+}
+
+// values: int8 [experts, columns, depth], or uint8 nibbles [experts, columns, (depth + 1) / 2]. zeros and factors:
+// PackSource.
+void pack_into(nb::handle blob_, std::int64_t first_expert, nb::handle values_, nb::handle scales_, nb::handle zeros_,
+               nb::handle factors_, nb::handle bias_, int order, const std::string& name) {
+  const std::string scales_name = name + "_scale";
   const Array blob(blob_, "blob"), values(values_, name.c_str()), scales(scales_, scales_name.c_str());
   const PackedMatrix m = packed_matrix(blob.writable());
   const PackedSpec& s = m.spec;
@@ -219,22 +284,14 @@ void pack_into(nb::handle blob_, std::int64_t first_expert, nb::handle values_, 
   const std::int64_t groups = s.groups(), experts = values.dim(0);
   CPUMOE_REQUIRE(values.dim(1) == s.columns && values.dim(2) == width, name, " is ", values.shape_text(),
                  "; [experts, ", s.columns, ", ", width, "] is accepted");
-  scales.contiguous(3);
-  CPUMOE_REQUIRE(scales.dim(0) == experts && scales.dim(1) == s.columns && scales.dim(2) == groups, scales_name, " is ",
-                 scales.shape_text(), "; [", experts, ", ", s.columns, ", ", groups, "] is accepted");
+  const int scale_bytes = check_scales(scales, scales_name, s, experts);
   CPUMOE_REQUIRE(order >= 0 && order <= 2, "order=", order, "; 0, 1 and 2 are accepted");
   CPUMOE_REQUIRE((order != 0) == s.gated, "the row order does not fit the packed layout");
-  CPUMOE_REQUIRE(bias_.is_none() != s.has_bias, bias_name, " is ", bias_.is_none() ? "missing" : "not expected");
-  const float* bias = nullptr;
-  std::optional<Array> bias_array;
-  if (!bias_.is_none()) {
-    bias_array.emplace(bias_, bias_name.c_str());
-    bias_array->contiguous(2).expect<float>("float32");
-    CPUMOE_REQUIRE(bias_array->dim(0) == experts && bias_array->dim(1) == s.columns, bias_name, " is ",
-                   bias_array->shape_text(), "; [", experts, ", ", s.columns, "] is accepted");
-    bias = bias_array->data<float>();
-  }
-  const DType scale_type = scales.float_type();
+  const Part<std::int8_t> zeros(zeros_, name + "_zero_point", has_zero_points(s), experts, s, groups, "int8");
+  const bool has_factors = traits_of(s.weights).has_factor && !factors_.is_none();
+  const Part<float> factors(factors_, name + "_factor", has_factors, experts, s, 0, "float32");
+  const Part<float> bias(bias_, name + "_bias", s.has_bias, experts, s, 0, "float32");
+  const DType scale_type = has_byte_scales(s) ? DType::kF32 : scales.float_type();
   CPUMOE_REQUIRE(s.scales != ScaleType::kBF16 || scale_type == DType::kBF16, scales_name, " is ", scales.dtype_text(),
                  "; bfloat16 is accepted, as these weights were begun");
   std::vector<PackSource> sources(static_cast<std::size_t>(experts));
@@ -242,9 +299,11 @@ void pack_into(nb::handle blob_, std::int64_t first_expert, nb::handle values_, 
     PackSource& source = sources[static_cast<std::size_t>(e)];
     source.values = values.data() + e * s.columns * width;
     source.nibbles = nibbles;
-    source.scales = scales.data() + e * s.columns * groups * size_of(scale_type);
+    source.scales = scales.data() + e * s.columns * groups * scale_bytes;
     source.scale_type = scale_type;
-    source.bias = bias == nullptr ? nullptr : bias + e * s.columns;
+    source.zeros = zeros.of(e);
+    source.factors = factors.of(e);
+    source.bias = bias.of(e);
     source.order = static_cast<RowOrder>(order);
   }
   const Computation computation;
@@ -252,32 +311,29 @@ void pack_into(nb::handle blob_, std::int64_t first_expert, nb::handle values_, 
 }
 
 // The experts [first_expert, first_expert + n) back to values [n, columns, depth], scales [n, columns, groups] and,
-// where there are biases, bias [n, columns].
-void unpack_into(nb::handle blob_, std::int64_t first_expert, nb::handle values_, nb::handle scales_,
-                 nb::handle bias_) {
+// where there are any, zero points like the scales, factors and biases [n, columns].
+void unpack_into(nb::handle blob_, std::int64_t first_expert, nb::handle values_, nb::handle scales_, nb::handle zeros_,
+                 nb::handle factors_, nb::handle bias_) {
   const Array blob(blob_, "blob"), values(values_, "values"), scales(scales_, "scales");
   const PackedMatrix m = packed_matrix(blob);
   const PackedSpec& s = m.spec;
   values.writable().contiguous(3).expect<std::int8_t>("int8");
-  const DType scale_type = scales.writable().contiguous(3).float_type();
-  const std::int64_t experts = values.dim(0);
+  const std::int64_t experts = values.dim(0), groups = s.groups();
   CPUMOE_REQUIRE(values.dim(1) == s.columns && values.dim(2) == s.depth, "values is ", values.shape_text(),
                  "; [experts, ", s.columns, ", ", s.depth, "] is accepted");
-  CPUMOE_REQUIRE(scales.dim(0) == experts && scales.dim(1) == s.columns && scales.dim(2) == s.groups(), "scales is ",
-                 scales.shape_text(), "; [", experts, ", ", s.columns, ", ", s.groups(), "] is accepted");
-  CPUMOE_REQUIRE(bias_.is_none() != s.has_bias, "bias is ", bias_.is_none() ? "missing" : "not expected");
-  std::optional<Array> bias;
-  if (!bias_.is_none()) {
-    bias.emplace(bias_, "bias");
-    bias->writable().contiguous(2).expect<float>("float32");
-    CPUMOE_REQUIRE(bias->dim(0) == experts && bias->dim(1) == s.columns, "bias is ", bias->shape_text(), "; [", experts,
-                   ", ", s.columns, "] is accepted");
-  }
+  const int scale_bytes = check_scales(scales.writable(), "scales", s, experts);
+  const Part<std::int8_t> zeros(zeros_, "zeros", has_zero_points(s), experts, s, groups, "int8", true);
+  const Part<float> factors(factors_, "factors", traits_of(s.weights).has_factor, experts, s, 0, "float32", true);
+  const Part<float> bias(bias_, "bias", s.has_bias, experts, s, 0, "float32", true);
   std::vector<UnpackTarget> targets(static_cast<std::size_t>(experts));
   for (std::int64_t e = 0; e < experts; ++e) {
-    targets[static_cast<std::size_t>(e)] = {values.data<std::int8_t>() + e * s.columns * s.depth,
-                                            scales.data() + e * s.columns * s.groups() * size_of(scale_type),
-                                            scale_type, bias ? bias->data<float>() + e * s.columns : nullptr};
+    UnpackTarget& target = targets[static_cast<std::size_t>(e)];
+    target.values = values.data<std::int8_t>() + e * s.columns * s.depth;
+    target.scales = scales.data() + e * s.columns * groups * scale_bytes;
+    target.scale_type = has_byte_scales(s) ? DType::kF32 : scales.float_type();
+    target.zeros = zeros.of(e);
+    target.factors = factors.of(e);
+    target.bias = bias.of(e);
   }
   const Computation computation;
   unpack_experts(m, first_expert, targets.data(), experts, "blob");
@@ -451,9 +507,10 @@ NB_MODULE(_core, m) {
   bind_spec(m);
   m.def("read_spec", &read_spec, "blob"_a);
   m.def("write_packed_header", &write_packed_header, "blob"_a, "spec"_a);
-  m.def("pack_into", &pack_into, "blob"_a, "first_expert"_a, "values"_a, "scales"_a, "bias"_a.none(), "order"_a,
-        "name"_a);
-  m.def("unpack_into", &unpack_into, "blob"_a, "first_expert"_a, "values"_a, "scales"_a, "bias"_a.none());
+  m.def("pack_into", &pack_into, "blob"_a, "first_expert"_a, "values"_a, "scales"_a, "zeros"_a.none(),
+        "factors"_a.none(), "bias"_a.none(), "order"_a, "name"_a);
+  m.def("unpack_into", &unpack_into, "blob"_a, "first_expert"_a, "values"_a, "scales"_a, "zeros"_a.none(),
+        "factors"_a.none(), "bias"_a.none());
   m.def("weight_formats", &list_weight_formats);
   m.def("select_experts", &select_experts, "logits"_a, "weights"_a, "ids"_a, "scoring"_a, "score_chosen"_a,
         "bias"_a.none(), "groups"_a, "topk_groups"_a, "renormalize"_a, "scale"_a);

@@ -192,6 +192,8 @@ def _dynamic_4bit_int_moe(
         held = read_spec(blob)
         wanted = {
             "weights": "int4",
+            "has_zero_points": False,
+            "activations": "int8",
             "group_size": group,
             "out_features": out_features,
             "in_features": in_features,
@@ -248,8 +250,9 @@ linear = _register(
 # ---- packing -------------------------------------------------------------------------------------------------------
 
 
-#: What packed weights are: weights ("int4", "int8"), group_size (None: one scale per row), scales ("float32",
-#: "bfloat16"), experts, out_features, in_features, gated, has_bias; all by keyword. It also knows ``packed_bytes``.
+#: What packed weights are: weights ("int4", "int8", "fp4"), group_size (None: one scale per row), scales ("float32",
+#: "bfloat16", "e8m0", "e4m3"), experts, out_features, in_features, gated, has_bias, has_zero_points and the activations
+#: they are multiplied with ("int8", "int16"); all by keyword. It also knows ``packed_bytes``.
 PackedSpec = _core.PackedSpec
 
 
@@ -258,9 +261,18 @@ def read_spec(blob: Tensor) -> PackedSpec:
     return _core.read_spec(blob)
 
 
+#: How scales are held, by the dtype they come in; the codes of E8M0 come as bytes. Others are held as fp32.
+_SCALES = {torch.bfloat16: "bfloat16", torch.uint8: "e8m0", torch.float8_e4m3fn: "e4m3"}
+
+
 def scales_name(dtype: torch.dtype) -> str:
-    """How scales of a dtype are held: bf16 ones as they are, others as fp32."""
-    return "bfloat16" if dtype == torch.bfloat16 else "float32"
+    """How scales of a dtype are held."""
+    return _SCALES.get(dtype, "float32")
+
+
+def scale_dtype(name: str) -> torch.dtype:
+    """The dtype that scales so named are given in."""
+    return next((dtype for dtype, held in _SCALES.items() if held == name), torch.float32)
 
 
 class PackedBuilder:
@@ -273,12 +285,35 @@ class PackedBuilder:
         _core.write_packed_header(self._blob, spec)
         self._missing = set(range(spec.experts))
 
-    def put(self, first: int, values: Tensor, scales: Tensor, bias: Tensor | None, row_order: int, name: str) -> None:
-        """Experts from ``first`` on: values [n, out, in] (or nibbles), scales [n, out, groups], bias [n, out]."""
-        bias32 = None if bias is None else _aligned(bias.to(torch.float32))
+    def put(
+        self,
+        first: int,
+        values: Tensor,
+        scales: Tensor,
+        bias: Tensor | None,
+        row_order: int,
+        name: str,
+        *,
+        zero_points: Tensor | None = None,
+        factors: Tensor | None = None,
+    ) -> None:
+        """Experts from ``first`` on: values [n, out, in] (or nibbles), scales [n, out, groups] and bias [n, out].
+
+        Zero points are like the scales; factors [n, out] multiply scales of type e4m3.
+        """
         experts = set(range(first, first + values.shape[0])) & set(range(self.spec.experts))
         self._missing |= experts  # until it is done: what fails half way leaves nothing behind that could be used
-        _core.pack_into(self._blob, first, values.contiguous(), _aligned(scales), bias32, row_order, name)
+        _core.pack_into(
+            self._blob,
+            first,
+            values.contiguous(),
+            _aligned(scales.view(torch.uint8) if scales.dtype == torch.float8_e4m3fn else scales),
+            None if zero_points is None else zero_points.contiguous(),
+            None if factors is None else _aligned(factors.to(torch.float32)),
+            None if bias is None else _aligned(bias.to(torch.float32)),
+            row_order,
+            name,
+        )
         self._missing -= experts
 
     def finish(self) -> Tensor:
@@ -299,6 +334,8 @@ def _spec_of(
     weights: str,
     row_order: int,
     name: str,
+    has_zero_points: bool,
+    activations: str,
 ) -> PackedSpec:
     if values.dim() != 3:
         raise ValueError(f"{name} has {values.dim()} dimensions; [experts, out_features, in_features] is accepted")
@@ -311,6 +348,8 @@ def _spec_of(
         in_features=in_features,
         gated=row_order != ROWS_PLAIN,
         has_bias=bias is not None,
+        has_zero_points=has_zero_points,
+        activations=activations,
     )
 
 
@@ -323,9 +362,15 @@ def _pack(
     weights: str,
     row_order: int,
     name: str = "values",
+    zero_points: Tensor | None = None,
+    factors: Tensor | None = None,
+    activations: str = "int8",
 ) -> Tensor:
-    builder = PackedBuilder(_spec_of(values, scales, bias, in_features, group_size, weights, row_order, name))
-    builder.put(0, values, scales, bias, row_order, name)
+    has_zeros = zero_points is not None
+    builder = PackedBuilder(
+        _spec_of(values, scales, bias, in_features, group_size, weights, row_order, name, has_zeros, activations)
+    )
+    builder.put(0, values, scales, bias, row_order, name, zero_points=zero_points, factors=factors)
     return builder.finish()
 
 
@@ -338,38 +383,54 @@ def _pack_fake(
     weights: str,
     row_order: int,
     name: str = "values",
+    zero_points: Tensor | None = None,
+    factors: Tensor | None = None,
+    activations: str = "int8",
 ) -> Tensor:
-    spec = _spec_of(values, scales, bias, in_features, group_size, weights, row_order, name)
+    has_zeros = zero_points is not None
+    spec = _spec_of(values, scales, bias, in_features, group_size, weights, row_order, name, has_zeros, activations)
     return torch.empty(spec.packed_bytes, dtype=torch.uint8, device=values.device)
 
 
 pack = _register(
     "pack(Tensor values, Tensor scales, Tensor? bias, int in_features, int group_size, str weights, "
-    'int row_order, str name="values") -> Tensor',
+    'int row_order, str name="values", Tensor? zero_points=None, Tensor? factors=None, str activations="int8") '
+    "-> Tensor",
     _pack,
     _pack_fake,
 )
 
 
-def unpack(blob: Tensor, first: int = 0, count: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+
+def unpack(
+    blob: Tensor, first: int = 0, count: int | None = None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Experts ``first`` to ``first + count - 1`` of packed weights (all by default), as they were packed.
 
     To the bit, but for scales of int4 weights below 2^-122, whose sixteenth, which is what is held, has fewer bits.
 
     Returns:
         int8 values [count, out, in], scales [count, out, groups] (groups is 1 per channel) in the dtype that was
-        packed, and the biases [count, out] fp32 or None. Rows of a gated matrix are gate rows, then up rows.
+        packed, and, each or None, zero points int8 like the scales, factors and biases [count, out] fp32. Rows of a
+        gated matrix are gate rows, then up rows.
     """
     spec = read_spec(blob)
     count = spec.experts - first if count is None else count
     if not (first >= 0 and 0 <= count <= spec.experts - first):
         raise ValueError(f"experts {first} to {first + count - 1}; 0 to {spec.experts - 1} are packed")
     shape = (count, spec.out_features)
-    values = torch.empty((*shape, spec.in_features), dtype=torch.int8, device="cpu")
-    scales = torch.empty((*shape, spec.groups), dtype=getattr(torch, spec.scales), device="cpu")
-    bias = torch.empty(shape, dtype=torch.float32, device="cpu") if spec.has_bias else None
-    _core.unpack_into(blob.contiguous(), first, values, scales, bias)
-    return values, scales, bias
+
+    def empty(*last: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty((*shape, *last), dtype=dtype, device="cpu")
+
+    values = empty(spec.in_features, dtype=torch.int8)
+    dtype = scale_dtype(spec.scales)
+    scales = empty(spec.groups, dtype=torch.uint8 if dtype.itemsize == 1 else dtype)
+    zero_points = empty(spec.groups, dtype=torch.int8) if spec.has_zero_points else None
+    factors = empty() if spec.has_factors else None
+    bias = empty() if spec.has_bias else None
+    _core.unpack_into(blob.contiguous(), first, values, scales, zero_points, factors, bias)
+    return values, scales.view(dtype), zero_points, factors, bias
 
 
 # ---- routing -------------------------------------------------------------------------------------------------------

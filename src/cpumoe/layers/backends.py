@@ -11,7 +11,7 @@ import logging
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -21,46 +21,37 @@ from cpumoe import ops
 from cpumoe.errors import NoBackend
 from cpumoe.layers import reference
 from cpumoe.layers.config import MoEConfig
-from cpumoe.layers.packed_weights import ExpertsPacker
-from cpumoe.layers.quantized_experts import QuantizedExperts
-from cpumoe.layers.rounding import pack_nibbles
+from cpumoe.layers.nibbles import pack_nibbles
+from cpumoe.layers.packed_weights import ExpertsPacker, unpack_weight
+from cpumoe.layers.quantized_experts import QuantizedExperts, QuantizedWeight
 from cpumoe.layers.routing import RoutingMethod
 
 _log = logging.getLogger("cpumoe")
 
 
-def _checked(experts: QuantizedExperts, config: MoEConfig) -> QuantizedExperts:
-    """What the packer of the native backend refuses while it packs, for the backends that do not use it."""
-    for name, values, scale in (
-        ("gate_up", experts.gate_up, experts.gate_up_scale),
-        ("down", experts.down, experts.down_scale),
-    ):
-        if values.dtype == torch.uint8 and config.scheme.weights.bits != 4:
-            raise ValueError(f"{name} must be int8 for {config.scheme.weights.bits}-bit weights")
-        largest = config.scheme.weights.largest
-        if values.dtype == torch.int8 and bool(((values < -largest - 1) | (values > largest)).any()):
-            raise ValueError(f"{name} holds values that are not int4 values; {-largest - 1} to {largest} are accepted")
-        if not bool(torch.isfinite(scale).all()):
-            raise ValueError(f"{name}_scale is not finite; only finite scales are accepted")
-    return experts
+def _check_weight(name: str, weight: QuantizedWeight, config: MoEConfig) -> None:
+    form = config.scheme.weights
+    if weight.values.dtype == torch.uint8 and form.bits != 4:
+        raise ValueError(f"{name} must be int8 for {form.bits}-bit weights")
+    low, kind = (0, "a code of e2m1") if form.element == "fp4" else (-form.largest - 1, f"an {form.element} value")
+    high = low + 2**form.bits - 1
+    values = weight.values
+    if values.dtype == torch.int8 and bool(((values < low) | (values > high)).any()):
+        raise ValueError(f"{name} holds a value that is not {kind}; {low} to {high} are accepted")
+    if not bool(torch.isfinite(reference.scale_values(weight.scales)).all()):
+        raise ValueError(f"{name}_scale is not finite; only finite scales are accepted")
+    if weight.zero_points is not None and bool(((weight.zero_points < -8) | (weight.zero_points > 7)).any()):
+        raise ValueError(f"{name}_zero_point holds a value outside of -8 to 7")
 
 
 def _joined(chunks: Iterable[QuantizedExperts], config: MoEConfig) -> QuantizedExperts:
     """All experts in one, plain and checked, for the backends that do not pack chunk by chunk."""
-    parts = [_checked(chunk, config).plain().copy() for chunk in chunks]
-
-    def cat(name: str) -> Tensor:
-        return torch.cat([getattr(part, name) for part in parts])
-
-    first = parts[0]
-    return QuantizedExperts(
-        cat("gate_up"),
-        cat("gate_up_scale"),
-        cat("down"),
-        cat("down_scale"),
-        None if first.gate_up_bias is None else cat("gate_up_bias"),
-        None if first.down_bias is None else cat("down_bias"),
-    )
+    parts = []
+    for chunk in chunks:
+        _check_weight("gate_up", chunk.gate_up, config)
+        _check_weight("down", chunk.down, config)
+        parts.append(chunk.plain().copy())
+    return QuantizedExperts.joined(parts)
 
 
 def _check_call(config: MoEConfig, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
@@ -169,15 +160,15 @@ class NativeBackend(Backend):
         first = 0
         for chunk in chunks:
             packer.put(first, chunk)
-            first += chunk.down.shape[0]
+            first += chunk.count
         return packer.finish()
 
     def quantized(
         self, tensors: Mapping[str, Tensor], config: MoEConfig, first: int, count: int | None
     ) -> QuantizedExperts:
-        gate_up, gate_up_scale, gate_up_bias = ops.unpack(tensors["gate_up_packed"], first, count)
-        down, down_scale, down_bias = ops.unpack(tensors["down_packed"], first, count)
-        return QuantizedExperts(gate_up, gate_up_scale, down, down_scale, gate_up_bias, down_bias)
+        return QuantizedExperts(
+            unpack_weight(tensors["gate_up_packed"], first, count), unpack_weight(tensors["down_packed"], first, count)
+        )
 
     def forward(
         self,
@@ -211,8 +202,9 @@ class AtenBackend(Backend):
     name = "aten"
 
     def scheme_obstacle(self, config: MoEConfig) -> str | None:
-        if config.scheme.weights.element != "int4":
-            return f"scheme {config.scheme}; PyTorch's product has 4-bit weights only"
+        weights = config.scheme.weights
+        if weights.element != "int4" or not weights.symmetric or config.scheme.activation_bits != 8:
+            return f"scheme {config.scheme}; PyTorch's product has symmetric int4 weights and int8 activations only"
         if not hasattr(torch.ops.aten, "_dyn_quant_matmul_4bit"):
             return f"PyTorch {torch.__version__} has no _dyn_quant_matmul_4bit"
         wanted = torch.float32 if config.scheme.group_size is None else torch.bfloat16
@@ -223,11 +215,12 @@ class AtenBackend(Backend):
     def prepare(self, chunks: Iterable[QuantizedExperts], config: MoEConfig) -> dict[str, Tensor]:
         plain = _joined(chunks, config)
         return {
-            "gate_up_packed": self._pack(plain.gate_up, plain.gate_up_scale, plain.gate_up_bias, config),
-            "down_packed": self._pack(plain.down, plain.down_scale, plain.down_bias, config),
+            "gate_up_packed": self._pack(plain.gate_up, config),
+            "down_packed": self._pack(plain.down, config),
         }
 
-    def _pack(self, values: Tensor, scales: Tensor, bias: Tensor | None, config: MoEConfig) -> Tensor:
+    def _pack(self, weight: QuantizedWeight, config: MoEConfig) -> Tensor:
+        values, scales, bias = weight.values, weight.scales, weight.bias
         rows, columns = values.shape[1:]
         group = config.scheme.group_size or columns
         return torch.stack(
@@ -276,30 +269,29 @@ class AtenBackend(Backend):
 
 
 class ReferenceBackend(Backend):
-    """Plain PyTorch; slow, and it keeps one byte per weight."""
+    """Plain PyTorch; slow, and it keeps one byte per weight. Activations of weight-only schemes stay as they are."""
 
     name = "reference"
 
     def prepare(self, chunks: Iterable[QuantizedExperts], config: MoEConfig) -> dict[str, Tensor]:
         plain = _joined(chunks, config)
-        tensors = {
-            "gate_up": plain.gate_up,
-            "gate_up_scale": plain.gate_up_scale,
-            "down": plain.down,
-            "down_scale": plain.down_scale,
+        return {
+            f"{name}_{part}": tensor
+            for name, weight in (("gate_up", plain.gate_up), ("down", plain.down))
+            for part in _PARTS
+            if (tensor := getattr(weight, part)) is not None
         }
-        if plain.gate_up_bias is not None:
-            tensors["gate_up_bias"] = plain.gate_up_bias.to(torch.float32)
-        if plain.down_bias is not None:
-            tensors["down_bias"] = plain.down_bias.to(torch.float32)
-        return tensors
 
     def quantized(
         self, tensors: Mapping[str, Tensor], config: MoEConfig, first: int, count: int | None
     ) -> QuantizedExperts:
         end = config.local_experts if count is None else first + count
-        held: dict[str, Any] = dict(tensors)
-        return QuantizedExperts(**held).each(lambda t: t[first:end])
+
+        def weight(name: str) -> QuantizedWeight:
+            parts: dict[str, Any] = {part: tensors.get(f"{name}_{part}") for part in _PARTS}
+            return QuantizedWeight(config.scheme.weights.element, **parts).each(lambda t: t[first:end])
+
+        return QuantizedExperts(weight("gate_up"), weight("down"))
 
     def forward(
         self,
@@ -312,19 +304,24 @@ class ReferenceBackend(Backend):
         fp32_out: bool = False,
     ) -> Tensor:
         _check_call(config, hidden_states, topk_ids, topk_weights)
-        x = hidden_states.to(torch.float32) if fp32_out else hidden_states
-        return reference.experts(
-            x,
+
+        def weights(index: int) -> tuple[QuantizedWeight, QuantizedWeight]:
+            expert = self.quantized(tensors, config, index, 1).each(lambda t: t[0])
+            return expert.gate_up, expert.down
+
+        out = reference.experts(
+            hidden_states,
             topk_ids,
             topk_weights,
-            reference.dequantize(tensors["gate_up"], tensors["gate_up_scale"]),
-            reference.dequantize(tensors["down"], tensors["down_scale"]),
-            tensors.get("gate_up_bias"),
-            tensors.get("down_bias"),
+            weights,
             config.activation,
+            bits=8 if config.scheme.activation_bits == 8 else None,
             apply_router_weight_on_input=apply_router_weight_on_input,
         )
+        return out if fp32_out else out.to(hidden_states.dtype)
 
+
+_PARTS = tuple(f.name for f in fields(QuantizedWeight) if f.name != "element")
 
 BACKENDS: tuple[Backend, ...] = (NativeBackend(), AtenBackend(), ReferenceBackend())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +15,10 @@ from cpumoe.layers.activation import Activation
 from cpumoe.layers.backends import Backend, NativeBackend, select_backend
 from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.packed_weights import scheme_of
-from cpumoe.layers.quantized_experts import QuantizedExperts
+from cpumoe.layers.quantized_experts import QuantizedExperts, QuantizedWeight
 from cpumoe.layers.rounding import quantize_weight
-from cpumoe.layers.scheme import GroupShape, Scheme
+from cpumoe.layers.scheme import Scheme
+from cpumoe.layers.weight_checks import check_parts, checked_weight
 
 
 class Experts(nn.Module):
@@ -56,20 +58,14 @@ class Experts(nn.Module):
             gate_up_bias, down_bias: [E, 2I] and [E, H], or None.
             backend: ``native``, ``aten`` or ``reference``; None takes the first that serves this layer.
         """
-        scheme = Scheme.parse(scheme)
-        gate_up_values, gate_up_scale = quantize_weight(gate_up, scheme, "gate_up")
-        down_values, down_scale = quantize_weight(down, scheme, "down")
-        return cls.from_quantized(
-            gate_up_values,
-            gate_up_scale,
-            down_values,
-            down_scale,
+        scheme, activation = Scheme.parse(scheme), Activation.of(activation)
+        return cls._from_weights(
+            replace(quantize_weight(gate_up, scheme, "gate_up"), bias=gate_up_bias),
+            replace(quantize_weight(down, scheme, "down"), bias=down_bias),
             scheme,
-            gate_up_bias=gate_up_bias,
-            down_bias=down_bias,
-            activation=activation,
-            interleaved=interleaved,
-            backend=backend,
+            activation,
+            interleaved,
+            backend,
         )
 
     @classmethod
@@ -81,43 +77,64 @@ class Experts(nn.Module):
         down_scale: Tensor,
         scheme: Scheme | str,
         *,
+        gate_up_zero_point: Tensor | None = None,
+        down_zero_point: Tensor | None = None,
+        gate_up_global_scale: Tensor | None = None,
+        down_global_scale: Tensor | None = None,
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         activation: Activation | str = "silu",
         interleaved: bool = False,
         backend: str | None = None,
     ) -> Experts:
-        """Takes integers and scales as checkpoints hold them.
+        """Takes integers (or codes) and scales as checkpoints hold them.
 
         Args:
-            gate_up: [E, 2I, H] int8 values, or uint8 nibbles [E, 2I, H/2] (low one first, stored plus 8).
-            gate_up_scale: [E, 2I, H/g], or [E, 2I, 1] or [E, 2I] per channel; float32, bfloat16 or float16.
+            gate_up: [E, 2I, H] int8 values, or uint8 nibbles [E, 2I, H/2] (low one first; integers are stored plus 8,
+                fp4 as its codes).
+            gate_up_scale: [E, 2I, H/g], or [E, 2I, 1] or [E, 2I] per channel; float32, bfloat16 or float16; uint8
+                (E8M0) for mxfp4, float8_e4m3fn for nvfp4.
             down, down_scale: [E, H, I] and [E, H, I/g], likewise.
+            gate_up_zero_point, down_zero_point: int8, -8 to 7, like the scales; for asymmetric schemes.
+            gate_up_global_scale, down_global_scale: float [E], or [E, 2] of gate and up, which divide the scales; for
+                nvfp4.
 
         The other arguments are those of :meth:`quantize`.
         """
         scheme, activation = Scheme.parse(scheme), Activation.of(activation)
-        tensors = {"gate_up": gate_up, "gate_up_scale": gate_up_scale, "down": down, "down_scale": down_scale}
-        for name, tensor in (tensors | {"gate_up_bias": gate_up_bias, "down_bias": down_bias}).items():
-            if tensor is not None and tensor.device.type != "cpu":
-                raise ValueError(f"{name} is on {tensor.device}; CPU tensors are accepted")
-        for name, values in (("gate_up", gate_up), ("down", down)):
-            if values.dim() != 3:
-                raise ValueError(f"{name} is {list(values.shape)}; [experts, out, in] is accepted")
-            if values.dtype not in (torch.int8, torch.uint8):
-                raise ValueError(f"{name} is {values.dtype}; int8 values or uint8 nibbles are accepted")
-        scales = {}
-        for name in ("gate_up_scale", "down_scale"):
-            scale = tensors[name].unsqueeze(-1) if tensors[name].dim() == 2 else tensors[name]
-            scales[name] = scale.to(torch.float32) if scale.dtype == torch.float16 else scale
-        per_byte = 2 if down.dtype == torch.uint8 else 1
-        experts, hidden, inner = down.shape[0], down.shape[1], down.shape[2] * per_byte
+        element = scheme.weights.element
+        first = QuantizedWeight(element, gate_up, gate_up_scale, gate_up_zero_point, bias=gate_up_bias)
+        second = QuantizedWeight(element, down, down_scale, down_zero_point, bias=down_bias)
+        divides = scheme.weights.scale == "e4m3"
+        gated = bool(activation.gated)
+        return cls._from_weights(
+            replace(first, factors=_factors("gate_up", gate_up_global_scale, gate_up, divides, gated, interleaved)),
+            replace(second, factors=_factors("down", down_global_scale, down, divides, False, False)),
+            scheme,
+            activation,
+            interleaved,
+            backend,
+        )
+
+    @classmethod
+    def _from_weights(
+        cls,
+        gate_up: QuantizedWeight,
+        down: QuantizedWeight,
+        scheme: Scheme,
+        activation: Activation,
+        interleaved: bool,
+        backend: str | None,
+    ) -> Experts:
+        gate_up, down = checked_weight("gate_up", gate_up), checked_weight("down", down)
+        per_byte = 2 if down.values.dtype == torch.uint8 else 1
+        experts, hidden, inner = down.values.shape[0], down.values.shape[1], down.values.shape[2] * per_byte
         rows = activation.gate_up_rows(inner)
-        width = hidden // 2 if gate_up.dtype == torch.uint8 else hidden
-        if tuple(gate_up.shape) != (experts, rows, width):
+        width = hidden // 2 if gate_up.values.dtype == torch.uint8 else hidden
+        if tuple(gate_up.values.shape) != (experts, rows, width):
             raise ValueError(
-                f"gate_up is {list(gate_up.shape)}; with down {list(down.shape)} and activation {activation} "
-                f"[{experts}, {rows}, {width}] is accepted"
+                f"gate_up is {list(gate_up.values.shape)}; with down {list(down.values.shape)} and activation "
+                f"{activation} [{experts}, {rows}, {width}] is accepted"
             )
         config = MoEConfig(
             scheme,
@@ -125,24 +142,13 @@ class Experts(nn.Module):
             hidden,
             inner,
             activation,
-            has_bias=gate_up_bias is not None or down_bias is not None,
-            scale_dtype=scales["gate_up_scale"].dtype,
+            has_bias=gate_up.bias is not None or down.bias is not None,
+            scale_dtype=gate_up.scales.dtype,
         )
-        group = scheme.weights.group
-        _check_scale("gate_up_scale", scales["gate_up_scale"], experts, rows, hidden, group)
-        _check_scale("down_scale", scales["down_scale"], experts, hidden, inner, group)
-        _check_bias("gate_up_bias", gate_up_bias, experts, rows)
-        _check_bias("down_bias", down_bias, experts, hidden)
+        check_parts("gate_up", gate_up, scheme, (experts, rows, hidden))
+        check_parts("down", down, scheme, (experts, hidden, inner))
         chosen = select_backend(config, backend)
-        quantized = QuantizedExperts(
-            gate_up,
-            scales["gate_up_scale"],
-            down,
-            scales["down_scale"],
-            gate_up_bias,
-            down_bias,
-            interleaved and bool(activation.gated),
-        )
+        quantized = QuantizedExperts(gate_up, down, interleaved and bool(activation.gated))
         return cls(config, chosen, chosen.prepare([quantized], config))
 
     @classmethod
@@ -161,7 +167,7 @@ class Experts(nn.Module):
         """
         first, second = ops.read_spec(gate_up_packed), ops.read_spec(down_packed)
         activation = Activation.of(activation)
-        for key in ("weights", "group_size", "experts"):
+        for key in ("weights", "group_size", "experts", "has_zero_points", "activations"):
             if (one := getattr(first, key)) != (other := getattr(second, key)):
                 raise ValueError(f"gate_up_packed has {key}={one}, down_packed {other}")
         rows = activation.gate_up_rows(second.in_features)
@@ -181,7 +187,7 @@ class Experts(nn.Module):
             second.in_features,
             activation,
             has_bias=first.has_bias or second.has_bias,
-            scale_dtype=getattr(torch, first.scales),
+            scale_dtype=ops.scale_dtype(first.scales),
         )
         backend = select_backend(config)
         if not isinstance(backend, NativeBackend):
@@ -239,21 +245,19 @@ class Experts(nn.Module):
         ``quantize_activations=False`` leaves the activations as they are: the error of the weights alone.
         """
 
-        def expert(index: int, inputs: Tensor) -> Tensor:
-            part = self.quantized(index, 1)
-            return reference.expert(
-                inputs,
-                reference.dequantize(part.gate_up[0], part.gate_up_scale[0]),
-                reference.dequantize(part.down[0], part.down_scale[0]),
-                None if part.gate_up_bias is None else part.gate_up_bias[0].to(torch.float32),
-                None if part.down_bias is None else part.down_bias[0].to(torch.float32),
-                self.config.activation,
-                quantize=quantize_activations,
-            )
+        def weights(index: int) -> tuple[QuantizedWeight, QuantizedWeight]:
+            expert = self.quantized(index, 1).each(lambda t: t[0])
+            return expert.gate_up, expert.down
 
-        x = hidden_states.to(torch.float32)
-        x = reference.quantize_activations(x) if quantize_activations else x
-        out = reference.sum_of_experts(x, topk_ids, topk_weights, expert, apply_router_weight_on_input)
+        out = reference.experts(
+            hidden_states,
+            topk_ids,
+            topk_weights,
+            weights,
+            self.config.activation,
+            bits=self.config.scheme.activation_bits if quantize_activations else None,
+            apply_router_weight_on_input=apply_router_weight_on_input,
+        )
         return out.to(hidden_states.dtype)
 
     @property
@@ -269,14 +273,22 @@ class Experts(nn.Module):
         )
 
 
-def _check_scale(name: str, scale: Tensor, experts: int, out: int, inputs: int, group: GroupShape) -> None:
-    expected = (experts, *group.scale_shape(out, inputs))
-    if tuple(scale.shape) != expected:
-        raise ValueError(f"{name} is {list(scale.shape)}; {list(expected)} is accepted")
-    if not scale.is_floating_point():
-        raise ValueError(f"{name} is {scale.dtype}; a floating point dtype is accepted")
-
-
-def _check_bias(name: str, bias: Tensor | None, experts: int, out: int) -> None:
-    if bias is not None and tuple(bias.shape) != (experts, out):
-        raise ValueError(f"{name} is {list(bias.shape)}; [{experts}, {out}] is accepted")
+def _factors(
+    name: str, global_scale: Tensor | None, values: Tensor, divides: bool, gated: bool, interleaved: bool
+) -> Tensor | None:
+    """Global scales [E], or [E, 2] of gate and up, as factors [E, out] of the rows of ``values`` [E, out, ...]."""
+    if (global_scale is not None) != divides:
+        raise ValueError(f"{name}_global_scale is {'missing' if divides else 'not expected'}")
+    if global_scale is None:
+        return None
+    experts, rows = values.shape[:2]
+    scale = global_scale.to(torch.float32).reshape(experts, -1) if global_scale.numel() else global_scale
+    if global_scale.shape[:1] != (experts,) or scale.shape[1] not in ((1, 2) if gated else (1,)):
+        accepted = f"[{experts}] or [{experts}, 2]" if gated else f"[{experts}]"
+        raise ValueError(f"{name}_global_scale is {list(global_scale.shape)}; {accepted} is accepted")
+    if not bool((torch.isfinite(scale) & (scale > 0)).all()):
+        raise ValueError(f"{name}_global_scale holds a number that is not positive and finite")
+    factors = 1.0 / scale
+    if factors.shape[1] == 1:
+        return factors.expand(experts, rows)
+    return factors.repeat(1, rows // 2) if interleaved else factors.repeat_interleave(rows // 2, 1)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
 from cpumoe import ops
-from cpumoe.layers.packed_weights import scheme_of
+from cpumoe.layers.packed_weights import packed_spec, put_weight, scheme_of
+from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.rounding import quantize_weight
 from cpumoe.layers.scheme import Scheme
+from cpumoe.layers.weight_checks import check_parts, checked_weight
 
 
 class QuantizedLinear(nn.Module):
@@ -29,53 +34,59 @@ class QuantizedLinear(nn.Module):
 
     @classmethod
     def from_quantized(
-        cls, weight: Tensor, scale: Tensor, scheme: Scheme | str, bias: Tensor | None = None
+        cls,
+        weight: Tensor,
+        scale: Tensor,
+        scheme: Scheme | str,
+        bias: Tensor | None = None,
+        *,
+        zero_point: Tensor | None = None,
+        global_scale: Tensor | None = None,
     ) -> QuantizedLinear:
-        """Takes integers and scales.
+        """Takes integers (or codes) and scales.
 
         Args:
-            weight: [out, in] int8 values, or uint8 nibbles [out, ceil(in / 2)] (low one first, stored plus 8). With
-                nibbles and one scale per channel the number of inputs is taken to be even.
-            scale: [out, in/g], or [out, 1] or [out] per channel.
+            weight: [out, in] int8 values, or uint8 nibbles [out, ceil(in / 2)] (low one first; integers are stored plus
+                8, fp4 as its codes). With nibbles and one scale per channel the number of inputs is taken to be even.
+            scale: [out, in/g], or [out, 1] or [out] per channel; uint8 (E8M0) for mxfp4, float8_e4m3fn for nvfp4.
             scheme: a Scheme or its name.
             bias: [out] or None.
+            zero_point: int8, -8 to 7, like the scales; for asymmetric schemes.
+            global_scale: one number, which divides the scales; for nvfp4.
         """
         scheme = Scheme.parse(scheme)
-        for name, tensor in (("weight", weight), ("scale", scale), ("bias", bias)):
-            if tensor is not None and tensor.device.type != "cpu":
-                raise ValueError(f"{name} is on {tensor.device}; CPU tensors are accepted")
-        if weight.dim() != 2 or weight.dtype not in (torch.int8, torch.uint8):
-            raise ValueError(
-                f"weight is {weight.dtype} {list(weight.shape)}; int8 [out, in] or uint8 [out, in/2] is accepted"
-            )
-        out_features = weight.shape[0]
-        in_features = weight.shape[1] * (2 if weight.dtype == torch.uint8 else 1)
-        scheme.check_inputs(in_features, "weight")
-        scale = scale.unsqueeze(-1) if scale.dim() == 1 else scale
-        expected = scheme.weights.group.scale_shape(out_features, in_features)
-        if tuple(scale.shape) != expected or not scale.is_floating_point():
-            raise ValueError(
-                f"scale is {scale.dtype} {list(scale.shape)}; a floating point {list(expected)} is accepted"
-            )
-        if bias is not None and tuple(bias.shape) != (out_features,):
-            raise ValueError(f"bias is {list(bias.shape)}; [{out_features}] is accepted")
-        packed = ops.pack(
-            weight.unsqueeze(0),
-            scale.unsqueeze(0),
-            None if bias is None else bias.unsqueeze(0),
-            in_features,
-            scheme.group_size or -1,
-            scheme.weights.element,
-            ops.ROWS_PLAIN,
-            "weight",
+        if (global_scale is not None) != (scheme.weights.scale == "e4m3"):
+            raise ValueError(f"global_scale is {'missing' if global_scale is None else 'not expected'} for {scheme}")
+        factors = None
+        if global_scale is not None:
+            factor = float(global_scale)
+            if not 0 < factor < math.inf:
+                raise ValueError(f"global_scale={factor}; a positive number is accepted")
+            factors = torch.full((weight.shape[0],), 1.0 / factor)
+        return cls.from_weight(
+            QuantizedWeight(scheme.weights.element, weight, scale, zero_point, factors, bias), scheme
         )
-        return cls(packed)
+
+    @classmethod
+    def from_weight(cls, weight: QuantizedWeight, scheme: Scheme) -> QuantizedLinear:
+        """Takes a quantised weight [out, in] with all that belongs to it."""
+        values = weight.values
+        if values.dim() != 2:
+            raise ValueError(f"weight is {list(values.shape)}; [out, in] is accepted")
+        one = checked_weight("weight", weight.each(lambda t: t.unsqueeze(0)))
+        out_features, in_features = values.shape[0], values.shape[1] * (2 if values.dtype == torch.uint8 else 1)
+        scheme.check_inputs(in_features, "weight")
+        check_parts("weight", one, scheme, (1, out_features, in_features))
+        spec = packed_spec(scheme, one.scales.dtype, 1, out_features, in_features, has_bias=one.bias is not None)
+        builder = ops.PackedBuilder(spec)
+        put_weight(builder, 0, one, ops.ROWS_PLAIN, "weight")
+        return cls(builder.finish())
 
     @classmethod
     def quantize(cls, weight: Tensor, scheme: Scheme | str, bias: Tensor | None = None) -> QuantizedLinear:
         """Quantises a float weight [out, in], round to nearest."""
         scheme = Scheme.parse(scheme)
-        return cls.from_quantized(*quantize_weight(weight, scheme), scheme, bias)
+        return cls.from_weight(replace(quantize_weight(weight, scheme), bias=bias), scheme)
 
     def forward(self, x: Tensor, *, fp32_out: bool = False) -> Tensor:
         """[..., in] float32, bfloat16 or float16 -> [..., out] of the same dtype, or with ``fp32_out`` in fp32."""

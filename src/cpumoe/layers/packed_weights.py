@@ -7,8 +7,8 @@ from torch import Tensor
 
 from cpumoe import ops
 from cpumoe.layers.config import MoEConfig
-from cpumoe.layers.quantized_experts import QuantizedExperts
-from cpumoe.layers.scheme import PER_TOKEN_INT8, GroupShape, Scheme, TensorFormat
+from cpumoe.layers.quantized_experts import QuantizedExperts, QuantizedWeight
+from cpumoe.layers.scheme import PER_TOKEN_INT8, GroupShape, ScaleType, Scheme, TensorFormat
 
 
 def packed_spec(
@@ -21,23 +21,47 @@ def packed_spec(
     gated: bool = False,
     has_bias: bool = False,
 ) -> ops.PackedSpec:
-    """What packed weights of a scheme are; scales that are not bf16 are held as fp32."""
+    """What packed weights of a scheme are; floating point scales that are not bf16 are held as fp32."""
+    weights = scheme.weights
     return ops.PackedSpec(
-        weights=scheme.weights.element,
+        weights=weights.element,
         group_size=scheme.group_size,
-        scales=ops.scales_name(scale_dtype),
+        scales=ops.scales_name(scale_dtype) if weights.scale == "float" else weights.scale,
         experts=experts,
         out_features=out_features,
         in_features=in_features,
         gated=gated,
         has_bias=has_bias,
+        has_zero_points=not weights.symmetric,
+        activations=f"int{scheme.activation_bits}",
     )
 
 
 def scheme_of(spec: ops.PackedSpec) -> Scheme:
-    """The scheme of packed weights."""
+    """The scheme of packed weights.
+
+    Symmetric integers that are multiplied with int8 activations are ``w4a8`` or ``w8a8``, also if a weight-only scheme
+    was run with these on request: packed weights do not tell the difference, and there is none to the result.
+    """
     group = GroupShape.per_row() if spec.group_size is None else GroupShape.per_group(spec.group_size)
-    return Scheme(TensorFormat(spec.weights, group), PER_TOKEN_INT8)
+    scale: ScaleType = spec.scales if spec.scales in ("e8m0", "e4m3") else "float"  # type: ignore[assignment]
+    weights = TensorFormat(spec.weights, group, symmetric=not spec.has_zero_points, scale=scale)
+    if spec.activations == "int16":
+        return Scheme(weights, None)
+    if weights.symmetric and weights.element != "fp4":
+        return Scheme(weights, PER_TOKEN_INT8)
+    return Scheme(weights, None).with_int8_activations()
+
+
+def put_weight(builder: ops.PackedBuilder, first: int, weight: QuantizedWeight, row_order: int, name: str) -> None:
+    """Packs weights [n, out, in] as the experts from ``first`` on."""
+    w = weight
+    builder.put(first, w.values, w.scales, w.bias, row_order, name, zero_points=w.zero_points, factors=w.factors)
+
+
+def unpack_weight(blob: Tensor, first: int = 0, count: int | None = None) -> QuantizedWeight:
+    """Experts ``first`` to ``first + count - 1`` of packed weights (all by default), one value per byte."""
+    return QuantizedWeight(ops.read_spec(blob).weights, *ops.unpack(blob, first, count))
 
 
 class ExpertsPacker:
@@ -56,21 +80,22 @@ class ExpertsPacker:
         if self._builders is None:  # the dtype of the scales is that of the first
             self._builders = self._make_builders(experts, gated)
         gate_up, down = self._builders
-        gate_up.put(first, experts.gate_up, experts.gate_up_scale, experts.gate_up_bias, order, "gate_up")
-        down.put(first, experts.down, experts.down_scale, experts.down_bias, ops.ROWS_PLAIN, "down")
+        put_weight(gate_up, first, experts.gate_up, order, "gate_up")
+        put_weight(down, first, experts.down, ops.ROWS_PLAIN, "down")
 
     def _make_builders(self, experts: QuantizedExperts, gated: bool) -> tuple[ops.PackedBuilder, ops.PackedBuilder]:
         c = self._config
         rows = c.activation.gate_up_rows(c.intermediate_size)
 
-        def builder(scale: Tensor, out: int, inputs: int, gated: bool, bias: Tensor | None) -> ops.PackedBuilder:
+        def builder(weight: QuantizedWeight, out: int, inputs: int, gated: bool) -> ops.PackedBuilder:
+            has_bias, dtype = weight.bias is not None, weight.scales.dtype
             return ops.PackedBuilder(
-                packed_spec(c.scheme, scale.dtype, c.local_experts, out, inputs, gated=gated, has_bias=bias is not None)
+                packed_spec(c.scheme, dtype, c.local_experts, out, inputs, gated=gated, has_bias=has_bias)
             )
 
         return (
-            builder(experts.gate_up_scale, rows, c.hidden_size, gated, experts.gate_up_bias),
-            builder(experts.down_scale, c.hidden_size, c.intermediate_size, False, experts.down_bias),
+            builder(experts.gate_up, rows, c.hidden_size, gated),
+            builder(experts.down, c.hidden_size, c.intermediate_size, False),
         )
 
     def finish(self) -> dict[str, Tensor]:

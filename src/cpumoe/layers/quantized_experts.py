@@ -1,4 +1,4 @@
-"""Integers and scales of a layer's experts, as checkpoints hold them."""
+"""Quantised weights of a linear and of a layer's experts, as checkpoints hold them."""
 
 from __future__ import annotations
 
@@ -9,24 +9,60 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpumoe.layers.rounding import unpack_nibbles
+from cpumoe.layers.nibbles import unpack_nibbles
+from cpumoe.layers.scheme import ElementType
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight [..., out, in] as integers or codes, and scales.
+
+    Attributes:
+        element: what the values are.
+        values: int8 [..., out, in] (for fp4 the codes 0 to 15), or uint8 nibbles with half the last dimension, the low
+            one first (integers are stored plus 8).
+        scales: [..., out, groups] floating point; uint8 for E8M0, float8_e4m3fn for e4m3.
+        zero_points: int8 [..., out, groups], which are subtracted from the integers, or None.
+        factors: fp32 [..., out], which multiply the scales, or None.
+        bias: [..., out] or None.
+    """
+
+    element: ElementType
+    values: Tensor
+    scales: Tensor
+    zero_points: Tensor | None = None
+    factors: Tensor | None = None
+    bias: Tensor | None = None
+
+    def each(self, function: Callable[[Tensor], Tensor]) -> QuantizedWeight:
+        """The same with a function applied to every tensor."""
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        changed: dict[str, Any] = {n: function(t) for n, t in tensors.items() if isinstance(t, Tensor)}
+        return replace(self, **changed)
+
+    def plain(self) -> QuantizedWeight:
+        """One value per byte."""
+        if self.values.dtype != torch.uint8:
+            return self
+        values = unpack_nibbles(self.values)
+        return replace(self, values=values + 8 if self.element == "fp4" else values)
 
 
 @dataclass(frozen=True)
 class QuantizedExperts:
-    """Integers and scales of one layer, as checkpoints hold them.
+    """The experts of one layer: ``gate_up`` [E, rows, H] and ``down`` [E, H, I].
 
-    ``gate_up`` [E, rows, H] and ``down`` [E, H, I] are int8 values, or uint8 nibbles with half the last dimension.
-    Scales are [E, out, groups]; biases [E, out] or None. ``interleaved``: rows of ``gate_up`` alternate gate and up.
+    ``interleaved``: rows of ``gate_up`` alternate gate and up.
     """
 
-    gate_up: Tensor
-    gate_up_scale: Tensor
-    down: Tensor
-    down_scale: Tensor
-    gate_up_bias: Tensor | None = None
-    down_bias: Tensor | None = None
+    gate_up: QuantizedWeight
+    down: QuantizedWeight
     interleaved: bool = False
+
+    @property
+    def count(self) -> int:
+        """How many experts these are."""
+        return self.down.values.shape[0]
 
     def copy(self) -> QuantizedExperts:
         """The same in memory of its own: a reader may use its buffers again for the next experts."""
@@ -34,27 +70,22 @@ class QuantizedExperts:
 
     def each(self, function: Callable[[Tensor], Tensor]) -> QuantizedExperts:
         """The same with a function applied to every tensor."""
-        held = {f.name: getattr(self, f.name) for f in fields(self)}
-        changed: dict[str, Any] = {n: function(v) for n, v in held.items() if isinstance(v, Tensor)}
-        return replace(self, **changed)
+        return replace(self, gate_up=self.gate_up.each(function), down=self.down.each(function))
 
     def plain(self) -> QuantizedExperts:
         """One value per byte, gate rows before up rows."""
-        unpacked = replace(
-            self,
-            gate_up=unpack_nibbles(self.gate_up) if self.gate_up.dtype == torch.uint8 else self.gate_up,
-            down=unpack_nibbles(self.down) if self.down.dtype == torch.uint8 else self.down,
-        )
-        if not self.interleaved:
-            return unpacked
+        gate_up, down = self.gate_up.plain(), self.down.plain()
+        if self.interleaved:
+            gate_up = gate_up.each(lambda t: torch.cat((t[:, 0::2], t[:, 1::2]), 1))
+        return QuantizedExperts(gate_up, down)
 
-        def apart(t: Tensor) -> Tensor:
-            return torch.cat((t[:, 0::2], t[:, 1::2]), 1)
+    @staticmethod
+    def joined(parts: list[QuantizedExperts]) -> QuantizedExperts:
+        """Experts one after another; all of the same kind."""
 
-        return replace(
-            unpacked,
-            gate_up=apart(unpacked.gate_up),
-            gate_up_scale=apart(self.gate_up_scale),
-            gate_up_bias=None if self.gate_up_bias is None else apart(self.gate_up_bias),
-            interleaved=False,
-        )
+        def cat(weights: list[QuantizedWeight]) -> QuantizedWeight:
+            tensors = {f.name: [getattr(w, f.name) for w in weights] for f in fields(QuantizedWeight)}
+            joined: dict[str, Any] = {n: torch.cat(t) for n, t in tensors.items() if isinstance(t[0], Tensor)}
+            return replace(weights[0], **joined)
+
+        return QuantizedExperts(cat([p.gate_up for p in parts]), cat([p.down for p in parts]), parts[0].interleaved)

@@ -9,13 +9,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cpumoe.layers.activation import Activation
+from cpumoe.layers.quantized_experts import QuantizedWeight
 
 _SMALLEST = 2.0**-149  # subnormal number of fp32
 _LIFT = 2.0**100  # takes the smallest ranges to where their reciprocals are numbers
 
 
-def quantize_activations(x: Tensor) -> Tensor:
-    """[tokens, in] -> the same after int8 quantisation: asymmetric, per token, ties away from zero.
+def quantize_activations(x: Tensor, bits: int = 8) -> Tensor:
+    """[tokens, in] -> the same after quantisation to 8 or 16 bits: asymmetric, per token, ties away from zero.
 
     A token with a NaN or an infinity becomes NaN.
     """
@@ -23,32 +24,51 @@ def quantize_activations(x: Tensor) -> Tensor:
     low = x.amin(-1, keepdim=True).clamp(max=0)
     high = x.amax(-1, keepdim=True).clamp(min=0)
     span = high - low
+    steps, first, last = 2.0**bits - 1, -(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1
     # Tensors on the left: PyTorch computes `255.0 / span` as a reciprocal times 255, rounded twice.
-    quanta = torch.full_like(span, 255.0)
+    quanta = torch.full_like(span, steps)
     factor = torch.where(span == 0, 1.0, quanta / span)
     factor = torch.where(torch.isinf(span), quanta / 2 / (high / 2 - low / 2), factor)  # the range overflows
     step = torch.where(span == 0, 0.0, 1.0 / factor)
-    # A range below 1e-36, whose factor overflows: the step is subnormal, rounded up so that 255 of them hold the range,
-    # and values are counted in the step as it came out.
-    small = span / 255
-    small = torch.where(small * 255 < span, small + _SMALLEST, small)
+    # A range so small that its factor overflows: the step is subnormal, rounded up so that the steps hold the range, and
+    # values are counted in the step as it came out.
+    small = span / steps
+    small = torch.where(small * steps < span, small + _SMALLEST, small)
     tiny = torch.isinf(factor)
     step = torch.where(tiny, small, step)
     lift = torch.where(tiny, _LIFT, 1.0)
     factor = torch.where(tiny, 1.0 / (small * _LIFT), factor)
     scaled_low, scaled_high = low * lift * factor, high * lift * factor
-    near_low = (-128 + scaled_low) + (127 + scaled_high) > 0
-    zero = torch.where(near_low, -128 - scaled_low, 127 - scaled_high).clamp(-128, 127).round()
+    near_low = (first + scaled_low) + (last + scaled_high) > 0
+    zero = torch.where(near_low, first - scaled_low, last - scaled_high).clamp(first, last).round()
     scaled = x * lift * factor
     rounded = torch.trunc(scaled + torch.copysign(torch.tensor(0.49999997), scaled))
-    value = ((rounded + zero).clamp(-128, 127) - zero) * step
+    value = ((rounded + zero).clamp(first, last) - zero) * step
     return torch.where(torch.isfinite(x).all(-1, keepdim=True), value, torch.nan)
 
 
-def dequantize(values: Tensor, scales: Tensor) -> Tensor:
-    """[..., out, in] integers and [..., out, groups] scales -> fp32 weights."""
-    grouped: Tensor = values.to(torch.float32).unflatten(-1, (scales.shape[-1], -1))
-    return (grouped * scales.to(torch.float32).unsqueeze(-1)).flatten(-2)
+#: The values of e2m1 by their code.
+FP4_VALUES = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
+
+
+def scale_values(scales: Tensor) -> Tensor:
+    """Scales in fp32: uint8 are codes of E8M0."""
+    if scales.dtype == torch.uint8:
+        ones = torch.ones(scales.shape, dtype=torch.float64)
+        values = torch.ldexp(ones, scales.to(torch.int32) - 127).to(torch.float32)
+        return torch.where(scales == 255, torch.nan, values)
+    return scales.to(torch.float32)
+
+
+def dequantize(weight: QuantizedWeight) -> Tensor:
+    """A quantised weight [..., out, in] in fp32."""
+    weight = weight.plain()
+    values = FP4_VALUES[weight.values.long()] if weight.element == "fp4" else weight.values.to(torch.float32)
+    grouped: Tensor = values.unflatten(-1, (weight.scales.shape[-1], -1))
+    if weight.zero_points is not None:
+        grouped = grouped - weight.zero_points.to(torch.float32).unsqueeze(-1)
+    dequantized = (grouped * scale_values(weight.scales).unsqueeze(-1)).flatten(-2)
+    return dequantized if weight.factors is None else dequantized * weight.factors.unsqueeze(-1)
 
 
 def apply_activation(h: Tensor, activation: Activation) -> Tensor:
@@ -72,9 +92,15 @@ def apply_activation(h: Tensor, activation: Activation) -> Tensor:
     return value if up is None else value * up
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, *, quantize: bool = True) -> Tensor:
-    """x [tokens, in] and dequantised weight [out, in] -> [tokens, out] fp32."""
-    return F.linear(quantize_activations(x) if quantize else x.to(torch.float32), weight, bias)
+def activations(x: Tensor, bits: int | None) -> Tensor:
+    """[tokens, in] in fp32, quantised to 8 or 16 bits, or left as they are."""
+    return x.to(torch.float32) if bits is None else quantize_activations(x, bits)
+
+
+def linear(x: Tensor, weight: QuantizedWeight, bits: int | None) -> Tensor:
+    """x [tokens, in] and weight [out, in] -> [tokens, out] fp32; ``bits`` of the activations, None: as they are."""
+    bias = None if weight.bias is None else weight.bias.to(torch.float32)
+    return F.linear(activations(x, bits), dequantize(weight), bias)
 
 
 def sum_of_experts(
@@ -98,45 +124,34 @@ def sum_of_experts(
 
 
 def expert(
-    inputs: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    activation: Activation,
-    *,
-    quantize: bool,
+    inputs: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight, activation: Activation, bits: int | None
 ) -> Tensor:
-    """One expert: inputs [rows, H] (quantised already, if they are to be) -> [rows, H] fp32."""
-    h = apply_activation(F.linear(inputs, gate_up, gate_up_bias), activation)
-    return linear(h, down, down_bias, quantize=quantize)
+    """One expert: inputs [rows, H] (quantised already, if they are to be) -> [rows, H] fp32.
+
+    ``gate_up`` is [rows of gate_up, H], ``down`` [H, I]; ``bits`` are those of the activations in between.
+    """
+    return linear(apply_activation(linear(inputs, gate_up, None), activation), down, bits)
 
 
 def experts(
     hidden_states: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
+    weights: Callable[[int], tuple[QuantizedWeight, QuantizedWeight]],
     activation: Activation,
     *,
+    bits: int | None,
     apply_router_weight_on_input: bool = False,
-    quantize: bool = True,
 ) -> Tensor:
-    """One layer with dequantised weights gate_up [E, rows, H] and down [E, H, I].
+    """One layer, [tokens, H] -> [tokens, H] fp32.
 
-    ``quantize=False`` leaves the activations as they are: the error of the weights alone.
+    Args:
+        weights: gives gate_up [rows, H] and down [H, I] of an expert.
+        bits: of the activations; None leaves them as they are: the error of the weights alone.
     """
 
     def one(index: int, inputs: Tensor) -> Tensor:
-        bias = None if gate_up_bias is None else gate_up_bias[index]
-        second_bias = None if down_bias is None else down_bias[index]
-        return expert(inputs, gate_up[index], down[index], bias, second_bias, activation, quantize=quantize)
+        return expert(inputs, *weights(index), activation, bits)
 
-    x = hidden_states.to(torch.float32)
-    out = sum_of_experts(
-        quantize_activations(x) if quantize else x, topk_ids, topk_weights, one, apply_router_weight_on_input
-    )
-    return out.to(hidden_states.dtype)
+    x = activations(hidden_states, bits)
+    return sum_of_experts(x, topk_ids, topk_weights, one, apply_router_weight_on_input)

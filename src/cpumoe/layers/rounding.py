@@ -1,10 +1,11 @@
-"""From float weights to integers and scales: round to nearest, scales by the rule of compressed-tensors or a search."""
+"""From float weights to integers or codes and scales: round to nearest, scales by the rules of compressed-tensors."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.scheme import Scheme
 
 # Fractions of the plain scale that the clip search tries: 0.98 to 0.60 in fine steps, where the best scale of most
@@ -17,21 +18,75 @@ _CHUNK = 1 << 18
 
 def quantize_weight(
     weight: Tensor, scheme: Scheme, name: str = "weight", *, clip_search: bool = False
-) -> tuple[Tensor, Tensor]:
+) -> QuantizedWeight:
     """Quantises [..., out, in] float weights.
 
-    The scale of a group is its largest magnitude over half the integer range (7.5 for int4, 127.5 for int8), held in
-    bf16 for bf16 weights and fp32 otherwise; values are rounded to nearest even and clamped. With ``clip_search`` the
-    scale of each group is the one with the smallest squared error among that, smaller ones, and the one that just clips
-    nothing.
-
-    Returns:
-        values [..., out, in] int8 and scales [..., out, groups].
+    Symmetric integers: the scale of a group is its largest magnitude over half the integer range (7.5 for int4, 127.5
+    for int8), held in bf16 for bf16 weights and fp32 otherwise; values are rounded to nearest even and clamped. With
+    ``clip_search`` the scale of each group is the one with the smallest squared error among that, smaller ones, and the
+    one that just clips nothing. Asymmetric ones: the range of a group, with zero in it, over 15 steps. fp4: the largest
+    magnitude of a group becomes 6, or with E8M0 scales 4 to 8, clamped; of e4m3 scales the largest is 448.
     """
     grouped, scale_dtype = grouped_weight(weight, scheme, name)
-    largest = scheme.weights.largest
+    form = scheme.weights
+    if form.element == "fp4":
+        return (_quantize_mxfp4 if form.scale == "e8m0" else _quantize_nvfp4)(grouped)
+    if not form.symmetric:
+        return _quantize_asymmetric(grouped, scale_dtype)
+    largest = form.largest
     scales = (search_scales if clip_search else plain_scales)(grouped, largest, scale_dtype)
-    return round_to_scales(grouped, scales, largest).flatten(-2), scales
+    return QuantizedWeight(form.element, round_to_scales(grouped, scales, largest).flatten(-2), scales)
+
+
+def _quantize_asymmetric(grouped: Tensor, scale_dtype: torch.dtype) -> QuantizedWeight:
+    """[..., out, groups, group] fp32 -> int4 with zero points."""
+    low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
+    scales = ((high - low) / 15).to(scale_dtype)
+    scales = torch.where(scales == 0, torch.finfo(scale_dtype).eps, scales)
+    step = scales.to(torch.float32)
+    zero = (-8 - low / step).round().clamp(-8, 7)
+    values = (grouped / step.unsqueeze(-1) + zero.unsqueeze(-1)).round().clamp(-8, 7)
+    return QuantizedWeight("int4", values.to(torch.int8).flatten(-2), scales, zero.to(torch.int8))
+
+
+# Half way between neighbouring magnitudes of e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
+_FP4_MIDDLES = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+
+
+def fp4_codes(values: Tensor) -> Tensor:
+    """Codes 0 to 15 (int8) of the nearest values of e2m1; half way between two, the one with the even code."""
+    magnitude = values.abs()
+    below = torch.bucketize(magnitude, _FP4_MIDDLES)  # these two differ at a middle alone
+    above = torch.bucketize(magnitude, _FP4_MIDDLES, right=True)
+    codes = torch.where(above % 2 == 0, above, below)
+    return (codes + 8 * torch.signbit(values)).to(torch.int8)
+
+
+def _quantize_mxfp4(grouped: Tensor) -> QuantizedWeight:
+    """[..., out, groups, 32] fp32 -> e2m1 with E8M0 scales."""
+    magnitude = grouped.abs().amax(-1)
+    # The largest becomes 4 to 8. Rounded to two bits first, so that what would exceed 7 goes to the next power.
+    bits = (magnitude.view(torch.int32) + (1 << 21)) & 0x7F800000
+    exponent = (bits >> 23) - 2
+    scales = exponent.clamp(0, 254).to(torch.uint8)
+    step = torch.ldexp(torch.ones_like(magnitude), scales.to(torch.int32) - 127)
+    return QuantizedWeight("fp4", fp4_codes(grouped / step.unsqueeze(-1)).flatten(-2), scales)
+
+
+_LARGEST_E4M3 = 448.0
+
+
+def _quantize_nvfp4(grouped: Tensor) -> QuantizedWeight:
+    """[..., out, groups, 16] fp32 -> e2m1 with e4m3 scales and one factor for each matrix, held for every row."""
+    magnitude = grouped.abs().amax(-1)  # [..., out, groups]
+    whole = magnitude.amax((-2, -1), keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    global_scale = (_LARGEST_E4M3 * 6 / whole).nan_to_num(posinf=1.0)
+    scales = (global_scale * (magnitude / 6)).clamp(max=_LARGEST_E4M3).to(torch.float8_e4m3fn)
+    smallest = torch.tensor(2.0**-9).to(torch.float8_e4m3fn)
+    scales = torch.where(scales.to(torch.float32) == 0, smallest, scales)
+    step = scales.to(torch.float32) / global_scale
+    factors = (1.0 / global_scale).expand(*magnitude.shape[:-1], 1).squeeze(-1).contiguous()
+    return QuantizedWeight("fp4", fp4_codes(grouped / step.unsqueeze(-1)).flatten(-2), scales, factors=factors)
 
 
 def scale_dtype_of(weights: torch.dtype) -> torch.dtype:
@@ -108,15 +163,3 @@ def _improve_scales(grouped: Tensor, scales: Tensor, largest: int, importance: T
         better = found < least * (1 - 1e-5)
         least = torch.where(better, found, least)
         scales.copy_(torch.where(better, stored, scales))
-
-
-def unpack_nibbles(packed: Tensor) -> Tensor:
-    """[..., n] uint8 nibbles (low one first, stored plus 8) -> [..., 2 n] int8 values."""
-    low, high = packed & 0xF, packed >> 4
-    return (torch.stack((low, high), -1).flatten(-2).to(torch.int16) - 8).to(torch.int8)
-
-
-def pack_nibbles(values: Tensor) -> Tensor:
-    """[..., 2 n] int8 values in -8 to 7 -> [..., n] uint8 nibbles (low one first, stored plus 8)."""
-    shifted = (values.to(torch.int16) + 8).to(torch.uint8)
-    return shifted[..., 0::2] | (shifted[..., 1::2] << 4)

@@ -31,8 +31,9 @@ import cpumoe
 from cpumoe import CheckpointError, Scheme, UnsupportedScheme
 from cpumoe.checkpoints import loading
 from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
-from cpumoe.checkpoints.formats.compressed_tensors import LinearFormat
-from cpumoe.checkpoints.loading import LinearSource, experts_of, load_experts
+from cpumoe.checkpoints.formats.compressed_tensors import IntegerStorage
+from cpumoe.checkpoints.linear_sources import LinearSource
+from cpumoe.checkpoints.loading import experts_of, load_experts
 from cpumoe.layers.rounding import quantize_weight
 from cpumoe.ops import unpack
 
@@ -470,7 +471,7 @@ def test_a_linear_of_any_width(tmp_path, columns, scheme, form):
     write_tensors(tmp_path, stored | {"proj.bias": bias})
     (tmp_path / "config.json").write_text("{}")
     with Checkpoint.open(tmp_path) as checkpoint:
-        source = LinearSource(checkpoint, "proj", 17, columns, LinearFormat(Scheme.parse(scheme), form), True)
+        source = LinearSource(checkpoint, "proj", 17, columns, IntegerStorage(Scheme.parse(scheme), form), True)
         check = TensorCheck(checkpoint)
         source.check(check)
         check.nothing_else_under("proj.")

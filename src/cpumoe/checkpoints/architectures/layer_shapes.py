@@ -1,7 +1,7 @@
 """Sizes of a layer's linears that are not experts, from the fields of config.json.
 
-Families are rows of ``architectures.py``. A field that config.json leaves out has a default that only transformers
-knows: what would need it is not told.
+Families are rows of ``families.py``. A field that config.json leaves out has a default that only transformers knows;
+sizes that need it are left out.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ def grouped_attention(config: Config) -> Sizes:
     needed = _known(config, "hidden_size", "num_attention_heads", "num_key_value_heads")
     if needed is None:
         return {}
-    hidden, heads, shared = needed
+    hidden, heads, key_heads = needed
     depth = config.get("head_dim") or hidden // heads
-    rows = {"q_proj": heads * depth, "k_proj": shared * depth, "v_proj": shared * depth}
+    rows = {"q_proj": heads * depth, "k_proj": key_heads * depth, "v_proj": key_heads * depth}
     sizes = {f"self_attn.{name}": (count, hidden) for name, count in rows.items()}
     return sizes | {"self_attn.o_proj": (hidden, heads * depth)}
 
 
-def grouped_attention_of_told_depth(config: Config) -> Sizes:
+def grouped_attention_with_stated_depth(config: Config) -> Sizes:
     """The same for families whose head_dim does not follow from the other sizes."""
     return grouped_attention(config) if "head_dim" in config else {}
 
@@ -42,13 +42,13 @@ def latent_attention(config: Config) -> Sizes:
     needed = _known(config, *names)
     if needed is None or "q_lora_rank" not in config:
         return {}
-    hidden, heads, latent, plain, turned, value = needed
+    hidden, heads, latent, unrotated, rotated, value = needed
     sizes = {
-        "self_attn.kv_a_proj_with_mqa": (latent + turned, hidden),
-        "self_attn.kv_b_proj": (heads * (plain + value), latent),
+        "self_attn.kv_a_proj_with_mqa": (latent + rotated, hidden),
+        "self_attn.kv_b_proj": (heads * (unrotated + value), latent),
         "self_attn.o_proj": (hidden, heads * value),
     }
-    rank, queries = config["q_lora_rank"], heads * (plain + turned)
+    rank, queries = config["q_lora_rank"], heads * (unrotated + rotated)
     if rank is None:
         return sizes | {"self_attn.q_proj": (queries, hidden)}
     return sizes | {"self_attn.q_a_proj": (rank, hidden), "self_attn.q_b_proj": (queries, rank)}

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cpumoe.checkpoints.architectures import Architecture, Config, ExpertsFacts, Sizes
+from cpumoe.checkpoints.architectures import Architecture, Config, ExpertsFacts, Sizes, Vectors
 from cpumoe.checkpoints.checkpoint import LAYER, Checkpoint, TensorCheck
 from cpumoe.checkpoints.formats import QUANTIZED_SUFFIXES
 from cpumoe.checkpoints.linear_sources import LinearSource, is_tied_away
@@ -49,18 +49,24 @@ class ModelTensors:
         """Everything that a model of this family has. ``prefix`` is what the names of its layers start with."""
         expert_layers = set(facts.layers)
         attention = architecture.attention(self.config)
+        vectors: Vectors = {f"{norm}.weight": facts.hidden_size for norm in architecture.norms}
+        vectors |= architecture.attention_vectors(self.config)
         for layer in range(self.config["num_hidden_layers"]):
             beside = architecture.shared if layer in expert_layers else architecture.dense
             self._check_biases(f"{prefix}{layer}.", architecture, attention)
             self._check_sizes(f"{prefix}{layer}.", attention | beside(self.config))
+            for path, size in vectors.items():
+                self._check_vector(f"{prefix}{layer}.{path}", size)
         for layer in facts.layers:
             self._check_router(f"{prefix}{layer}.", architecture, facts)
+            for path in architecture.shared_gates:
+                self._expect(f"{prefix}{layer}.{path}.weight", 1, facts.hidden_size)
         dense_path = architecture.experts_paths[0].rpartition(".")[0]
         dense_layers = set(range(self.config["num_hidden_layers"])) - expert_layers
         self._check_gated_mlps({f"{prefix}{layer}.{dense_path}" for layer in dense_layers}, facts.hidden_size)
         self._check_ends(prefix, facts.hidden_size)
-        own = (*architecture.router_biases, *architecture.attention_tensors)
-        self._check_layers(prefix, expert_layers, {"weight", "bias", *own, *QUANTIZED_SUFFIXES})
+        suffixes = {"weight", "bias", *QUANTIZED_SUFFIXES, *architecture.router_biases}
+        self._check_layers(prefix, expert_layers, suffixes | {path.rpartition(".")[2] for path in vectors})
 
     def _check_sizes(self, layer: str, sizes: Sizes) -> None:
         """Attention, dense layers and shared experts: the sizes that follow from config.json."""
@@ -88,6 +94,12 @@ class ModelTensors:
         self._expect(f"{module}.weight", facts.expert_count, facts.hidden_size)
         for suffix in architecture.router_biases:
             self._expect(f"{module}.{suffix}", facts.expert_count)
+
+    def _check_vector(self, name: str, size: int | None) -> None:
+        if size is not None:
+            self._expect(name, size)
+        elif name not in self.checkpoint:
+            self.check.missing.append(name)
 
     def _check_gated_mlps(self, dense: set[str], hidden_size: int) -> None:
         """Gate, up and down of the layers without experts, and of shared experts: one inner size for all three."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cpumoe.checkpoints.expert_sources import Buffers
-from cpumoe.checkpoints.formats.compressed_tensors import IntegerStorage
+from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.checkpoints.tensor_file import TensorFileWriter
 from cpumoe.layers import reference
 from cpumoe.layers.rounding import quantize_weight
@@ -107,6 +107,6 @@ class LayerWriter:
         self._told["calibrated"] += 1
         return quantize_with_statistics(weight, statistics, scheme, name)
 
-    def _write(self, storage: IntegerStorage, name: str, values: Tensor, scales: Tensor) -> None:
-        for key, tensor in storage.encode(values, scales).items():
-            self._writer.write(f"{name}.{key}", tensor)
+    def _write(self, storage: LinearStorage, name: str, values: Tensor, scales: Tensor) -> None:
+        for suffix, tensor in storage.encode(values, scales).items():
+            self._writer.write(f"{name}.{suffix}", tensor)

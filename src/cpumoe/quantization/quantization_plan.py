@@ -12,6 +12,7 @@ from cpumoe.checkpoints.expert_sources import FloatExpertSource
 from cpumoe.checkpoints.formats.compressed_tensors import Format, IntegerStorage, write_config
 from cpumoe.checkpoints.layer_names import layers_prefix
 from cpumoe.checkpoints.loading import experts_of
+from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES
 from cpumoe.errors import CheckpointError
 from cpumoe.layers.rounding import scale_dtype_of
@@ -176,15 +177,12 @@ class QuantizationPlan:
 
 
 def _announced(
-    storage: IntegerStorage, name: str, rows: int, columns: int, scale: torch.dtype
+    storage: LinearStorage, name: str, rows: int, columns: int, scale: torch.dtype
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    dtypes = {
-        "weight": torch.int8,
-        "weight_packed": torch.int32,
-        "weight_scale": scale,
-        "weight_shape": torch.int64,
+    return {
+        f"{name}.{suffix}": (scale if suffix == storage.scale_suffix else DTYPES[stored.dtypes[0]], stored.shape)
+        for suffix, stored in storage.tensors(rows, columns).items()
     }
-    return {f"{name}.{key}": (dtypes[key], stored.shape) for key, stored in storage.tensors(rows, columns).items()}
 
 
 def _announced_copy(checkpoint: Checkpoint, name: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

@@ -16,7 +16,7 @@ from cpumoe.checkpoints.architectures.architecture import (
     Projections,
 )
 from cpumoe.checkpoints.architectures.families import ARCHITECTURES
-from cpumoe.checkpoints.architectures.layer_shapes import Config, Sizes
+from cpumoe.checkpoints.architectures.layer_shapes import Config, Sizes, Vectors
 from cpumoe.errors import CheckpointError
 
 __all__ = [
@@ -29,6 +29,7 @@ __all__ = [
     "FusedLayout",
     "Projections",
     "Sizes",
+    "Vectors",
     "architecture_of",
     "known_architecture",
     "text_config",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from cpumoe.checkpoints.architectures.layer_shapes import Config, Sizes, grouped_attention, nothing
+from cpumoe.checkpoints.architectures.layer_shapes import Config, Sizes, Vectors, grouped_attention, nothing
 from cpumoe.errors import CheckpointError
 from cpumoe.layers.activation import Activation
 
@@ -105,8 +105,9 @@ class Architecture:
     shared_gates: tuple[str, ...] = ()  # paths of the linears that weigh the shared experts
     attention: Callable[[Config], Sizes] = grouped_attention
     attention_biases: AttentionBiases = AttentionBiases("attention_bias", ("q_proj", "k_proj", "v_proj", "o_proj"))
+    attention_vectors: Callable[[Config], Vectors] = nothing  # what it has besides linears
     plain_attention: bool = True  # softmax over the keys and nothing else; gpt-oss adds a sink
-    attention_tensors: tuple[str, ...] = ()  # last parts of the names of what it has besides linears and norms
+    norms: tuple[str, ...] = ("input_layernorm", "post_attention_layernorm")
     dense: Callable[[Config], Sizes] = nothing
     shared: Callable[[Config], Sizes] = nothing
 

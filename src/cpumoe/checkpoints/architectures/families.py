@@ -20,7 +20,13 @@ from cpumoe.checkpoints.architectures.layer_shapes import (
     Config,
     gated_mlp,
     grouped_attention_with_stated_depth,
+    head_norms,
+    head_norms_if_chosen,
     latent_attention,
+    latent_norms,
+    nothing,
+    sinks,
+    whole_norms,
 )
 from cpumoe.layers.activation import Activation
 
@@ -48,18 +54,21 @@ def _swiglu_oai(config: Config) -> Activation:
 
 _QWEN3 = Architecture(
     layers=_qwen_layers,
-    shared_gates=("mlp.shared_expert_gate",),
+    attention_vectors=head_norms,
     dense=gated_mlp("mlp", "intermediate_size"),
 )
 _QWEN2 = replace(
     _QWEN3,
+    shared_gates=("mlp.shared_expert_gate",),
     attention_biases=AttentionBiases("qkv_bias", ("q_proj", "k_proj", "v_proj")),
+    attention_vectors=nothing,
     shared=gated_mlp("mlp.shared_expert", "shared_expert_intermediate_size"),
 )
 _GLM = Architecture(
     layers=_after_dense_layers,
     router_biases=("e_score_correction_bias",),
     attention_biases=AttentionBiases("attention_bias", ("q_proj", "k_proj", "v_proj")),
+    attention_vectors=head_norms_if_chosen,
     dense=gated_mlp("mlp", "intermediate_size"),
     shared=gated_mlp("mlp.shared_experts", "moe_intermediate_size", "n_shared_experts"),
 )
@@ -67,6 +76,7 @@ _DEEPSEEK = replace(
     _GLM,
     attention=latent_attention,
     attention_biases=AttentionBiases("attention_bias", ("q_a_proj", "kv_a_proj_with_mqa", "o_proj")),
+    attention_vectors=latent_norms,
 )
 _LLAMA4 = Architecture(
     experts_paths=("feed_forward.experts",),
@@ -83,7 +93,7 @@ _LLAMA4 = Architecture(
 ARCHITECTURES: dict[str, Architecture] = {
     "qwen2_moe": _QWEN2,
     "qwen3_moe": _QWEN3,
-    "olmoe": Architecture(intermediate_size_field="intermediate_size"),
+    "olmoe": Architecture(intermediate_size_field="intermediate_size", attention_vectors=whole_norms),
     "deepseek_v2": replace(_DEEPSEEK, router_biases=(), topk_methods=("greedy", "group_limited_greedy")),
     "deepseek_v3": _DEEPSEEK,
     "glm4_moe": _GLM,
@@ -102,8 +112,8 @@ ARCHITECTURES: dict[str, Architecture] = {
         router_paths=("mlp.router",),
         router_biases=("bias",),
         attention=grouped_attention_with_stated_depth,
+        attention_vectors=sinks,
         plain_attention=False,
-        attention_tensors=("sinks",),
     ),
     "llama4": _LLAMA4,
     "llama4_text": _LLAMA4,

@@ -1,4 +1,4 @@
-"""Sizes of a layer's linears that are not experts, from the fields of config.json.
+"""Sizes of what a layer has besides experts, from the fields of config.json.
 
 Families are rows of ``families.py``. A field that config.json leaves out has a default that only transformers knows;
 sizes that need it are left out.
@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Config = Mapping[str, Any]
-Sizes = dict[str, tuple[int, int]]  # path inside a layer -> rows, columns
+Sizes = dict[str, tuple[int, int]]  # path of a linear inside a layer -> rows, columns
+Vectors = dict[str, int | None]  # path of a tensor inside a layer -> its elements; None where config.json does not say
 
 
 def _known(config: Config, *names: str) -> list[int] | None:
@@ -19,13 +20,19 @@ def _known(config: Config, *names: str) -> list[int] | None:
     return integers if len(integers) == len(names) else None
 
 
+def _head_size(config: Config) -> int | None:
+    needed = _known(config, "hidden_size", "num_attention_heads")
+    return config.get("head_dim") or (None if needed is None else needed[0] // needed[1])
+
+
 def grouped_attention(config: Config) -> Sizes:
     """Queries, and fewer keys and values."""
     needed = _known(config, "hidden_size", "num_attention_heads", "num_key_value_heads")
     if needed is None:
         return {}
     hidden, heads, key_heads = needed
-    depth = config.get("head_dim") or hidden // heads
+    depth = _head_size(config)
+    assert depth is not None  # it follows from what is needed
     rows = {"q_proj": heads * depth, "k_proj": key_heads * depth, "v_proj": key_heads * depth}
     sizes = {f"self_attn.{name}": (count, hidden) for name, count in rows.items()}
     return sizes | {"self_attn.o_proj": (hidden, heads * depth)}
@@ -71,5 +78,36 @@ def gated_mlp(path: str, *names: str) -> Callable[[Config], Sizes]:
     return sizes
 
 
-def nothing(_: Config) -> Sizes:
+def nothing(_: Config) -> dict[str, Any]:
     return {}
+
+
+def head_norms(config: Config) -> Vectors:
+    """Queries and keys are normalised head by head."""
+    return dict.fromkeys(("self_attn.q_norm.weight", "self_attn.k_norm.weight"), _head_size(config))
+
+
+def head_norms_if_chosen(config: Config) -> Vectors:
+    return head_norms(config) if config.get("use_qk_norm") is True else {}
+
+
+def whole_norms(config: Config) -> Vectors:
+    """The queries of all heads are normalised together, and so are the keys."""
+    sizes = grouped_attention(config)
+    return {
+        f"self_attn.{norm}.weight": sizes[linear][0] if (linear := f"self_attn.{of}") in sizes else None
+        for norm, of in (("q_norm", "q_proj"), ("k_norm", "k_proj"))
+    }
+
+
+def latent_norms(config: Config) -> Vectors:
+    """The latents of DeepSeek's attention are normalised."""
+    vectors: Vectors = {"self_attn.kv_a_layernorm.weight": config.get("kv_lora_rank")}
+    if (rank := config.get("q_lora_rank")) is not None:
+        vectors["self_attn.q_a_layernorm.weight"] = rank
+    return vectors
+
+
+def sinks(config: Config) -> Vectors:
+    """A learned logit per head, beside those of the keys."""
+    return {"self_attn.sinks": config.get("num_attention_heads")}

@@ -149,8 +149,10 @@ class _PerExpert(ExpertSource):
         )
 
     def _first_dtypes(self) -> dict[str, str]:
-        """Those of the first expert by suffix, as far as they are accepted. All others must have them: they are read
-        into the same memory."""
+        """Dtypes of the first expert's tensors by suffix, as far as they are accepted.
+
+        All others must have them too, because they are read into the same memory.
+        """
         tensors = self._accepted_tensors(1, 1)
         found = self._checkpoint.infos_of(self.linear_names(0)[0], tensors)
         return {suffix: info.dtype for suffix, info in found.items() if info.dtype in tensors[suffix].dtypes}
@@ -181,7 +183,7 @@ class _PerExpert(ExpertSource):
                         check.expect(f"{self.prefix}.{expert}.{projection}.{suffix}", stored)
 
     def _read_blocks(self, first: int, count: int, buffers: Buffers) -> list[dict[str, Tensor]]:
-        """The tensors of some experts by suffix: those of gate and up together, and those of down."""
+        """The tensors of ``count`` experts by suffix: those of gate and up together, and those of down."""
         read = [block.buffers(count, buffers) for block in self._blocks]
         for index in range(count):  # expert by expert, as they lie in the file
             for block, tensors in zip(self._blocks, read, strict=True):

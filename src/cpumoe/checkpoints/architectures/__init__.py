@@ -8,11 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cpumoe.checkpoints.architectures.architecture import (
-    ACTIVATION_NAMES,
     Architecture,
-    AttentionBiases,
     ExpertsFacts,
-    FusedLayout,
     Projections,
 )
 from cpumoe.checkpoints.architectures.families import ARCHITECTURES
@@ -20,13 +17,10 @@ from cpumoe.checkpoints.architectures.layer_shapes import Config, Sizes, Vectors
 from cpumoe.errors import CheckpointError
 
 __all__ = [
-    "ACTIVATION_NAMES",
     "ARCHITECTURES",
     "Architecture",
-    "AttentionBiases",
     "Config",
     "ExpertsFacts",
-    "FusedLayout",
     "Projections",
     "Sizes",
     "Vectors",

@@ -24,7 +24,7 @@ from torch import Tensor
 
 import cpumoe
 from cpumoe.bench.decoding import decode_times
-from cpumoe.checkpoints.formats.compressed_tensors import LinearFormat, write_config
+from cpumoe.checkpoints.formats.compressed_tensors import IntegerStorage, write_config
 from cpumoe.checkpoints.tensor_file import TensorFileWriter
 from cpumoe.layers.scheme import Scheme
 
@@ -33,7 +33,7 @@ HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 32, 4, 128, 151936
 _DIFFERENT = 4  # matrices of each shape; the others repeat them: speed does not depend on values
 
 
-def write_checkpoint(folder: Path, layers: int, form: LinearFormat) -> None:
+def write_checkpoint(folder: Path, layers: int, storage: IntegerStorage) -> None:
     """Random integers and small scales, as a quantiser would have written them."""
     generator = torch.Generator().manual_seed(0)
     made: dict[tuple[int, int], list[dict[str, Tensor]]] = defaultdict(list)
@@ -41,10 +41,10 @@ def write_checkpoint(folder: Path, layers: int, form: LinearFormat) -> None:
     def linear(rows: int, columns: int, number: int) -> dict[str, Tensor]:
         pool = made[rows, columns]
         while len(pool) <= number % _DIFFERENT:
-            largest = form.scheme.weights.largest
+            largest = storage.scheme.weights.largest
             values = torch.randint(-largest, largest + 1, (rows, columns), generator=generator, dtype=torch.int8)
-            shape = form.scheme.weights.group.scale_shape(rows, columns)
-            pool.append(form.encode(values, (torch.rand(shape, generator=generator) * 0.004 + 0.001).bfloat16()))
+            shape = storage.scheme.weights.group.scale_shape(rows, columns)
+            pool.append(storage.encode(values, (torch.rand(shape, generator=generator) * 0.004 + 0.001).bfloat16()))
         return pool[number % _DIFFERENT]
 
     def normal(*shape: int) -> Tensor:
@@ -107,7 +107,7 @@ def write_checkpoint(folder: Path, layers: int, form: LinearFormat) -> None:
         "norm_topk_prob": True,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
-        "quantization_config": write_config({"Linear": form}, ["lm_head", "re:.*mlp[.]gate$"]),
+        "quantization_config": write_config({"Linear": storage}, ["lm_head", "re:.*mlp[.]gate$"]),
     }
     (folder / "config.json").write_text(json.dumps(config))
 
@@ -192,7 +192,7 @@ def main() -> None:
         folder = arguments.folder or Path(scratch) / "model"
         if not (folder / "config.json").exists():
             folder.mkdir(parents=True, exist_ok=True)
-            write_checkpoint(folder, arguments.layers, LinearFormat(Scheme.parse(arguments.scheme), arguments.form))
+            write_checkpoint(folder, arguments.layers, IntegerStorage(Scheme.parse(arguments.scheme), arguments.form))
         figures: dict[str, Any] = {"isa": cpumoe.isa(), "threads": cpumoe.get_num_threads()}
         figures["load"] = loading(folder, arguments.linears, None)
         if arguments.cache:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 import cpumoe
 from cpumoe import cli
-from cpumoe.checkpoints import expert_sources, loading, verification
-from cpumoe.checkpoints.formats.compressed_tensors import LinearFormat
+from cpumoe.checkpoints import expert_sources, linear_sources, loading, verification
+from cpumoe.checkpoints.formats.compressed_tensors import IntegerStorage
 from cpumoe.layers.rounding import quantize_weight
 from cpumoe.layers.scheme import Scheme
 
@@ -103,8 +103,8 @@ def test_float_checkpoints(scheme: str, tmp_path: Path, checked: Checked) -> Non
 def test_a_quantised_head_and_a_model_without_experts(tmp_path: Path, checked: Checked) -> None:
     def quantise_head(tensors: Tensors) -> None:
         scheme = Scheme.parse("w4a8-g32")
-        form = LinearFormat(scheme, "pack-quantized")
-        encoded = form.encode(*quantize_weight(tensors.pop("lm_head.weight"), scheme))
+        storage = IntegerStorage(scheme, "pack-quantized")
+        encoded = storage.encode(*quantize_weight(tensors.pop("lm_head.weight"), scheme))
         tensors.update({f"lm_head.{name}": tensor for name, tensor in encoded.items()})
         for name in [n for n in tensors if ".mlp." in n]:
             del tensors[name]
@@ -124,15 +124,15 @@ def test_a_quantised_head_and_a_model_without_experts(tmp_path: Path, checked: C
 
 
 def test_a_scale_that_changed_while_it_was_loaded(monkeypatch: pytest.MonkeyPatch, checked: Checked) -> None:
-    real = expert_sources.packable_scale
+    real = IntegerStorage.decode
 
-    def changed(scale: Tensor) -> Tensor:
-        scale = real(scale).clone()
-        scale.view(-1)[5] *= 1.01
-        return scale
+    def changed(self: IntegerStorage, *arguments: Any) -> tuple[Tensor, Tensor]:
+        values, scales = real(self, *arguments)
+        scales = scales.clone()
+        scales.view(-1)[5] *= 1.01
+        return values, scales
 
-    for module in (expert_sources, loading):
-        monkeypatch.setattr(module, "packable_scale", changed)
+    monkeypatch.setattr(IntegerStorage, "decode", changed)
     code, text, facts = checked(CHECKPOINTS / PACKED)
     assert code == 1 and facts["first_difference"] == "model.layers.0.mlp.experts"
     assert len(facts["differing"]) == 10 and "0 of 2 layers agree" in text
@@ -162,8 +162,13 @@ def test_weights_that_changed_in_memory_in_one_layer(monkeypatch: pytest.MonkeyP
 
 
 def test_integers_that_are_decoded_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch, checked: Checked) -> None:
-    real = LinearFormat.held
-    monkeypatch.setattr(LinearFormat, "held", lambda self, stored, columns: real(self, stored, columns).flip(-1))
+    real = IntegerStorage.decode
+
+    def backwards(self: IntegerStorage, *arguments: Any) -> tuple[Tensor, Tensor]:
+        values, scales = real(self, *arguments)
+        return values.flip(-1), scales
+
+    monkeypatch.setattr(IntegerStorage, "decode", backwards)
     code, _, facts = checked(CHECKPOINTS / PACKED)
     assert code == 1 and len(facts["differing"]) == 10
     assert all("packed integers are not those of the file" in m["problems"][0] for m in modules(facts).values())
@@ -265,14 +270,14 @@ def test_long_lists_are_cut_in_the_text_only(tmp_path: Path, checked: Checked) -
 
 def test_a_file_that_shrinks_meanwhile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, checked: Checked) -> None:
     folder = changed_copy(tmp_path, PACKED)
-    real = loading.LinearSource.load
+    real = linear_sources.LinearSource.load
 
-    def cut(self: loading.LinearSource) -> cpumoe.QuantizedLinear:
+    def cut(self: linear_sources.LinearSource) -> cpumoe.QuantizedLinear:
         with (folder / "model.safetensors").open("r+b") as file:
             file.truncate(file.seek(0, 2) // 2)
         return real(self)
 
-    monkeypatch.setattr(loading.LinearSource, "load", cut)
+    monkeypatch.setattr(linear_sources.LinearSource, "load", cut)
     assert cli.main(["check", str(folder)]) == 1
 
 

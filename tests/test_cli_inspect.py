@@ -17,7 +17,8 @@ from tiny_architectures import together, write_tensors
 
 from cpumoe import cli
 from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
-from cpumoe.checkpoints.loading import experts_of, find_linears, load_experts
+from cpumoe.checkpoints.linear_sources import find_linears
+from cpumoe.checkpoints.loading import experts_of, load_experts
 from cpumoe.checkpoints.tensor_file import TensorFile
 from cpumoe.cli.inspect import size_text
 from cpumoe.layers.scheme import Scheme

@@ -11,7 +11,6 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,19 +18,14 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from changed_checkpoints import CHECKPOINTS, NAMES
+from changed_checkpoints import CHECKPOINTS, NAMES, TENSOR_CHANGES, load_model, outcome
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from layers import relative_error
 from safetensors.torch import load_file, save, save_file
 from tiny_architectures import ARCHITECTURES, write_float, write_quantized
 
-import cpumoe
-from cpumoe import CheckpointError, UnsupportedScheme
-from cpumoe.checkpoints.checkpoint import Checkpoint
-from cpumoe.checkpoints.inspection import Survey
 from cpumoe.errors import printable
-from cpumoe.integrations.transformers.model_config import completed_config
 
 EXAMPLES = int(os.environ.get("CPUMOE_FUZZ_EXAMPLES", "60"))
 FUZZ = settings(
@@ -41,7 +35,6 @@ FUZZ = settings(
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 IDS = torch.tensor([[5, 9, 17, 3, 44, 60, 71, 8], [90, 4, 5, 100, 31, 7, 7, 77]])
-REFUSALS = (CheckpointError, UnsupportedScheme)
 
 transformers.logging.disable_progress_bar()
 transformers.logging.set_verbosity_error()
@@ -60,10 +53,6 @@ def models(tmp_path_factory) -> dict[str, Path]:
 SOURCES = {name: CHECKPOINTS / name for name in NAMES}
 
 
-def load(folder: Path) -> torch.nn.Module:
-    return cpumoe.load_model(folder, dtype=torch.float32)
-
-
 def logits(model: torch.nn.Module) -> torch.Tensor:
     with torch.no_grad():
         return model(IDS).logits
@@ -71,27 +60,7 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 @cache
 def logits_of_whole(folder: Path) -> torch.Tensor:
-    return logits(load(folder))
-
-
-def outcome(folder: Path) -> tuple[torch.nn.Module | None, str]:
-    """The model, or None and what was said; no exception but our own is accepted, from loading or from inspect."""
-    try:
-        model, said = load(folder), ""
-    except REFUSALS as refusal:
-        model, said = None, str(refusal)
-        assert said.isprintable() and len(said) < 20_000
-    try:
-        with Checkpoint.open(folder) as checkpoint:
-            facts = Survey(checkpoint, complete=completed_config).to_json()
-            json.dumps(facts)
-        loads, problems = facts["loads"], facts["problems"]
-    except REFUSALS as refusal:
-        loads, problems = False, str(refusal)
-    if model is None and "transformers cannot make a model" in said:
-        return model, said  # only who builds the model can know
-    assert loads == (model is not None), f"load_model: {said or 'loads'}\ninspect: {problems}"
-    return model, said
+    return logits(load_model(folder))
 
 
 def copied(source: Path, folder: Path) -> Path:
@@ -196,22 +165,6 @@ def answer(model: torch.nn.Module) -> tuple[torch.Tensor | None, Exception | Non
 
 
 # ---- tensors -------------------------------------------------------------------------------------------------------
-
-TENSOR_CHANGES: dict[str, Callable[[dict[str, torch.Tensor], str], object]] = {
-    "missing": lambda held, name: held.pop(name),
-    "renamed": lambda held, name: held.update({f"{name}_": held.pop(name)}),
-    "renamed in front": lambda held, name: held.update({f"x.{name}": held.pop(name)}),
-    "with escape sequences": lambda held, name: held.update({f"\x1b[31m{name}\n\u202e": held[name].clone()}),
-    "in a layer of 5000 digits": lambda held, name: held.update({f"model.layers.{'9' * 5000}.x": held[name].clone()}),
-    "of one row less": lambda held, name: held.update({name: held[name][1:].clone()}),
-    "of one dimension more": lambda held, name: held.update({name: held[name][None].clone()}),
-    "empty": lambda held, name: held.update({name: torch.empty(0, dtype=held[name].dtype)}),
-    "integers": lambda held, name: held.update({name: torch.ones(held[name].shape, dtype=torch.int16)}),
-    "of 64 bits": lambda held, name: held.update({name: torch.ones(held[name].shape, dtype=torch.float64)}),
-    "of 8 bits": lambda held, name: held.update({name: held[name].float().to(torch.float8_e4m3fn)}),
-    "in another layer": lambda held, name: held.update({f"model.layers.7{name[14:]}": held[name].clone()}),
-    "not finite": lambda held, name: held.update({name: torch.full_like(held[name], torch.nan)}),
-}
 
 
 @FUZZ

@@ -9,7 +9,9 @@ import shutil
 import struct
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -28,11 +30,13 @@ from tiny_architectures import (
 )
 
 import cpumoe
-from cpumoe import CheckpointError, Scheme, UnsupportedScheme
-from cpumoe.checkpoints import loading
+from cpumoe import CheckpointError, Scheme, UnsupportedScheme, cli
+from cpumoe.checkpoints import formats, loading
 from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
-from cpumoe.checkpoints.formats.compressed_tensors import LinearFormat
-from cpumoe.checkpoints.loading import LinearSource, experts_of, load_experts
+from cpumoe.checkpoints.formats.compressed_tensors import IntegerStorage
+from cpumoe.checkpoints.linear_sources import LinearSource
+from cpumoe.checkpoints.loading import experts_of, load_experts
+from cpumoe.checkpoints.storage import LinearStorage, Quantization, StoredTensor
 from cpumoe.layers.rounding import quantize_weight
 from cpumoe.ops import unpack
 
@@ -470,7 +474,7 @@ def test_a_linear_of_any_width(tmp_path, columns, scheme, form):
     write_tensors(tmp_path, stored | {"proj.bias": bias})
     (tmp_path / "config.json").write_text("{}")
     with Checkpoint.open(tmp_path) as checkpoint:
-        source = LinearSource(checkpoint, "proj", 17, columns, LinearFormat(Scheme.parse(scheme), form), True)
+        source = LinearSource(checkpoint, "proj", 17, columns, IntegerStorage(Scheme.parse(scheme), form), True)
         check = TensorCheck(checkpoint)
         source.check(check)
         check.nothing_else_under("proj.")
@@ -480,6 +484,81 @@ def test_a_linear_of_any_width(tmp_path, columns, scheme, form):
     expected, expected_scales = quantize_weight(weight, Scheme.parse(scheme))
     assert torch.equal(values[0], expected) and torch.equal(biases[0], bias)
     assert torch.equal(scales[0], expected_scales.bfloat16())
+
+
+# ---- storages of any kind ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Sideways(LinearStorage):
+    """Columns before rows, as GPTQ and AWQ have them, and one more scale for the whole linear, as NVFP4 has it."""
+
+    scale_suffix: ClassVar[str] = "scales"
+
+    def tensors(self, rows, columns):
+        return {
+            "sideways": StoredTensor(("I8",), (columns, rows), by_rows=False),
+            "scales": StoredTensor(("F32",), (rows, 1)),
+            "whole_scale": StoredTensor(("F32",), (1,), by_rows=False),
+            "rows": StoredTensor(("I64",), (1,), by_rows=False, values=(rows,)),
+        }
+
+    def size(self, found, read):
+        columns, rows = found["sideways"].shape
+        return rows, columns
+
+    def scale_dtype(self, dtypes):
+        return torch.float32
+
+    def decode(self, tensors, rows, columns):
+        values = tensors["sideways"].transpose(-1, -2).flatten(-3, -2).contiguous()  # [..., n, columns, rows] before
+        return values, tensors["scales"] * tensors["whole_scale"].repeat_interleave(rows, -2)
+
+    def decode_plainly(self, tensors):
+        return tensors["sideways"].T, tensors["scales"] * tensors["whole_scale"]
+
+    def encode(self, values, scales):
+        whole = torch.tensor([2.0 ** float(values[0, 0])])
+        rows = torch.tensor([len(values)])
+        return {"sideways": values.T.contiguous(), "scales": scales / whole, "whole_scale": whole, "rows": rows}
+
+
+class AllSideways(Quantization):
+    suffixes = frozenset(("sideways", "scales", "whole_scale", "rows"))
+    schemes = (Scheme.parse("w8a8"),)
+
+    @classmethod
+    def parse(cls, section):
+        return cls()
+
+    def storage_of(self, module):
+        return Sideways(self.schemes[0], "sideways")
+
+
+def test_a_storage_with_other_tensors_needs_nothing_but_its_row(monkeypatch, tmp_path):
+    """Reading, checking and comparing with the reference ask the storage for all they need."""
+    source = EXAMPLES / "qwen3moe-w8a8-int8"
+    stored, sideways = load_file(source / "model.safetensors"), Sideways(Scheme.parse("w8a8"), "sideways")
+    for name in [n.removesuffix(".weight_scale") for n in stored if n.endswith(".weight_scale")]:
+        encoded = sideways.encode(stored.pop(f"{name}.weight"), stored.pop(f"{name}.weight_scale").float())
+        stored |= {f"{name}.{suffix}": tensor for suffix, tensor in encoded.items()}
+    config = json.loads((source / "config.json").read_text()) | {"quantization_config": {"quant_method": "sideways"}}
+    write_tensors(tmp_path, stored)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedScheme, match="quant_method 'sideways' is not served; 'compressed-tensors' is"):
+        load(tmp_path)
+    monkeypatch.setitem(formats.QUANT_METHODS, "sideways", AllSideways)
+    expected, found = load(source), load(tmp_path)
+    for name, experts in found.items():
+        ours, theirs = experts.quantized(0, 8), expected[name].quantized(0, 8)
+        assert torch.equal(ours.gate_up, theirs.gate_up) and torch.equal(ours.down, theirs.down)
+        assert torch.equal(ours.gate_up_scale, theirs.gate_up_scale.float())
+        assert torch.equal(ours.down_scale, theirs.down_scale.float())
+    assert cli.main(["check", str(tmp_path)]) == 0
+    stored["model.layers.1.mlp.experts.3.up_proj.rows"] += 1
+    write_tensors(tmp_path, stored)
+    with pytest.raises(CheckpointError, match=r"experts.3.up_proj.rows is \[65\]; \[64\] is accepted"):
+        load(tmp_path)
 
 
 # ---- a few experts at a time ---------------------------------------------------------------------------------------
@@ -522,7 +601,9 @@ def test_a_file_cut_while_its_experts_are_read_is_noticed(monkeypatch, tmp_path)
 
 _MEASURE = """
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 import torch
 import cpumoe
 from cpumoe.checkpoints.checkpoint import Checkpoint

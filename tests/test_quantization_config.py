@@ -13,7 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpumoe import CheckpointError, Scheme, UnsupportedScheme
-from cpumoe.checkpoints.formats.compressed_tensors import LinearFormat, QuantizationConfig, write_config
+from cpumoe.checkpoints.formats import parse_quantization
+from cpumoe.checkpoints.formats.compressed_tensors import IntegerStorage, write_config
 from cpumoe.checkpoints.formats.name_patterns import NamePatterns
 
 #: The ``quantization_config`` of checkpoints as llm-compressor, GPTQ, AWQ and OpenAI wrote them.
@@ -56,19 +57,19 @@ def test_every_example_is_either_served_or_refused():
 @pytest.mark.parametrize("name", SERVED)
 def test_served_configurations_are_understood(name):
     scheme, form = SERVED[name]
-    config = QuantizationConfig.parse(CONFIGS[name])
-    expected = LinearFormat(Scheme.parse(scheme), form)
+    config = parse_quantization(CONFIGS[name])
+    expected = IntegerStorage(Scheme.parse(scheme), form)
     for module in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.experts.3.down_proj", "anything"):
-        assert config.format_of(module) == expected
+        assert config.storage_of(module) == expected
     assert config.schemes == (expected.scheme,)
     for ignored in CONFIGS[name]["ignore"]:
-        assert config.format_of(ignored) is None
+        assert config.storage_of(ignored) is None
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_configurations_are_refused_with_what_they_are(name):
     with pytest.raises(UnsupportedScheme) as refusal:
-        QuantizationConfig.parse(CONFIGS[name])
+        parse_quantization(CONFIGS[name])
     assert REFUSED[name] in str(refusal.value)
 
 
@@ -99,7 +100,7 @@ def test_schemes_that_are_not_served_are_refused_with_what_they_are(part, change
     config = base()
     config["config_groups"]["group_0"][part].update(changes)
     with pytest.raises(UnsupportedScheme) as refusal:
-        QuantizationConfig.parse(config)
+        parse_quantization(config)
     assert reason in str(refusal.value)
 
 
@@ -114,34 +115,34 @@ def test_schemes_that_are_not_served_are_refused_with_what_they_are(part, change
 )
 def test_changes_of_the_weights_that_are_not_served_are_refused(changes, reason):
     with pytest.raises(UnsupportedScheme, match=reason):
-        QuantizationConfig.parse(base() | changes)
+        parse_quantization(base() | changes)
 
 
 def test_quantised_outputs_are_refused():
     config = base()
     config["config_groups"]["group_0"]["output_activations"] = {"num_bits": 8}
     with pytest.raises(UnsupportedScheme, match="output activations"):
-        QuantizationConfig.parse(config)
+        parse_quantization(config)
 
 
 @pytest.mark.parametrize("actorder", ["weight", "static", None])
 def test_orders_that_leave_no_trace_in_the_file_are_served(actorder):
     config = base()
     config["config_groups"]["group_0"]["weights"]["actorder"] = actorder
-    assert QuantizationConfig.parse(config).schemes == (Scheme.parse("w4a8-g32"),)
+    assert parse_quantization(config).schemes == (Scheme.parse("w4a8-g32"),)
 
 
 def test_a_dense_sparsity_section_is_no_sparsity():
-    QuantizationConfig.parse(base() | {"sparsity_config": {"format": "dense", "ignore": []}})
+    parse_quantization(base() | {"sparsity_config": {"format": "dense", "ignore": []}})
 
 
 def test_modules_are_ignored_by_name_and_by_pattern():
-    config = QuantizationConfig.parse(base() | {"ignore": ["lm_head", "re:.*[.]gate$", "model.layers.0.q"]})
+    config = parse_quantization(base() | {"ignore": ["lm_head", "re:.*[.]gate$", "model.layers.0.q"]})
     ignored = ("lm_head", "model.layers.7.mlp.gate", "model.layers.0.q")
-    assert all(config.format_of(name) is None for name in ignored)
+    assert all(config.storage_of(name) is None for name in ignored)
     # a name is the whole name, and a pattern matches from the beginning
     kept = ("model.lm_head", "lm_head.x", "model.layers.7.mlp.gate_proj", "model.layers.0.q_proj", "model.layers.0")
-    assert all(config.format_of(name) is not None for name in kept)
+    assert all(config.storage_of(name) is not None for name in kept)
 
 
 def test_a_group_that_names_a_module_comes_before_the_one_of_all_linears():
@@ -152,36 +153,36 @@ def test_a_group_that_names_a_module_comes_before_the_one_of_all_linears():
     attention["format"] = "pack-quantized"
     for order in (["group_0", "group_1"], ["group_1", "group_0"]):
         groups = {"group_0": config["config_groups"]["group_0"], "group_1": attention}
-        parsed = QuantizationConfig.parse(config | {"config_groups": {name: groups[name] for name in order}})
-        eight = LinearFormat(Scheme.parse("w8a8"), "pack-quantized")
-        assert parsed.format_of("model.layers.0.self_attn.q_proj") == eight
-        assert parsed.format_of("model.embed") == eight
-        assert parsed.format_of("model.layers.0.mlp.x") == LinearFormat(Scheme.parse("w4a8-g32"), "int-quantized")
+        parsed = parse_quantization(config | {"config_groups": {name: groups[name] for name in order}})
+        eight = IntegerStorage(Scheme.parse("w8a8"), "pack-quantized")
+        assert parsed.storage_of("model.layers.0.self_attn.q_proj") == eight
+        assert parsed.storage_of("model.embed") == eight
+        assert parsed.storage_of("model.layers.0.mlp.x") == IntegerStorage(Scheme.parse("w4a8-g32"), "int-quantized")
 
 
 def test_modules_that_no_group_names_are_float():
     config = base()
     config["config_groups"]["group_0"]["targets"] = ["re:.*experts.*"]
-    parsed = QuantizationConfig.parse(config)
-    assert parsed.format_of("model.layers.0.self_attn.q_proj") is None
-    assert parsed.format_of("model.layers.0.mlp.experts.0.up_proj") is not None
+    parsed = parse_quantization(config)
+    assert parsed.storage_of("model.layers.0.self_attn.q_proj") is None
+    assert parsed.storage_of("model.layers.0.mlp.experts.0.up_proj") is not None
 
 
 def test_a_group_may_leave_its_form_to_the_whole():
     config = base()
     del config["config_groups"]["group_0"]["format"]
-    assert QuantizationConfig.parse(config | {"format": "pack-quantized"}).format_of("x").form == "pack-quantized"
+    assert parse_quantization(config | {"format": "pack-quantized"}).storage_of("x").format == "pack-quantized"
     with pytest.raises(UnsupportedScheme, match="format 'dense'"):
-        QuantizationConfig.parse(config | {"format": "dense"})
+        parse_quantization(config | {"format": "dense"})
 
 
 def test_a_strategy_may_be_left_to_the_group_size():
     config = base()
     weights = config["config_groups"]["group_0"]["weights"]
     weights["strategy"] = None
-    assert QuantizationConfig.parse(config).schemes == (Scheme.parse("w4a8-g32"),)
+    assert parse_quantization(config).schemes == (Scheme.parse("w4a8-g32"),)
     weights["group_size"] = -1
-    assert QuantizationConfig.parse(config).schemes == (Scheme.parse("w4a8"),)
+    assert parse_quantization(config).schemes == (Scheme.parse("w4a8"),)
 
 
 # ---- hostile values ------------------------------------------------------------------------------------------------
@@ -220,8 +221,8 @@ def replaced(config: dict, path: tuple, value: object) -> object:
 @given(path=st.sampled_from(places(base())), value=ANY_JSON)
 def test_no_value_anywhere_does_more_than_a_refusal(path, value):
     try:
-        config = QuantizationConfig.parse(replaced(base(), path, value))
-        config.format_of("model.layers.0.mlp.experts.0.up_proj")
+        config = parse_quantization(replaced(base(), path, value))
+        config.storage_of("model.layers.0.mlp.experts.0.up_proj")
     except (CheckpointError, UnsupportedScheme) as refusal:
         assert str(refusal)
 
@@ -230,7 +231,7 @@ def test_no_value_anywhere_does_more_than_a_refusal(path, value):
 @given(config=ANY_JSON)
 def test_no_json_at_all_does_more_than_a_refusal(config):
     with pytest.raises((CheckpointError, UnsupportedScheme)):
-        QuantizationConfig.parse(config)
+        parse_quantization(config)
 
 
 @pytest.mark.parametrize(
@@ -244,7 +245,7 @@ def test_patterns_that_are_none_are_refused_with_the_pattern(pattern, place):
     else:
         config["config_groups"]["group_0"]["targets"] = [pattern]
     with pytest.raises(CheckpointError, match="quantization_config has the pattern"):
-        QuantizationConfig.parse(config).format_of("model.layers.0")
+        parse_quantization(config).storage_of("model.layers.0")
 
 
 LINEAR_NAMES = [
@@ -275,9 +276,9 @@ def test_patterns_that_take_too_long_are_refused_with_the_pattern(place, pattern
         config["config_groups"]["group_0"]["targets"] = [f"re:{pattern}"]
     start = time.monotonic()
     with pytest.raises(CheckpointError, match="quantization_config has the pattern") as refusal:
-        parsed = QuantizationConfig.parse(config)
+        parsed = parse_quantization(config)
         for name in LINEAR_NAMES:
-            parsed.format_of(name)
+            parsed.storage_of(name)
     assert time.monotonic() - start < 20
     assert repr(f"re:{pattern}"[:100])[:-1] in str(refusal.value) and "a simpler one, or the names" in str(
         refusal.value
@@ -288,17 +289,17 @@ def test_many_slow_patterns_are_refused_together(monkeypatch):
     """Each is quick enough for one name, and all of them for all names are not."""
     monkeypatch.setattr("cpumoe.checkpoints.formats.name_patterns._SECONDS", 0.5)
     slow = r"re:(.*)(.*)(.*)(.*)\1\2\3\4(?<!j)$"
-    config = QuantizationConfig.parse(base() | {"ignore": ["re:.*lm_head", slow, "re:.*router"]})
+    config = parse_quantization(base() | {"ignore": ["re:.*lm_head", slow, "re:.*router"]})
     with pytest.raises(CheckpointError, match="it takes too long .over 0.5 s for the names of this model") as refusal:
         for name in LINEAR_NAMES:
-            config.format_of(name)
+            config.storage_of(name)
     assert repr(slow) in str(refusal.value)
 
 
 @pytest.mark.parametrize("pattern", ["(a+)+$", "(x+x+)+y", "(.*)*(.*)*#", r"(\w+[.]?)+[!?]"])
 def test_patterns_that_others_hang_on_are_answered(pattern):
-    config = QuantizationConfig.parse(base() | {"ignore": [f"re:{pattern}"]})
-    assert config.format_of("model." + "a" * 60) is not None
+    config = parse_quantization(base() | {"ignore": [f"re:{pattern}"]})
+    assert config.storage_of("model." + "a" * 60) is not None
 
 
 @settings(deadline=None, max_examples=300)
@@ -321,41 +322,41 @@ def test_patterns_mean_what_they_mean_to_python(pattern, name):
 @pytest.mark.parametrize("value", [None, {}, [], "group_0"])
 def test_a_configuration_without_groups_is_refused(value):
     with pytest.raises(CheckpointError, match="config_groups"):
-        QuantizationConfig.parse(base() | {"config_groups": value})
+        parse_quantization(base() | {"config_groups": value})
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------
 
-FORMATS = [
-    {"Linear": LinearFormat(Scheme.parse("w4a8-g32"), "pack-quantized")},
-    {"Linear": LinearFormat(Scheme.parse("w4a8"), "int-quantized")},
+STORAGES = [
+    {"Linear": IntegerStorage(Scheme.parse("w4a8-g32"), "pack-quantized")},
+    {"Linear": IntegerStorage(Scheme.parse("w4a8"), "int-quantized")},
     {
-        "Linear": LinearFormat(Scheme.parse("w8a8"), "int-quantized"),
-        "re:.*experts[.].*": LinearFormat(Scheme.parse("w4a8-g128"), "pack-quantized"),
+        "Linear": IntegerStorage(Scheme.parse("w8a8"), "int-quantized"),
+        "re:.*experts[.].*": IntegerStorage(Scheme.parse("w4a8-g128"), "pack-quantized"),
     },
 ]
 
 
-@pytest.mark.parametrize("formats", FORMATS)
-def test_what_is_written_is_understood(formats):
-    section = json.loads(json.dumps(write_config(formats, ["lm_head", "re:.*gate$"])))
-    config = QuantizationConfig.parse(section)
-    assert config.format_of("model.layers.0.self_attn.q_proj") == formats["Linear"]
-    assert config.format_of("model.layers.0.mlp.experts.0.up_proj") == list(formats.values())[-1]
-    assert config.format_of("lm_head") is None and config.format_of("model.layers.0.mlp.gate") is None
+@pytest.mark.parametrize("storages", STORAGES)
+def test_what_is_written_is_understood(storages):
+    section = json.loads(json.dumps(write_config(storages, ["lm_head", "re:.*gate$"])))
+    config = parse_quantization(section)
+    assert config.storage_of("model.layers.0.self_attn.q_proj") == storages["Linear"]
+    assert config.storage_of("model.layers.0.mlp.experts.0.up_proj") == list(storages.values())[-1]
+    assert config.storage_of("lm_head") is None and config.storage_of("model.layers.0.mlp.gate") is None
 
 
-@pytest.mark.parametrize("formats", FORMATS)
-def test_what_is_written_is_understood_by_compressed_tensors(formats):
+@pytest.mark.parametrize("storages", STORAGES)
+def test_what_is_written_is_understood_by_compressed_tensors(storages):
     from compressed_tensors.quantization import QuantizationConfig as Theirs
 
-    theirs = Theirs.model_validate(write_config(formats, ["lm_head"]))
+    theirs = Theirs.model_validate(write_config(storages, ["lm_head"]))
     assert theirs.ignore == ["lm_head"] and theirs.quantization_status == "compressed"
     groups = {target: group for group in theirs.config_groups.values() for target in group.targets}
-    assert set(groups) == set(formats)
-    for target, form in formats.items():
+    assert set(groups) == set(storages)
+    for target, storage in storages.items():
         weights, inputs = groups[target].weights, groups[target].input_activations
-        assert groups[target].format == form.form
-        assert (weights.num_bits, weights.group_size) == (form.scheme.weights.bits, form.scheme.group_size)
-        assert weights.strategy == ("channel" if form.scheme.group_size is None else "group") and weights.symmetric
+        assert groups[target].format == storage.format
+        assert (weights.num_bits, weights.group_size) == (storage.scheme.weights.bits, storage.scheme.group_size)
+        assert weights.strategy == ("channel" if storage.scheme.group_size is None else "group") and weights.symmetric
         assert (inputs.num_bits, inputs.strategy, inputs.dynamic) == (8, "token", True)

@@ -23,7 +23,7 @@ import cpumoe
 from cpumoe import CheckpointError, UnsupportedScheme
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.expert_sources import Buffers
-from cpumoe.checkpoints.formats.compressed_tensors import FORMS
+from cpumoe.checkpoints.formats.compressed_tensors import FORMATS
 from cpumoe.checkpoints.loading import experts_of
 from cpumoe.cli import main
 from cpumoe.integrations.transformers import calibration
@@ -58,7 +58,7 @@ def all_tensors(folder):
     return {k: t for path in sorted(folder.glob("*.safetensors")) for k, t in load_file(path).items()}
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_architecture_is_quantised_and_loads(tmp_path, architecture, form):
     source = write_float(tmp_path / "float", architecture, dtype=torch.bfloat16)

@@ -14,7 +14,7 @@ from cpumoe.checkpoints.verification import (
     EXPERTS_TOLERANCE,
     LINEAR_TOLERANCE,
     Result,
-    plan_checks,
+    checks_of,
     run_checks,
     summary,
 )
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     scheme = None if arguments.scheme is None else Scheme.parse(arguments.scheme)
     using = nullcontext() if arguments.isa is None else using_isa(arguments.isa)
     with Checkpoint.open(arguments.model) as checkpoint, using:
-        layers = plan_checks(checkpoint, scheme, arguments.tokens, arguments.tolerance, arguments.layers)
+        layers = checks_of(checkpoint, scheme, arguments.tokens, arguments.tolerance, arguments.layers)
         found = []
         for layer, results in run_checks(layers):
             found.append({"layer": layer, "agrees": not any(r.problems for r in results), "modules": results})

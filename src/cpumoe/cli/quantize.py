@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cpumoe.checkpoints.checkpoint import Checkpoint
-from cpumoe.checkpoints.formats.compressed_tensors import FORMS
+from cpumoe.checkpoints.formats.compressed_tensors import FORMATS
 from cpumoe.cli.arguments import (
     add_download,
     add_model,
@@ -51,7 +51,7 @@ def add_command(commands: Commands) -> None:
         metavar="S",
         help=f"of the other linears: a scheme or {FLOAT} (as the experts)",
     )
-    parser.add_argument("--format", choices=FORMS, default=FORMS[-1], help=f"on disk ({FORMS[-1]})")
+    parser.add_argument("--format", choices=FORMATS, default=FORMATS[-1], help=f"on disk ({FORMATS[-1]})")
     parser.add_argument(
         "--calibration", type=Path, metavar="FILE", help="text (.txt) or JSON lines with a text each (.jsonl): use GPTQ"
     )

@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cpumoe.checkpoints.checkpoint import INDEX_FILE, Checkpoint
-from cpumoe.checkpoints.formats.compressed_tensors import FORMS
+from cpumoe.checkpoints.formats.compressed_tensors import FORMATS
 from cpumoe.checkpoints.tensor_file import TensorFile, TensorFileWriter
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.layers.scheme import Scheme
@@ -69,8 +69,8 @@ def quantize_folder(
     """What :func:`cpumoe.quantize_checkpoint` says, with the calibration made."""
     scheme = Scheme.parse(scheme)
     linear_scheme = None if linears == FLOAT else scheme if linears is None else Scheme.parse(linears)
-    if form not in FORMS:
-        raise ValueError(f"form={form!r}; {' and '.join(FORMS)} are accepted")
+    if form not in FORMATS:
+        raise ValueError(f"form={form!r}; {' and '.join(FORMATS)} are accepted")
     stopped_at_the_end = (dst / NOTES).is_dir()
     if dst.exists() and not stopped_at_the_end:
         raise FileExistsError(_EXISTS.format(dst))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cpumoe.checkpoints.expert_sources import Buffers
-from cpumoe.checkpoints.formats.compressed_tensors import LinearFormat
+from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.checkpoints.tensor_file import TensorFileWriter
 from cpumoe.layers import reference
 from cpumoe.layers.rounding import quantize_weight
@@ -53,19 +53,19 @@ class LayerWriter:
 
     def quantize_linear(self, name: str, statistics: InputStatistics | None) -> Tensor:
         """Quantises and writes the next linear; returns what it stands for, [rows, columns] fp32."""
-        form = self._layer.linear_format
-        assert form is not None  # there are no linears without it
+        storage = self._layer.linear_storage
+        assert storage is not None  # there are no linears without it
         values, scales = self._quantized(
-            self._layer.checkpoint.read(f"{name}.weight"), statistics, form.scheme, f"{name}.weight"
+            self._layer.checkpoint.read(f"{name}.weight"), statistics, storage.scheme, f"{name}.weight"
         )
-        self._write(form, name, values, scales)
+        self._write(storage, name, values, scales)
         if f"{name}.bias" in self._layer.checkpoint:
             self._writer.write(f"{name}.bias", self._layer.checkpoint.read(f"{name}.bias"))
         return reference.dequantize(values, scales)
 
     def quantize_expert(self, expert: int, inputs: Tensor | None) -> Tensor | None:
         """Quantises and writes the next expert; with inputs [rows, H], returns its outputs [rows, H] fp32."""
-        source, form = self._layer.experts, self._layer.expert_format
+        source, storage = self._layer.experts, self._layer.expert_storage
         assert source is not None  # the caller has counted them
         config, inner = source.config, source.config.intermediate_size
         gate_up, down, gate_up_bias, down_bias = source.read_float(expert, 1, self._buffers)
@@ -78,7 +78,7 @@ class LayerWriter:
         values, scales = self._quantized(gate_up[0], seen, config.scheme, gate_name)
         biases = None if gate_up_bias is None else gate_up_bias[0].to(torch.float32)
         for name, rows in ((gate_name, slice(0, inner)), (up_name, slice(inner, None))):
-            self._write(form, name, values[rows], scales[rows])
+            self._write(storage, name, values[rows], scales[rows])
             if biases is not None:
                 self._writer.write(f"{name}.bias", biases[rows])
         second_bias = None if down_bias is None else down_bias[0].to(torch.float32)
@@ -91,7 +91,7 @@ class LayerWriter:
             if seen is not None:
                 seen.add(hidden)
         values, scales = self._quantized(down[0], seen, config.scheme, down_name)
-        self._write(form, down_name, values, scales)
+        self._write(storage, down_name, values, scales)
         if second_bias is not None:
             self._writer.write(f"{down_name}.bias", second_bias)
         if hidden is None:
@@ -107,6 +107,6 @@ class LayerWriter:
         self._told["calibrated"] += 1
         return quantize_with_statistics(weight, statistics, scheme, name)
 
-    def _write(self, form: LinearFormat, name: str, values: Tensor, scales: Tensor) -> None:
-        for key, tensor in form.encode(values, scales).items():
-            self._writer.write(f"{name}.{key}", tensor)
+    def _write(self, storage: LinearStorage, name: str, values: Tensor, scales: Tensor) -> None:
+        for suffix, tensor in storage.encode(values, scales).items():
+            self._writer.write(f"{name}.{suffix}", tensor)

@@ -8,10 +8,12 @@ from typing import Any, cast
 import torch
 
 from cpumoe.checkpoints.checkpoint import Checkpoint
-from cpumoe.checkpoints.expert_sources import FLOAT_DTYPES, FloatExpertSource
-from cpumoe.checkpoints.formats.compressed_tensors import Form, LinearFormat, write_config
-from cpumoe.checkpoints.loading import experts_of, layers_prefix
-from cpumoe.checkpoints.tensor_file import DTYPES
+from cpumoe.checkpoints.expert_sources import FloatExpertSource
+from cpumoe.checkpoints.formats.compressed_tensors import Format, IntegerStorage, write_config
+from cpumoe.checkpoints.layer_names import layers_prefix
+from cpumoe.checkpoints.loading import experts_of
+from cpumoe.checkpoints.storage import LinearStorage
+from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES
 from cpumoe.errors import CheckpointError
 from cpumoe.layers.rounding import scale_dtype_of
 from cpumoe.layers.scheme import Scheme
@@ -56,8 +58,8 @@ class LayerPlan:
     linears: dict[str, tuple[int, int]]  # name -> rows and columns
     experts: FloatExpertSource | None
     copied: tuple[str, ...]
-    linear_format: LinearFormat | None
-    expert_format: LinearFormat
+    linear_storage: IntegerStorage | None
+    expert_storage: IntegerStorage
 
     @property
     def experts_count(self) -> int:
@@ -67,9 +69,9 @@ class LayerPlan:
         """Every tensor of this layer's file, in the order in which it is written."""
         out: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         for name, (rows, columns) in self.linears.items():
-            assert self.linear_format is not None  # there are no linears without it
+            assert self.linear_storage is not None  # there are no linears without it
             scale = scale_dtype_of(DTYPES[self.checkpoint.info(f"{name}.weight").dtype])
-            out |= _announced(self.linear_format, name, rows, columns, scale)
+            out |= _announced(self.linear_storage, name, rows, columns, scale)
             if f"{name}.bias" in self.checkpoint:
                 out |= _announced_copy(self.checkpoint, f"{name}.bias")
         if self.experts is not None:
@@ -81,7 +83,7 @@ class LayerPlan:
                     (up, config.intermediate_size, config.hidden_size),
                     (down, config.hidden_size, config.intermediate_size),
                 ):
-                    out |= _announced(self.expert_format, name, rows, columns, config.scale_dtype)
+                    out |= _announced(self.expert_storage, name, rows, columns, config.scale_dtype)
                     if bias:
                         out[f"{name}.bias"] = (torch.float32, (rows,))
         for name in self.copied:
@@ -99,10 +101,10 @@ class LayerPlan:
 class QuantizationPlan:
     """The whole checkpoint, cut into what lies outside the decoder layers and the layers."""
 
-    def __init__(self, checkpoint: Checkpoint, scheme: Scheme, linears: Scheme | None, form: Form) -> None:
+    def __init__(self, checkpoint: Checkpoint, scheme: Scheme, linears: Scheme | None, format_name: Format) -> None:
         self.checkpoint = checkpoint
-        self.expert_format = LinearFormat(scheme, form)
-        self.linear_format = None if linears is None else LinearFormat(linears, form)
+        self.expert_storage = IntegerStorage(scheme, format_name)
+        self.linear_storage = None if linears is None else IntegerStorage(linears, format_name)
         architecture = checkpoint.architecture
         prefix = layers_prefix(checkpoint)
         sources = {source.prefix: source for source in experts_of(checkpoint, scheme).values()}
@@ -126,7 +128,7 @@ class QuantizationPlan:
             chosen: dict[str, tuple[int, int]] = {}
             for name in matrices:
                 rows, columns = checkpoint.info(f"{name}.weight").shape
-                if linears is None or name.endswith(architecture.routers) or not linears.fits(columns):
+                if linears is None or name.endswith(architecture.unquantized) or not linears.fits(columns):
                     self.left_in_float.append(name)
                 else:
                     chosen[name] = (rows, columns)
@@ -139,8 +141,8 @@ class QuantizationPlan:
                     chosen,
                     cast("FloatExpertSource | None", source),
                     tuple(n for n in rest if n not in done),
-                    self.linear_format,
-                    self.expert_format,
+                    self.linear_storage,
+                    self.expert_storage,
                 )
             )
 
@@ -168,22 +170,19 @@ class QuantizationPlan:
         return out
 
     def quantization_config(self) -> dict[str, Any]:
-        if self.linear_format is None or self.linear_format == self.expert_format:
-            return write_config({"Linear": self.expert_format}, self.left_in_float)
-        formats = {"re:.*[.]experts[.]": self.expert_format, "Linear": self.linear_format}
-        return write_config(formats, self.left_in_float)
+        if self.linear_storage is None or self.linear_storage == self.expert_storage:
+            return write_config({"Linear": self.expert_storage}, self.left_in_float)
+        storages = {"re:.*[.]experts[.]": self.expert_storage, "Linear": self.linear_storage}
+        return write_config(storages, self.left_in_float)
 
 
 def _announced(
-    form: LinearFormat, name: str, rows: int, columns: int, scale: torch.dtype
+    storage: LinearStorage, name: str, rows: int, columns: int, scale: torch.dtype
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    dtypes = {
-        "weight": torch.int8,
-        "weight_packed": torch.int32,
-        "weight_scale": scale,
-        "weight_shape": torch.int64,
+    return {
+        f"{name}.{suffix}": (scale if suffix == storage.scale_suffix else DTYPES[stored.dtypes[0]], stored.shape)
+        for suffix, stored in storage.tensors(rows, columns).items()
     }
-    return {f"{name}.{key}": (dtypes[key], stored.shape) for key, stored in form.tensors(rows, columns).items()}
 
 
 def _announced_copy(checkpoint: Checkpoint, name: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

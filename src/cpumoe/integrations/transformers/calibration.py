@@ -184,7 +184,7 @@ class _Run:
     def _place_recorder(self, layer: nn.Module, plan: LayerPlan) -> ExpertRecorder | None:
         if plan.experts is None:
             return None
-        path = plan.checkpoint.architecture.experts[0]
+        path = plan.checkpoint.architecture.experts_paths[0]
         recorder = ExpertRecorder(layer.get_submodule(path))
         replace_module(layer, path, recorder)
         adapt_llama4(layer)
@@ -247,7 +247,7 @@ def _observe(layer: nn.Module, plan: LayerPlan, run: Callable[[], Tensor]) -> di
 def _in_layer(plan: LayerPlan, name: str) -> str:
     """Name inside transformers' layer of something named ``name`` on disk."""
     inside = name.removeprefix(plan.prefix)
-    paths = plan.checkpoint.architecture.experts
+    paths = plan.checkpoint.architecture.experts_paths
     block = paths[0].rpartition(".")[0]
     for path in paths[1:]:  # other names for the block that holds the experts
         if inside.startswith(other := path.rpartition(".")[0] + "."):
@@ -272,7 +272,7 @@ def _materialize(layer: nn.Module, plan: LayerPlan) -> None:
             module._buffers[attribute] = value
         else:
             raise CheckpointError(f"{name} has no place in the layer that transformers makes")
-    experts = "" if plan.experts is None else checkpoint.architecture.experts[0] + "."
+    experts = "" if plan.experts is None else checkpoint.architecture.experts_paths[0] + "."
     left = [n for n, p in layer.named_parameters() if p.is_meta and not (experts and n.startswith(experts))]
     if left:
         raise CheckpointError(f"{plan.checkpoint.folder} lacks {plan.prefix}{left[0]}")

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from cpumoe import ops
 from cpumoe.checkpoints.architectures import ARCHITECTURES, Architecture, ExpertsFacts, known_architecture, text_config
-from cpumoe.checkpoints.formats.compressed_tensors import QuantizationConfig
-from cpumoe.checkpoints.loading import naming
+from cpumoe.checkpoints.checkpoint import naming
+from cpumoe.checkpoints.formats import parse_quantization
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.integrations.transformers.decode import speed_up
 from cpumoe.integrations.transformers.llama4 import adapt_llama4
@@ -119,7 +119,7 @@ def quantize_module(module: nn.Module, architecture: Architecture, scheme: Schem
     gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()  # type: ignore[operator]
     layer = MoEConfig(
         scheme,
-        facts.experts,
+        facts.expert_count,
         facts.hidden_size,
         facts.intermediate_size,
         facts.activation,
@@ -129,7 +129,7 @@ def quantize_module(module: nn.Module, architecture: Architecture, scheme: Schem
 
     def chunks() -> Iterator[QuantizedExperts]:
         step = max(1, (64 << 20) // (gate_up[0].numel() * 16))
-        for first in range(0, facts.experts, step):
+        for first in range(0, facts.expert_count, step):
             some = slice(first, first + step)
             rows, columns = gate_up[some], down[some]
             if fused is not None:
@@ -229,14 +229,14 @@ def _refuse_other_scheme(model: PreTrainedModel, section: dict[str, Any], scheme
     architecture = known_architecture(config)
     if architecture is None:
         return
-    formats = QuantizationConfig.parse(section)
+    quantization = parse_quantization(section)
     experts = (
         f"model.layers.{layer}.{path}.0.{names.gate}"
         for layer in architecture.facts(config).layers
-        for path in architecture.experts
+        for path in architecture.experts_paths
         for names in architecture.projections
     )
-    found = {str(form.scheme) for name in experts if (form := formats.format_of(name)) is not None}
+    found = {str(storage.scheme) for name in experts if (storage := quantization.storage_of(name)) is not None}
     if found and scheme not in found:
         raise UnsupportedScheme(
             f"experts_implementation={requested!r}, and the experts of this checkpoint are quantised to "

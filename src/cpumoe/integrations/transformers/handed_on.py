@@ -19,7 +19,7 @@ from transformers import __version__ as transformers_version
 from transformers.quantizers.base import HfQuantizer
 
 from cpumoe.checkpoints.checkpoint import listed
-from cpumoe.checkpoints.loading import EXPERT
+from cpumoe.checkpoints.layer_names import EXPERT
 from cpumoe.checkpoints.tensor_file import TensorFile
 from cpumoe.errors import UnsupportedScheme
 

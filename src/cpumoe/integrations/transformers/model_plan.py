@@ -11,19 +11,12 @@ from torch import Tensor, nn
 
 from cpumoe.checkpoints.architectures import ARCHITECTURES, Architecture, ExpertsFacts, known_architecture, text_config
 from cpumoe.checkpoints.checkpoint import LAYER, Checkpoint, TensorCheck
-from cpumoe.checkpoints.expert_sources import FLOAT_DTYPES, ExpertSource
-from cpumoe.checkpoints.formats.compressed_tensors import StoredTensor
-from cpumoe.checkpoints.loading import (
-    FITS_ALL_SIZES,
-    LinearSource,
-    check_layers_behind,
-    expert_prefixes,
-    find_experts,
-    layers_prefix,
-    load_experts,
-    prediction_layers,
-)
-from cpumoe.checkpoints.tensor_file import DTYPES
+from cpumoe.checkpoints.expert_sources import ExpertSource
+from cpumoe.checkpoints.layer_names import check_layers_behind, layers_prefix, prediction_layers
+from cpumoe.checkpoints.linear_sources import LinearSource, is_tied_away
+from cpumoe.checkpoints.loading import FITS_ALL_SIZES, check_experts, find_experts, load_experts
+from cpumoe.checkpoints.storage import StoredTensor
+from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.linear import QuantizedLinear
@@ -81,13 +74,13 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
 def expert_modules(model: nn.Module, architecture: Architecture) -> Iterator[str]:
     """Names of the modules that hold the routed experts of a layer."""
     for name, _ in model.named_modules():
-        if name.endswith("." + architecture.experts[0]):
+        if name.endswith("." + architecture.experts_paths[0]):
             yield name
 
 
 def float_linears(model: nn.Module, architecture: Architecture | None) -> Iterator[tuple[str, nn.Linear]]:
     """The linears that may be quantised: routers are not among them, nor anything outside the language model."""
-    routers = () if architecture is None else architecture.routers
+    routers = () if architecture is None else architecture.unquantized
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and not name.endswith(routers) and "vision" not in name:
             yield name, module
@@ -109,6 +102,7 @@ def plan_model(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | None, 
     prefixes: list[str] = []
     if architecture is not None:
         facts = architecture.facts(config)
+        sources: dict[str, ExpertSource] = {}
         for name in expert_modules(model, architecture):
             source = find_experts(checkpoint, architecture, to_disk(name), facts, scheme)
             if source is None:
@@ -116,9 +110,9 @@ def plan_model(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | None, 
                     _log.warning("%s is in float in this quantised checkpoint, and stays so", name)
                 _check_float_experts(check, checkpoint, architecture, to_disk(name), facts)
             else:
-                source.check(check)
-                prefixes += (f"{path}." for path in expert_prefixes(architecture, to_disk(name)))
+                sources[to_disk(name)] = source
                 plan.modules[name] = _experts(source)
+        check_experts(architecture, sources, check)
     elif (scheme or checkpoint.quantization) and any(n.endswith(".experts") for n, _ in model.named_modules()):
         known = ", ".join(ARCHITECTURES)
         raise CheckpointError(f"model_type {config.get('model_type')!r} is not known; known are {known}")
@@ -147,7 +141,7 @@ def _spellings(architecture: Architecture | None, name: str) -> list[str]:
     """A name of transformers as files may have it: what is beside the experts, their router, is renamed with them."""
     if architecture is None:
         return [name]
-    first, *others = (path.rpartition(".")[0] for path in architecture.experts)
+    first, *others = (path.rpartition(".")[0] for path in architecture.experts_paths)
     return [name, *(name.replace(f".{first}.", f".{other}.", 1) for other in others if f".{first}." in name)]
 
 
@@ -207,10 +201,10 @@ def _linear(
     def restore(tensors: dict[str, Tensor]) -> nn.Module:
         return QuantizedLinear(**tensors)
 
-    form = None if checkpoint.quantization is None else checkpoint.quantization.format_of(disk)
+    storage = None if checkpoint.quantization is None else checkpoint.quantization.storage_of(disk)
     tied = source_of_weight != f"{disk}.weight"
-    if form is not None and not (tied and f"{disk}.{form.weight_name}" not in checkpoint):
-        source = LinearSource(checkpoint, disk, rows, columns, form, has_bias)
+    if storage is not None and not (tied and is_tied_away(checkpoint, disk, storage)):
+        source = LinearSource(checkpoint, disk, rows, columns, storage, has_bias)
         source.check(check)
         return PackedModule(source.load, restore)
     if linears is None:

@@ -29,6 +29,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from cpumoe import cpu
 from cpumoe.checkpoints.architectures import known_architecture, text_config
 from cpumoe.checkpoints.checkpoint import Checkpoint, listed
+from cpumoe.checkpoints.formats import parse_quantization
 from cpumoe.checkpoints.formats.compressed_tensors import QuantizationConfig
 from cpumoe.checkpoints.hub import find_model
 from cpumoe.checkpoints.packed_cache import PackedCache
@@ -204,7 +205,7 @@ class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]  # untyped ba
 def make_config(section: dict[str, Any], stock: Any, **options: Any) -> Any:
     """The configuration object for a checkpoint's ``quantization_config``: ours if we serve it."""
     try:
-        QuantizationConfig.parse(section)
+        parse_quantization(section)
     except UnsupportedScheme as problem:
         if _options.get().strict:
             raise UnsupportedScheme(f"{problem}; {CURE}") from None

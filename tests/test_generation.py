@@ -175,7 +175,7 @@ def test_parts_of_a_message() -> None:
     # White space that the template puts behind a mark is no part of the answer.
     assert read(asked + "<think>\n\n</think>\n\n", "Hello") == ("Hello", "", [])
     # What does not keep to the format is given as it is, and nothing of it is lost.
-    for bad in ("{not json}", '{"name": 5, "arguments": {}}', "[" * 100_000):
+    for bad in ("{not json}", '{"name": 5, "arguments": {}}', '{"arguments": {}}', '"add"', "[1]", "[" * 100_000):
         content, _, calls = read(asked, "Sure. <tool", f"_call>{bad}</tool", "_call> and more")
         assert not calls and content.split() == ["Sure.", *f"<tool_call>{bad}</tool_call> and more".split()]
     content, _, calls = read(asked, 'Sure. <tool_call>{"name": "f", ')  # cut
@@ -183,6 +183,17 @@ def test_parts_of_a_message() -> None:
     assert read(asked, '<tool_call>{"name": "f"}</tool_call>')[2] == [("f", {})]
     # Without tools a call is a text like any other.
     assert read(asked, call, tools=False) == (call, "", [])
+
+
+def test_a_mistake_of_our_own_is_not_blamed_on_the_model_that_wrote_the_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def mistaken(*_: Any) -> None:
+        raise TypeError("a mistake")
+
+    monkeypatch.setattr(StructuredMessage, "_delta", mistaken)
+    with pytest.raises(TypeError, match="a mistake"):
+        read("<|im_start|>assistant\n", "Hello")
 
 
 def test_pieces_join_to_the_text(tmp_path: Path) -> None:
@@ -260,6 +271,20 @@ def test_a_job_that_fails_does_not_end_the_others(parts: tuple[Any, Any]) -> Non
     until(lambda: good and good[-1] == "length")
     assert isinstance(bad[-1], Failure) and "could not compute" in bad[-1].sentence
     assert engine.stop()
+
+
+def test_a_model_that_cannot_be_batched_and_a_mistake_of_our_own(
+    parts: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("no such attention")
+
+    monkeypatch.setattr(parts[0], "init_continuous_batching", refuse)
+    with Server(*parts, "tiny", 2048) as served:
+        assert served.start_batching(16, 32, 64) == "no such attention"
+        monkeypatch.setattr(parts[0], "init_continuous_batching", lambda **_: None)  # our code cannot use this
+        with pytest.raises(AttributeError, match="logit_processor"):
+            served.start_batching(16, 32, 64)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpumoe import ops
+from cpumoe import _core, ops
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.layers.activation import Activation
 from cpumoe.layers.experts import Experts
@@ -17,6 +17,9 @@ from cpumoe.layers.scheme import Scheme
 
 #: Calls take layers with this many bytes of weights in turn, so that decode reads DRAM and not a cache.
 ROTATED_BYTES = 1_100_000_000
+
+# Layers that are packed. Further ones, which only small layers need, are copies: packing hundreds takes minutes.
+_PACKED_LAYERS = 8
 
 #: The most calls that are timed for a row. More layers than this would never be called, however small they are.
 MOST_CALLS = 400
@@ -92,8 +95,21 @@ def rotating_experts(shape: Shape, scheme: Scheme) -> list[Experts]:
     """As many layers as exceed the caches, two at least; no more than can be called."""
     layers = [random_experts(shape, scheme)]
     while len(layers) < 2 or (not exceed_caches(layers) and len(layers) < MOST_CALLS):
-        layers.append(random_experts(shape, scheme, seed=len(layers) * 2))
+        if len(layers) < _PACKED_LAYERS:
+            layers.append(random_experts(shape, scheme, seed=len(layers) * 2))
+        else:
+            layers.append(_copy_of(layers[len(layers) % _PACKED_LAYERS]))
     return layers
+
+
+def _copy_of(layer: Experts) -> Experts:
+    """The same weights at other addresses, allocated as when they are packed."""
+    copies = {}
+    for name in ("gate_up_packed", "down_packed"):
+        copies[name] = torch.empty_like(layer.get_buffer(name))
+        _core.advise_huge_pages(copies[name])
+        copies[name].copy_(layer.get_buffer(name))
+    return Experts.from_packed(**copies, activation=layer.config.activation)
 
 
 def exceed_caches(layers: list[Experts]) -> bool:

@@ -160,7 +160,7 @@ class ChatFormat:
             if choice.reasoning:
                 message["reasoning_content"] = choice.reasoning
             if choice.tool_calls:
-                message["tool_calls"] = [_tool_call(call) for call in choice.tool_calls]
+                message["tool_calls"] = [_tool_call_json(call) for call in choice.tool_calls]
             choices.append(
                 {
                     "index": choice.index,
@@ -183,7 +183,7 @@ class ChatFormat:
             out["reasoning_content"] = delta.reasoning
         if delta.tool_calls:
             first = len(choice.tool_calls) - len(delta.tool_calls)
-            out["tool_calls"] = [{"index": first + n, **_tool_call(call)} for n, call in enumerate(delta.tool_calls)]
+            out["tool_calls"] = [{"index": first + n, **_tool_call_json(call)} for n, call in enumerate(delta.tool_calls)]
         return self._chunk(choice, out, tokens)
 
     def usage(self, answering: Answering) -> dict[str, Any]:
@@ -215,7 +215,7 @@ class ChatFormat:
         return {"content": content, "refusal": None}
 
 
-def _tool_call(call: ToolCall) -> dict[str, Any]:
+def _tool_call_json(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 

@@ -215,7 +215,7 @@ class StructuredMessage:
                 elif region in ("reasoning_content", "thinking", "reasoning"):
                     delta.reasoning += text
             elif kind == "region_close" and region == "tool_calls":
-                delta.tool_calls += (_tool_call(event.get("value")),)
+                delta.tool_calls += (_parsed_call(event.get("value")),)
         return delta
 
 
@@ -223,7 +223,7 @@ class _MalformedCall(Exception):
     """A model wrote a tool call that has not the parts of one."""
 
 
-def _tool_call(value: object) -> ToolCall:
+def _parsed_call(value: object) -> ToolCall:
     """The call that a model wrote, as the parser of transformers read it."""
     function = value.get("function") if isinstance(value, dict) else None
     name = function.get("name") if isinstance(function, dict) else None

@@ -183,7 +183,9 @@ class ChatFormat:
             out["reasoning_content"] = delta.reasoning
         if delta.tool_calls:
             first = len(choice.tool_calls) - len(delta.tool_calls)
-            out["tool_calls"] = [{"index": first + n, **_tool_call_json(call)} for n, call in enumerate(delta.tool_calls)]
+            out["tool_calls"] = [
+                {"index": first + n, **_tool_call_json(call)} for n, call in enumerate(delta.tool_calls)
+            ]
         return self._chunk(choice, out, tokens)
 
     def usage(self, answering: Answering) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import cpumoe
 from cpumoe.cli import main
@@ -83,6 +84,31 @@ def test_bench(tmp_path: Path, small_rotation: None) -> None:
         for key in ("tops", "weight_gbps", "dram_gbps", "dram_fraction", "peak_tops", "compute_fraction"):
             assert row[key] > 0
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_packs_few_layers_however_small_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from cpumoe.bench import workload
+    from cpumoe.cli import main
+
+    packed = []
+    pack = workload.random_experts
+    monkeypatch.setattr(workload, "random_experts", lambda *args, **options: packed.append(1) or pack(*args, **options))
+    assert main(["bench", *TINY, "--scheme", "w8a8", "--seconds", "0.01"]) == 0
+    assert len(packed) <= 8
+    assert "the weights of 64x32x4x2 are so small that they may stay in a cache" in capsys.readouterr().out
+
+
+def test_layers_of_a_rotation_have_memory_of_their_own_and_the_same_results() -> None:
+    from cpumoe.bench.workload import MOST_CALLS, Shape, exceed_caches, random_routing, rotating_experts
+
+    shape = Shape("tiny", 64, 32, 4, 2)
+    layers = rotating_experts(shape, cpumoe.Scheme.parse("w8a8"))
+    assert len(layers) == MOST_CALLS and not exceed_caches(layers)
+    assert len({layer.get_buffer("down_packed").data_ptr() for layer in layers}) == MOST_CALLS
+    call = (torch.randn(3, 64), *random_routing(shape, 3, 0))
+    assert torch.equal(layers[8](*call), layers[0](*call)) and not torch.equal(layers[1](*call), layers[0](*call))
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 
 from cpumoe.cli import main
 from cpumoe.cli.chat import Conversation
-from cpumoe.generation.model_folder import load_tokenizer
+from cpumoe.integrations.transformers.tokenizer import load_tokenizer
 
 PATIENCE = 120.0  # seconds; other work may be running on the machine
 

@@ -58,6 +58,17 @@ def test_perplexity_of_a_float_model(folder: Path, text: Path, capsys: pytest.Ca
     assert "comparison" not in told and "expert_load" not in told
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_progress_is_for_terminals(
+    folder: Path, text: Path, terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    assert main(["eval", str(folder), "--text", str(text), "--scheme", "float", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert ("Evaluating: 100%" in err) == terminal
+    json.loads(out)
+
+
 def test_report_of_a_quantised_model(
     folder: Path, text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -15,9 +15,10 @@ from tiny_models import write_tiny_model, write_tiny_tokenizer
 pytest.importorskip("transformers")
 
 from cpumoe.cli import main
-from cpumoe.generation.model_folder import load_tokenizer, prepare_transformers, render_chat
+from cpumoe.generation.model_folder import prepare_transformers, render_chat
 from cpumoe.generation.session import Session
 from cpumoe.generation.text import TextPieces
+from cpumoe.integrations.transformers.tokenizer import load_tokenizer
 
 GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 
@@ -32,7 +33,7 @@ def no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_model(arguments: Any) -> None:
         raise AssertionError("a model was loaded for what had to be refused before")
 
-    monkeypatch.setattr("cpumoe.cli.generate.load_model", load_model)
+    monkeypatch.setattr("cpumoe.cli.generate.load_chosen_model", load_model)
 
 
 def test_prints_the_text_and_one_line_of_speeds(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,8 +20,8 @@ from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
 from cpumoe.checkpoints.linear_sources import find_linears
 from cpumoe.checkpoints.loading import experts_of, load_experts
 from cpumoe.checkpoints.tensor_file import TensorFile
-from cpumoe.cli.inspect import size_text
 from cpumoe.layers.scheme import Scheme
+from cpumoe.tables import size_text
 
 PACKED = "qwen3moe-w4a8-g32-packed"
 INT8 = "qwen3moe-w8a8-int8"

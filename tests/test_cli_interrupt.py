@@ -168,7 +168,7 @@ def test_called_from_python(folder: Path, capsys: pytest.CaptureFixture[str], mo
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("cpumoe.cli.generate.load_model", interrupt)
+    monkeypatch.setattr("cpumoe.cli.generate.load_chosen_model", interrupt)
     before = signal.getsignal(signal.SIGINT)
     assert main(["generate", str(folder), "The", "--scheme", "float"]) == cpumoe_command.INTERRUPTED
     assert capsys.readouterr().err == "cpumoe generate: interrupted\n"

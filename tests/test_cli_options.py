@@ -282,7 +282,7 @@ def test_the_table_has_all_options(command: str) -> None:
 
 
 def test_the_table_of_texts_is_right(places: dict[str, str]) -> None:
-    from cpumoe.generation.model_folder import load_tokenizer
+    from cpumoe.integrations.transformers.tokenizer import load_tokenizer
 
     assert len(load_tokenizer(Path(places["float"]))(Path(places["text"]).read_text())["input_ids"]) == 1200
 

@@ -21,9 +21,9 @@ pytest.importorskip("transformers")
 
 import cpumoe
 from cpumoe.cli import main
-from cpumoe.generation.model_folder import load_tokenizer
 from cpumoe.generation.session import Session
 from cpumoe.generation.text import StopStrings
+from cpumoe.integrations.transformers.tokenizer import load_tokenizer
 
 PROMPT = "The experts"
 LENGTH = 24

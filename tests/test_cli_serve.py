@@ -23,7 +23,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("starlette")
 
 from cpumoe.cli import main
-from cpumoe.generation.memory import BATCH_TOKENS, available_bytes, plan_cache
+from cpumoe.generation.memory import BATCH_TOKENS, available_bytes, cache_size
 
 # Reasoning in marks that transformers knows of this family, and a variable of its own.
 TEMPLATE = (
@@ -422,7 +422,7 @@ def no_loading(monkeypatch: pytest.MonkeyPatch) -> None:
     def load_model(arguments: Any) -> None:
         raise AssertionError("a model was loaded for what had to be refused before")
 
-    monkeypatch.setattr("cpumoe.cli.serve.load_model", load_model)
+    monkeypatch.setattr("cpumoe.cli.serve.load_chosen_model", load_model)
 
 
 def test_refuses_to_start(
@@ -471,18 +471,18 @@ def test_the_size_of_the_cache() -> None:
     )
     token_bytes = 48 * 4 * 128 * 2 * 2 + BATCH_TOKENS * 2 + (2 * 32 + 4) * 128 * 2
     mask_bytes = BATCH_TOKENS**2 * 2
-    plan = plan_cache(config, torch.bfloat16, 20 * 10**9, None)
+    plan = cache_size(config, torch.bfloat16, 20 * 10**9, None)
     assert plan.block_tokens == 32 and plan.blocks == (10 * 10**9 - mask_bytes) // (32 * token_bytes)
     assert plan.total_bytes == mask_bytes + plan.blocks * 32 * token_bytes <= 10 * 10**9
-    assert plan_cache(config, torch.float32, 20 * 10**9, None).blocks < plan.blocks / 1.9
-    assert plan_cache(config, torch.bfloat16, 20 * 10**9, 5).blocks < plan.blocks / 1.9
-    assert plan_cache(config, torch.bfloat16, 10**12, None).blocks * 32 == 8 * 40960
-    with pytest.raises(ValueError, match="--memory-gb 30; the model leaves 20.00 GB"):
-        plan_cache(config, torch.bfloat16, 20 * 10**9, 30)
-    with pytest.raises(ValueError, match="a cache of 512 tokens takes .* MB; half of what the model leaves is 5.00 MB"):
-        plan_cache(config, torch.bfloat16, 10**7, None)
-    with pytest.raises(ValueError, match="half of what the model leaves is 0.00 MB"):
-        plan_cache(config, torch.bfloat16, -(10**7), None)
+    assert cache_size(config, torch.float32, 20 * 10**9, None).blocks < plan.blocks / 1.9
+    assert cache_size(config, torch.bfloat16, 20 * 10**9, 5).blocks < plan.blocks / 1.9
+    assert cache_size(config, torch.bfloat16, 10**12, None).blocks * 32 == 8 * 40960
+    with pytest.raises(ValueError, match="--memory-gb 30; the model leaves 20.0 GB"):
+        cache_size(config, torch.bfloat16, 20 * 10**9, 30)
+    with pytest.raises(ValueError, match="a cache of 512 tokens takes .* MB; half of what the model leaves is 5.0 MB"):
+        cache_size(config, torch.bfloat16, 10**7, None)
+    with pytest.raises(ValueError, match="half of what the model leaves is 0 B"):
+        cache_size(config, torch.bfloat16, -(10**7), None)
 
 
 def test_available_memory() -> None:

@@ -50,7 +50,7 @@ def test_an_accelerated_model_has_its_scheme(tmp_path):
 
 
 def test_that_float_weights_stay_in_memory_is_told_once_with_the_way_that_frees_them(tmp_path, caplog):
-    float_models._tell_that_floats_stay.cache_clear()
+    float_models._warn_that_floats_stay.cache_clear()
     folder = write_float(tmp_path / "float", "qwen3_moe")
     with caplog.at_level(logging.WARNING, "cpumoe"):
         model = AutoModelForCausalLM.from_pretrained(folder, experts_implementation="cpumoe-w8a8")

@@ -169,8 +169,10 @@ import cpumoe
 from test_fuzz_quantizer import drive
 source, root, options, examples = json.loads(sys.argv[2])
 if "calibration" in options:  # what it imports, once for all children
-    from cpumoe.integrations.transformers.calibration import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    AutoTokenizer.from_pretrained(source)
+    from transformers import AutoConfig, AutoModelForCausalLM
+    import cpumoe.integrations.transformers.calibration
+    from cpumoe.integrations.transformers.tokenizer import load_tokenizer
+    load_tokenizer(Path(source))
     with torch.device("meta"):
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
 assert len(list(Path("/proc/self/task").iterdir())) == 1

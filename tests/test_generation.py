@@ -26,11 +26,12 @@ pytest.importorskip("starlette")
 import transformers
 from pydantic import ValidationError
 
+from cpumoe.generation import admission, http_answers
 from cpumoe.generation import http as limits
-from cpumoe.generation import server
 from cpumoe.generation.api_requests import ApiError, ChatRequest, CompletionRequest, parse_body
 from cpumoe.generation.engine import Failure, Job, SequentialEngine
 from cpumoe.generation.sampling import Sampling, Token, TokenChooser
+from cpumoe.generation.server import Server
 from cpumoe.generation.text import StopStrings, StructuredMessage, TextPieces
 
 SECONDS = 60.0  # at most, for things that take milliseconds
@@ -174,7 +175,7 @@ def test_parts_of_a_message() -> None:
     # White space that the template puts behind a mark is no part of the answer.
     assert read(asked + "<think>\n\n</think>\n\n", "Hello") == ("Hello", "", [])
     # What does not keep to the format is given as it is, and nothing of it is lost.
-    for bad in ("{not json}", '{"name": 5, "arguments": {}}', "[" * 100_000):
+    for bad in ("{not json}", '{"name": 5, "arguments": {}}', '{"arguments": {}}', '"add"', "[1]", "[" * 100_000):
         content, _, calls = read(asked, "Sure. <tool", f"_call>{bad}</tool", "_call> and more")
         assert not calls and content.split() == ["Sure.", *f"<tool_call>{bad}</tool_call> and more".split()]
     content, _, calls = read(asked, 'Sure. <tool_call>{"name": "f", ')  # cut
@@ -182,6 +183,17 @@ def test_parts_of_a_message() -> None:
     assert read(asked, '<tool_call>{"name": "f"}</tool_call>')[2] == [("f", {})]
     # Without tools a call is a text like any other.
     assert read(asked, call, tools=False) == (call, "", [])
+
+
+def test_a_mistake_of_our_own_is_not_blamed_on_the_model_that_wrote_the_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def mistaken(*_: Any) -> None:
+        raise TypeError("a mistake")
+
+    monkeypatch.setattr(StructuredMessage, "_delta", mistaken)
+    with pytest.raises(TypeError, match="a mistake"):
+        read("<|im_start|>assistant\n", "Hello")
 
 
 def test_pieces_join_to_the_text(tmp_path: Path) -> None:
@@ -261,13 +273,27 @@ def test_a_job_that_fails_does_not_end_the_others(parts: tuple[Any, Any]) -> Non
     assert engine.stop()
 
 
+def test_a_model_that_cannot_be_batched_and_a_mistake_of_our_own(
+    parts: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("no such attention")
+
+    monkeypatch.setattr(parts[0], "init_continuous_batching", refuse)
+    with Server(*parts, "tiny", 2048) as served:
+        assert served.start_batching(16, 32, 64) == "no such attention"
+        monkeypatch.setattr(parts[0], "init_continuous_batching", lambda **_: None)  # our code cannot use this
+        with pytest.raises(AttributeError, match="logit_processor"):
+            served.start_batching(16, 32, 64)
+
+
 @contextmanager
-def serving(parts: tuple[Any, Any]) -> Iterator[tuple[server.Server, int]]:
+def serving(parts: tuple[Any, Any]) -> Iterator[tuple[Server, int]]:
     """The server inside this process, on a thread of its own."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, server.Server(*parts, "tiny", 2048) as served:
+    with socket.create_server(("127.0.0.1", 0)) as listener, Server(*parts, "tiny", 2048) as served:
         served.start_sequential()
         ready = threading.Event()
-        uvicorn_server = server._Uvicorn(served._app(), "warning", ready.set, served._engine.stop)
+        uvicorn_server = served._uvicorn("warning", ready.set)
         thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
@@ -297,15 +323,15 @@ def test_a_client_that_leaves_is_not_computed_for(parts: tuple[Any, Any], stream
         with socket.create_connection(("127.0.0.1", port)) as connection:
             body = {"model": "tiny", "prompt": "The", "max_tokens": 2000, "stream": stream}
             post(connection, "/v1/completions", body)
-            until(lambda: served._answers == 1)
-        until(lambda: served._answers == 0)
+            until(lambda: served._admission._answers == 1)
+        until(lambda: served._admission._answers == 0)
         with socket.create_connection(("127.0.0.1", port)) as connection:
             post(connection, "/v1/completions", {"model": "tiny", "prompt": "The", "max_tokens": 1})
             assert answer_on(connection)[0] == 200
 
 
 def test_too_many_answers_at_once(parts: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_MAX_ANSWERS", 2)
+    monkeypatch.setattr(admission, "_MAX_ANSWERS", 2)
     with serving(parts) as (_, port), socket.create_connection(("127.0.0.1", port)) as connection:
         post(connection, "/v1/completions", {"model": "tiny", "prompt": "The", "n": 3})
         status, answer = answer_on(connection)
@@ -333,14 +359,14 @@ def test_waiting_jobs_are_told_that_the_engine_ends() -> None:
 
 
 def test_a_client_that_does_not_read(parts: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "_SEND_SECONDS", 0.5)
+    monkeypatch.setattr(http_answers, "_SEND_SECONDS", 0.5)
     with serving(parts) as (served, port), socket.socket() as connection:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
         connection.connect(("127.0.0.1", port))
         body = {"model": "tiny", "prompt": "The", "n": 64, "max_tokens": 60, "stream": True, "logprobs": 20}
         post(connection, "/v1/completions", body)
-        until(lambda: served._answers == 64)
-        until(lambda: served._answers == 0)
+        until(lambda: served._admission._answers == 64)
+        until(lambda: served._admission._answers == 0)
 
 
 @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])

@@ -127,7 +127,7 @@ def test_calibration_runs_the_model_that_is_on_disk(float_model, tmp_path, text,
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     def exact(self, weight, statistics, scheme, name):
-        self._told["matrices"] += 1
+        self._counts["matrices"] += 1
         values, scales = quantize_weight(weight, scheme, name)
         kept[name.removesuffix(".weight")] = weight.clone()
         return values, scales

@@ -1,4 +1,4 @@
-"""What becomes of which tensor when a checkpoint is quantised: layer by layer, and what lies outside the layers."""
+"""What happens to each tensor when a checkpoint is quantised: in the decoder layers, and outside of them."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from cpumoe.errors import CheckpointError
 from cpumoe.layers.rounding import scale_dtype_of
 from cpumoe.layers.scheme import Scheme
 
-_HEAD = "lm_head"  # in every architecture that is served
+_HEAD = "lm_head"  # the name in every architecture that is supported
 
 
 @dataclass
-class Report:
+class QuantizationReport:
     """What a run did: how many matrices were quantised, and which experts calibration did not reach."""
 
     matrices: int = 0
     calibrated: int = 0
     tokens: int = 0
-    uncovered: dict[str, list[int]] = field(default_factory=dict)  # layer's experts -> numbers of the experts
+    uncovered: dict[str, list[int]] = field(default_factory=dict)  # prefix of a layer's experts -> their numbers
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -39,34 +39,34 @@ class Report:
         }
 
     @classmethod
-    def from_json(cls, told: dict[str, Any]) -> Report:
+    def from_json(cls, content: dict[str, Any]) -> QuantizationReport:
         return cls(
-            told["matrices"],
-            told["calibrated_matrices"],
-            told["calibration_tokens"],
-            told["experts_with_too_few_tokens"],
+            content["matrices"],
+            content["calibrated_matrices"],
+            content["calibration_tokens"],
+            content["experts_with_too_few_tokens"],
         )
 
 
 @dataclass(frozen=True)
-class LayerPlan:
-    """One decoder layer: the linears that are quantised, the experts, and what is copied."""
+class PlannedLayer:
+    """One decoder layer: which linears are quantised, where its experts come from, and which tensors are copied."""
 
     checkpoint: Checkpoint
     index: int
     prefix: str  # of its names on disk, such as "model.layers.3."
     linears: dict[str, tuple[int, int]]  # name -> rows and columns
-    experts: FloatExpertSource | None
+    expert_source: FloatExpertSource | None
     copied: tuple[str, ...]
     linear_storage: IntegerStorage | None
     expert_storage: IntegerStorage
 
     @property
-    def experts_count(self) -> int:
-        return 0 if self.experts is None else self.experts.config.local_experts
+    def num_experts(self) -> int:
+        return 0 if self.expert_source is None else self.expert_source.config.local_experts
 
     def stored(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Every tensor of this layer's file, in the order in which it is written."""
+        """Dtype and shape of every tensor in this layer's file, in the order in which they are written."""
         out: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         for name, (rows, columns) in self.linears.items():
             assert self.linear_storage is not None  # there are no linears without it
@@ -74,10 +74,10 @@ class LayerPlan:
             out |= _announced(self.linear_storage, name, rows, columns, scale)
             if f"{name}.bias" in self.checkpoint:
                 out |= _announced_copy(self.checkpoint, f"{name}.bias")
-        if self.experts is not None:
-            config, bias = self.experts.config, self.experts.config.has_bias
+        if self.expert_source is not None:
+            config, bias = self.expert_source.config, self.expert_source.config.has_bias
             for expert in range(config.local_experts):
-                gate, up, down = self.experts.linear_names(expert)
+                gate, up, down = self.expert_source.linear_names(expert)
                 for name, rows, columns in (
                     (gate, config.intermediate_size, config.hidden_size),
                     (up, config.intermediate_size, config.hidden_size),
@@ -90,16 +90,16 @@ class LayerPlan:
             out |= _announced_copy(self.checkpoint, name)
         return out
 
-    def add_to(self, report: Report, told: dict[str, Any]) -> None:
-        """Adds what quantising this layer found."""
-        report.matrices += told["matrices"]
-        report.calibrated += told["calibrated"]
-        if told["uncovered"] and self.experts is not None:
-            report.uncovered[self.experts.prefix] = told["uncovered"]
+    def add_to(self, report: QuantizationReport, counts: dict[str, Any]) -> None:
+        """Adds what was counted while this layer was quantised."""
+        report.matrices += counts["matrices"]
+        report.calibrated += counts["calibrated"]
+        if counts["uncovered"] and self.expert_source is not None:
+            report.uncovered[self.expert_source.prefix] = counts["uncovered"]
 
 
 class QuantizationPlan:
-    """The whole checkpoint, cut into what lies outside the decoder layers and the layers."""
+    """The whole checkpoint, divided into its decoder layers and the tensors outside of them."""
 
     def __init__(self, checkpoint: Checkpoint, scheme: Scheme, linears: Scheme | None, format_name: Format) -> None:
         self.checkpoint = checkpoint
@@ -113,11 +113,11 @@ class QuantizationPlan:
         self.outside: list[str] = []
         for name in sorted(checkpoint.names):
             number = name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
-            # Layers behind the last one (for predicting several tokens) are copied as they are.
+            # Layers after the last one, which predict further tokens, are copied as they are.
             (by_layer[int(number)] if number.isdigit() and int(number) < count else self.outside).append(name)
         self.left_in_float: list[str] = [n.removesuffix(".weight") for n in self.outside if self._is_matrix(n)]
         self.left_in_float += self._tied_heads(prefix)
-        self.layers: list[LayerPlan] = []
+        self.layers: list[PlannedLayer] = []
         for index, names in by_layer.items():
             layer_prefix = f"{prefix}{index}."
             if not names:
@@ -134,7 +134,7 @@ class QuantizationPlan:
                     chosen[name] = (rows, columns)
             done = {f"{name}.{part}" for name in chosen for part in ("weight", "bias")}
             self.layers.append(
-                LayerPlan(
+                PlannedLayer(
                     checkpoint,
                     index,
                     layer_prefix,
@@ -147,10 +147,10 @@ class QuantizationPlan:
             )
 
     def _tied_heads(self, layers: str) -> list[str]:
-        """Heads without a tensor of their own: they are linears all the same, and other readers must leave them alone.
+        """Names of heads that have no tensor of their own. Other readers must be told not to quantise them either.
 
-        Where the language model is part of a larger one, with ``language_model.model.layers.`` in front of its layers,
-        transformers calls the head of the whole ``lm_head`` or that of the part ``language_model.lm_head``.
+        If the language model is part of a larger model, so that its layers are ``language_model.model.layers.``,
+        transformers calls the head either ``lm_head`` or ``language_model.lm_head``.
         """
         wrapper = layers.removesuffix("model.layers.") if layers.endswith(".model.layers.") else ""
         heads = sorted({_HEAD, wrapper + _HEAD})

@@ -1,4 +1,4 @@
-"""A model with packed modules as a compressed-tensors checkpoint: its ``quantization_config`` and its tensors."""
+"""Saving a model with packed modules as a compressed-tensors checkpoint: the ``quantization_config`` and tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from cpumoe.checkpoints.formats.compressed_tensors import Format, IntegerStorage, QuantizationConfig, write_config
 from cpumoe.checkpoints.loading import expert_prefixes
 from cpumoe.errors import UnsupportedScheme
-from cpumoe.integrations.transformers.model_plan import expert_modules, model_architecture
+from cpumoe.integrations.transformers.packed_modules import experts_paths, model_architecture
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.layers.scheme import Scheme
@@ -20,17 +20,17 @@ from cpumoe.ops import unpack
 def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None = None) -> dict[str, Any]:
     """The ``quantization_config`` that describes a model with packed modules.
 
-    Modules keep the format (``int-quantized`` or ``pack-quantized``) that ``loaded``, the section of the checkpoint
-    they came from, gives them.
+    Modules keep the format (``int-quantized`` or ``pack-quantized``) that they have in ``loaded``, the section of the
+    checkpoint that they came from.
     """
     before = None if loaded is None else QuantizationConfig.parse(loaded)
     storages: dict[IntegerStorage, list[str]] = {}
     ignore: list[str] = []
     architecture = model_architecture(model)
-    experts = set() if architecture is None else set(expert_modules(model, architecture))
+    float_experts = set() if architecture is None else set(experts_paths(model, architecture))
 
     def inside(name: str) -> str:
-        """A pattern of all that is in the experts ``name``, under whatever name transformers writes them."""
+        """A pattern for everything inside the experts at ``name``, under all names that transformers may give them."""
         names = [name] if architecture is None else expert_prefixes(architecture, name)
         return f"re:^({'|'.join(n.replace('.', '[.]') for n in names)})[.]"
 
@@ -47,7 +47,7 @@ def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None =
             storages.setdefault(storage_of(module.scheme, name), []).append(name)
         elif isinstance(module, nn.Linear):
             ignore.append(name)
-        elif name in experts:
+        elif name in float_experts:
             ignore.append(inside(name))
     if not storages:
         raise UnsupportedScheme(
@@ -56,7 +56,7 @@ def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None =
         )
     if architecture is not None:
         ignore += [f"re:.*{path.replace('.', '[.]')}$" for path in architecture.unquantized]
-    # The storage with the most modules is that of all linears; the others are named.
+    # The storage with the most modules is given for all linears; modules with another one are listed by name.
     commonest, *others = sorted(storages, key=lambda storage: -len(storages[storage]))
     targets = {"Linear": commonest} | {target: storage for storage in others for target in storages[storage]}
     return write_config(targets, ignore)
@@ -65,13 +65,13 @@ def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None =
 def state_dict_for_saving(model: PreTrainedModel, config: QuantizationConfig) -> dict[str, Tensor]:
     """All tensors of a model as a compressed-tensors checkpoint has them.
 
-    A head that is packed has tensors of its own: from here on the configuration says that it is not tied.
+    A packed head has tensors of its own, so the configuration is changed to say that the head is not tied.
     """
     if isinstance(model.get_output_embeddings(), QuantizedLinear):
         for part in (model.config, model.config.get_text_config()):
             part.tie_word_embeddings = False
     architecture = model_architecture(model)
-    # Where a family has several names for its projections, the last are those that transformers itself reads.
+    # If a family has several names for its projections, transformers itself reads the last ones.
     gate, up, down = ("gate_proj", "up_proj", "down_proj") if architecture is None else architecture.projections[-1]
     packed = {n: m for n, m in model.named_modules() if isinstance(m, Experts | QuantizedLinear)}
     out = {k: t for k, t in model.state_dict().items() if k.rpartition(".")[0] not in packed}

@@ -1,4 +1,4 @@
-"""Which modules of a transformers model become packed, and where their weights are in the checkpoint."""
+"""Finds the modules of a transformers model that become packed, and their weights in the checkpoint."""
 
 from __future__ import annotations
 
@@ -25,29 +25,35 @@ from cpumoe.layers.scheme import Scheme
 
 _log = logging.getLogger("cpumoe")
 
-_ELEMENTS_AT_ONCE = 4 << 20  # quantised at once: each goes through fp32 with several temporaries
+_ELEMENTS_AT_ONCE = 4 << 20  # weights that are quantised together: they go through several fp32 temporaries
+
+_LINEAR_TENSORS = frozenset({"weight_packed"})
 
 
 @dataclass(frozen=True)
 class PackedModule:
-    """One module to be replaced: how to load it, and how to make it again from its packed tensors."""
+    """The packed replacement of one module: how to load it, and how to make it from packed tensors of these names."""
 
     load: Callable[[], nn.Module]
     restore: Callable[[dict[str, Tensor]], nn.Module]
+    tensor_names: frozenset[str]
 
 
-class Pending(nn.Module):
-    """Stands for a module whose weights are still on disk; transformers has nothing to load or initialise in it."""
+class PendingModule(nn.Module):
+    """Takes the place of a module until its weights are read. transformers finds nothing to load in it."""
 
     def forward(self, *_: object, **__: object) -> None:
         raise RuntimeError("the weights of this module were not loaded")
 
 
 @dataclass
-class ModelPlan:
-    """What to do with a model: module name -> its packed replacement, and the names of files' tensors used for that.
+class PackedModules:
+    """The packed replacements for modules of a model.
 
-    ``left_out``: what the names of those tensors start with that are rightly in the files and not in the model.
+    Attributes:
+        modules: the replacements, by the name of the module.
+        tensors: names of the tensors in the files that they are made of.
+        left_out: prefixes of tensors that are in the files and rightly not in the model.
     """
 
     modules: dict[str, PackedModule] = field(default_factory=dict)
@@ -62,7 +68,7 @@ class ModelPlan:
 
 
 def model_architecture(model: nn.Module) -> Architecture | None:
-    """The row of the table for a transformers model."""
+    """The row of the table of architectures for a transformers model, or None."""
     return known_architecture(model.config.to_dict())  # type: ignore[union-attr, operator]  # it has a configuration
 
 
@@ -71,39 +77,41 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), child, module)
 
 
-def expert_modules(model: nn.Module, architecture: Architecture) -> Iterator[str]:
-    """Names of the modules that hold the routed experts of a layer."""
+def experts_paths(model: nn.Module, architecture: Architecture) -> Iterator[str]:
+    """Paths of the modules that hold the routed experts of a layer."""
     for name, _ in model.named_modules():
         if name.endswith("." + architecture.experts_paths[0]):
             yield name
 
 
 def float_linears(model: nn.Module, architecture: Architecture | None) -> Iterator[tuple[str, nn.Linear]]:
-    """The linears that may be quantised: routers are not among them, nor anything outside the language model."""
+    """The linears that may be quantised: all in the language model except routers."""
     routers = () if architecture is None else architecture.unquantized
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and not name.endswith(routers) and "vision" not in name:
             yield name, module
 
 
-def plan_model(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | None, linears: Scheme | None) -> ModelPlan:
+def find_packed_modules(
+    model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | None, linears: Scheme | None
+) -> PackedModules:
     """Finds the weights of all modules that will be packed, and checks them before any is read.
 
     Args:
-        model: on the meta device.
-        scheme: what to quantise float experts to; None leaves them.
-        linears: what to quantise float linears to; None leaves them.
+        model: a transformers model on the meta device.
+        scheme: the scheme to quantise float experts to; None leaves them in float.
+        linears: the scheme to quantise float linears to; None leaves them in float.
     """
     config = text_config(model.config.to_dict())  # type: ignore[union-attr, operator]  # a transformers model has one
     architecture = known_architecture(config)
     to_disk = _disk_names(model, checkpoint)
     check = TensorCheck(checkpoint)
-    plan = ModelPlan()
+    found = PackedModules()
     prefixes: list[str] = []
     if architecture is not None:
         facts = architecture.facts(config)
         sources: dict[str, ExpertSource] = {}
-        for name in expert_modules(model, architecture):
+        for name in experts_paths(model, architecture):
             source = find_experts(checkpoint, architecture, to_disk(name), facts, scheme)
             if source is None:
                 if checkpoint.quantization is not None:
@@ -111,7 +119,7 @@ def plan_model(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | None, 
                 _check_float_experts(check, checkpoint, architecture, to_disk(name), facts)
             else:
                 sources[to_disk(name)] = source
-                plan.modules[name] = _experts(source)
+                found.modules[name] = _packed_experts(source)
         check_experts(architecture, sources, check)
     elif (scheme or checkpoint.quantization) and any(n.endswith(".experts") for n, _ in model.named_modules()):
         known = ", ".join(ARCHITECTURES)
@@ -120,25 +128,25 @@ def plan_model(model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | None, 
     for name, module in float_linears(model, architecture):
         disk = to_disk(name)
         source_of_weight = to_disk(tied.get(f"{name}.weight", f"{name}.weight"))
-        packed = _linear(checkpoint, disk, module, linears, source_of_weight, check)
+        packed = _packed_linear(checkpoint, disk, module, linears, source_of_weight, check)
         if packed is not None:
             prefixes.append(f"{disk}.")
-            plan.modules[name] = packed
+            found.modules[name] = packed
     check.nothing_else_under(*prefixes)
-    plan.tensors = set(check.expected)
-    plan.left_out = _left_out(model, checkpoint)
+    found.tensors = set(check.expected)
+    found.left_out = _left_out(model, checkpoint)
     check_layers_behind(checkpoint, check)
-    # transformers does not look at the shapes and dtypes of what it loads into a quantised model.
+    # transformers does not check the shapes and dtypes of the tensors that it loads into a quantised model.
     for name, tensor in model.state_dict().items():
         for disk in _spellings(architecture, to_disk(name)):
-            if disk in checkpoint and disk not in plan.tensors and tensor.is_floating_point():
+            if disk in checkpoint and disk not in found.tensors and tensor.is_floating_point():
                 check.expect(disk, StoredTensor(FLOAT_DTYPES, tuple(tensor.shape)))
     check.raise_problems()
-    return plan
+    return found
 
 
 def _spellings(architecture: Architecture | None, name: str) -> list[str]:
-    """A name of transformers as files may have it: what is beside the experts, their router, is renamed with them."""
+    """The names that files may have for a tensor of transformers: the router is renamed together with its experts."""
     if architecture is None:
         return [name]
     first, *others = (path.rpartition(".")[0] for path in architecture.experts_paths)
@@ -148,25 +156,25 @@ def _spellings(architecture: Architecture | None, name: str) -> list[str]:
 def _check_float_experts(
     check: TensorCheck, checkpoint: Checkpoint, architecture: Architecture, module: str, facts: ExpertsFacts
 ) -> None:
-    """Experts that stay in float are read by transformers, which does not name what it lacks."""
+    """Checks experts that stay in float, because transformers reads them and does not name the tensors it lacks."""
     source = find_experts(checkpoint, architecture, module, facts, FITS_ALL_SIZES)
-    assert source is not None  # there is a scheme
+    assert source is not None  # with a scheme there always is one
     source.check(check)
 
 
 def _left_out(model: nn.Module, checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Parts of the files that the model does not have: images, and layers that predict further tokens."""
+    """Prefixes of tensors that the model does not have: for images, and of layers that predict further tokens."""
     layers = layers_prefix(checkpoint)
     parts = list(prediction_layers(checkpoint))
     in_model = {name.partition(".")[0] for name, _ in model.named_modules()}
-    if layers.partition(".")[0] not in in_model:  # the language model alone, out of a larger one
+    if layers.partition(".")[0] not in in_model:  # the model is only the language model of a larger one
         on_disk = {name.partition(".")[0] for name in checkpoint.names}
         parts += [f"{part}." for part in on_disk - in_model - {layers.partition(".")[0]}]
     return tuple(parts)
 
 
 def _disk_names(model: nn.Module, checkpoint: Checkpoint) -> Callable[[str], str]:
-    """From names in the model to names in the files: they differ where the language model is part of a larger one."""
+    """A function from names in the model to names in the files, which differ if the files hold a larger model."""
     in_model = next((m[1] for name, _ in model.named_modules() if (m := LAYER.match(name))), "")
     on_disk = layers_prefix(checkpoint)
     wrapper = on_disk.removesuffix(in_model) if on_disk.endswith(in_model) else ""
@@ -179,16 +187,16 @@ def _disk_names(model: nn.Module, checkpoint: Checkpoint) -> Callable[[str], str
     return to_disk
 
 
-def _experts(source: ExpertSource) -> PackedModule:
+def _packed_experts(source: ExpertSource) -> PackedModule:
     activation = source.config.activation
 
     def restore(tensors: dict[str, Tensor]) -> nn.Module:
         return Experts.from_packed(**tensors, activation=activation)
 
-    return PackedModule(lambda: load_experts(source), restore)
+    return PackedModule(lambda: load_experts(source), restore, frozenset({"gate_up_packed", "down_packed"}))
 
 
-def _linear(
+def _packed_linear(
     checkpoint: Checkpoint,
     disk: str,
     module: nn.Linear,
@@ -196,6 +204,7 @@ def _linear(
     source_of_weight: str,
     check: TensorCheck,
 ) -> PackedModule | None:
+    """The packed replacement of a linear whose name in the files is ``disk``; None if it stays in float."""
     rows, columns, has_bias = module.out_features, module.in_features, module.bias is not None
 
     def restore(tensors: dict[str, Tensor]) -> nn.Module:
@@ -206,7 +215,7 @@ def _linear(
     if storage is not None and not (tied and is_tied_away(checkpoint, disk, storage)):
         source = LinearSource(checkpoint, disk, rows, columns, storage, has_bias)
         source.check(check)
-        return PackedModule(source.load, restore)
+        return PackedModule(source.load, restore, _LINEAR_TENSORS)
     if linears is None:
         return None
     try:
@@ -227,17 +236,17 @@ def _linear(
             return part
 
         bias = checkpoint.read(f"{disk}.bias") if has_bias else None
-        return quantize_linear(read_rows, rows, columns, linears, bias)
+        return pack_float_linear(read_rows, rows, columns, linears, bias)
 
-    return PackedModule(load, restore)
+    return PackedModule(load, restore, _LINEAR_TENSORS)
 
 
-def quantize_linear(
+def pack_float_linear(
     weight_rows: Callable[[int, int], Tensor], rows: int, columns: int, scheme: Scheme, bias: Tensor | None
 ) -> QuantizedLinear:
-    """Quantises a float weight some rows at a time: a vocabulary's head needs little memory beside what it becomes.
+    """Quantises and packs a float weight a few rows at a time, so that even a head needs little more than its result.
 
-    ``weight_rows(first, last)`` gives [last - first, columns].
+    ``weight_rows(first, last)`` returns [last - first, columns].
     """
     values = torch.empty((rows, columns), dtype=torch.int8)
     scales: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""How ``generate`` and ``chat`` choose the next token, and where they stop: as the model says, or as its user does."""
+"""Options of ``generate`` and ``chat`` for choosing tokens and stopping; without them the model's own settings hold."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import GenerationConfig
 
 _FILE = "generation_config.json"
-_SHAPING = ("top_p", "top_k", "min_p")  # what is sampled from
+_SHAPING = ("top_p", "top_k", "min_p")  # options that limit which tokens are sampled
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_new_tokens: int) -> None:
@@ -75,7 +75,7 @@ def _stop(text: str) -> str:
 
 
 def check_sampling_arguments(arguments: argparse.Namespace) -> None:
-    """Raises for options that contradict each other, whatever the model says."""
+    """Raises for options that contradict each other, whatever the model's settings are."""
     if arguments.greedy:
         refuse_given(arguments, "with --greedy", "temperature", *_SHAPING, "seed")
     elif arguments.temperature == 0:
@@ -83,7 +83,7 @@ def check_sampling_arguments(arguments: argparse.Namespace) -> None:
 
 
 def generation_config(folder: Path) -> GenerationConfig:
-    """What a model says of how it wants to be used; transformers' defaults where it says nothing."""
+    """The generation settings that come with a model, or transformers' defaults if it has none."""
     from transformers import AutoConfig, GenerationConfig
 
     path = folder / _FILE
@@ -104,9 +104,9 @@ def generation_config(folder: Path) -> GenerationConfig:
 
 
 def sampling_options(arguments: argparse.Namespace, own: GenerationConfig) -> dict[str, Any]:
-    """The arguments in the words of ``generate``, for a model whose configuration is ``own``; seeds torch.
+    """The arguments as options of ``generate``, for a model whose own configuration is ``own``. Also seeds torch.
 
-    What is not in the result is as ``own`` has it.
+    For options that are not in the result, ``generate`` uses the values in ``own``.
     """
     check_sampling_arguments(arguments)
     if arguments.greedy or arguments.temperature == 0:

@@ -1,11 +1,11 @@
-"""Checkpoints of schemes that are not served here: transformers' own reader gets them, if it reads them right.
+"""transformers' own quantizer, for checkpoints whose scheme cpumoe does not support, with checks around it.
 
-What it is known to read wrong without an error (transformers 5.22), and is refused:
+transformers 5.22 reads two kinds of checkpoints wrongly and reports no error. These are refused here:
 
 - experts under names that it does not expect (Mixtral and gpt-oss as llm-compressor 0.14 writes them): it initialises
   them at random;
 - NVFP4 experts: it leaves out their global scales, and the weights come out thousands of times too large. Linears with
-  such scales are read right.
+  such scales are read correctly.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ CURE = "quantise its float original: cpumoe quantize FLOAT_MODEL DST --scheme w4
 _GLOBAL_SCALE = ".weight_global_scale"
 
 
-class _Watching:
-    """Goes before transformers' quantizer class, and looks at what it makes of the files."""
+class _Guard:
+    """Comes before transformers' quantizer in the list of base classes, and checks how that one reads the files."""
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **options: Any
     ) -> None:
-        super()._process_model_before_weight_loading(  # type: ignore[misc]  # of the class behind this one
+        super()._process_model_before_weight_loading(  # type: ignore[misc]  # a method of transformers' class
             model, checkpoint_files=checkpoint_files, **options
         )
         _refuse_lost_scales(model, checkpoint_files or [])
@@ -45,21 +45,21 @@ class _Watching:
         return super()._process_model_after_weight_loading(model, **options)  # type: ignore[misc]
 
 
-def watched(stock: type[HfQuantizer]) -> type[HfQuantizer]:
-    """transformers' quantizer class, but that it refuses what it would read wrong."""
-    return type(stock.__name__, (_Watching, stock), {})
+def guarded(stock: type[HfQuantizer]) -> type[HfQuantizer]:
+    """transformers' quantizer class, changed so that it refuses what it would read wrongly."""
+    return type(stock.__name__, (_Guard, stock), {})
 
 
 def _refuse_lost_scales(model: PreTrainedModel, files: Iterable[str]) -> None:
-    """Before anything is loaded: experts that transformers merges into one tensor have no place for these scales."""
-    apart = {name[name.rindex("experts.") :] for name, _ in model.named_modules() if "experts." in name}
+    """Raises before loading if transformers would merge experts into one tensor without a place for their scales."""
+    separate = {name[name.rindex("experts.") :] for name, _ in model.named_modules() if "experts." in name}
     for file in files:
         if not str(file).endswith(".safetensors"):
             continue
         with TensorFile(Path(file)) as opened:
             names = [name for name in opened.tensors if name.endswith(_GLOBAL_SCALE) and EXPERT.search(name)]
         for name in names:
-            if name[name.rindex("experts.") :].removesuffix(_GLOBAL_SCALE) not in apart:
+            if name[name.rindex("experts.") :].removesuffix(_GLOBAL_SCALE) not in separate:
                 raise UnsupportedScheme(
                     f"NVFP4 experts are not served, and transformers {transformers_version} would read them without "
                     f"their global scales ({name}); {CURE}"
@@ -67,7 +67,7 @@ def _refuse_lost_scales(model: PreTrainedModel, files: Iterable[str]) -> None:
 
 
 def _refuse_made_up_experts(model: PreTrainedModel) -> None:
-    """When the tensors are known that transformers did not find, and before it initialises them at random."""
+    """Raises if transformers did not find experts in the files, before it initialises them at random."""
     stock = model._adjust_missing_and_unexpected_keys
 
     def checked(info: Any) -> None:

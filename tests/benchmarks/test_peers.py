@@ -5,8 +5,8 @@ from __future__ import annotations
 import peers
 import pytest
 import torch
-from layers import relative_error
 from peer import GROUPED, PER_CHANNEL, LayerWeights, Peer, PreparedPeer, repeated
+from random_layers import relative_error
 
 from cpumoe.bench.workload import Shape, random_routing
 from cpumoe.layers.reference import dequantize, experts

@@ -162,7 +162,7 @@ def chosen(total: int, examples: int) -> list[int]:
 _DRIVER = """
 import json, sys
 from pathlib import Path
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = [sys.argv[1], str(Path(sys.argv[1]).parent / "support")]
 import torch
 torch.set_num_threads(1)
 import cpumoe

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from layers import relative_error
+from random_layers import relative_error
 from safetensors.torch import load_file, save_file
 from tiny_architectures import (
     ARCHITECTURES,
@@ -40,7 +40,7 @@ from cpumoe.checkpoints.storage import LinearStorage, Quantization, StoredTensor
 from cpumoe.layers.rounding import quantize_weight
 from cpumoe.ops import unpack
 
-EXAMPLES = Path(__file__).parent / "data" / "checkpoints"
+EXAMPLES = Path(__file__).parents[1] / "data" / "checkpoints"
 NAMES = sorted(path.name for path in EXAMPLES.iterdir())
 
 

@@ -20,8 +20,8 @@ from cpumoe.evaluation.perplexity import compare
 from cpumoe.layers.scheme import Scheme
 from cpumoe.quantization.quantization_plan import QuantizationPlan
 
-HELD_OUT = Path(__file__).parent / "data" / "heldout.txt"
-MASTER = Path(__file__).parent.parent / "models" / "python-stdlib" / "checkpoint"
+HELD_OUT = Path(__file__).parents[1] / "data" / "heldout.txt"
+MASTER = Path(__file__).parents[2] / "models" / "python-stdlib" / "checkpoint"
 
 
 @pytest.fixture(scope="module")

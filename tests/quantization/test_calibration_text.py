@@ -63,7 +63,7 @@ def test_of_a_small_file_all_is_used(tokenizer, tmp_path_factory, texts, samples
 def test_the_shipped_model_is_calibrated_with_the_same_sequences_as_ever(tmp_path):
     """Lines of some kilobytes, more of them than are used, and a tokenizer that puts a token before each."""
     tokenizer = AutoTokenizer.from_pretrained(FOLDER)
-    held_out = (Path(__file__).parent / "data" / "heldout.txt").read_text()
+    held_out = (Path(__file__).parents[1] / "data" / "heldout.txt").read_text()
     texts = [held_out[i : i + 14_000] for i in range(0, len(held_out), 14_000)]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     ids = read_sequences(tmp_path / "a.jsonl", tokenizer, 12, 1024)

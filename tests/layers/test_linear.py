@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from layers import random_layer, relative_error
+from random_layers import random_layer, relative_error
 from torch.nn import functional as F
 
 import cpumoe

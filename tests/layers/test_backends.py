@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from layers import random_layer, relative_error, routing
+from random_layers import random_layer, relative_error, routing
 
 import cpumoe
 from cpumoe import MoEConfig, NoBackend, RoutingMethod, Scheme, explain, select_backend

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from layers import random_layer, routing
+from random_layers import random_layer, routing
 from safetensors.torch import load_file, save_file
 
 import cpumoe

@@ -19,7 +19,7 @@ from cpumoe.integrations.transformers.model_config import completed_config
 from cpumoe.layers.reference import dequantize
 from cpumoe.layers.rounding import unpack_nibbles
 
-CHECKPOINTS = Path(__file__).parent / "data" / "checkpoints"
+CHECKPOINTS = Path(__file__).parents[1] / "data" / "checkpoints"
 NAMES = (
     "deepseekv3-w4a8-g32",
     "gptoss-w4a8-g32",

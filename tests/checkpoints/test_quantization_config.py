@@ -18,7 +18,7 @@ from cpumoe.checkpoints.formats.compressed_tensors import IntegerStorage, write_
 from cpumoe.checkpoints.formats.name_patterns import NamePatterns
 
 #: The ``quantization_config`` of checkpoints as llm-compressor, GPTQ, AWQ and OpenAI wrote them.
-CONFIGS = json.loads((Path(__file__).parent / "data" / "quantization_configs.json").read_text())
+CONFIGS = json.loads((Path(__file__).parents[1] / "data" / "quantization_configs.json").read_text())
 
 SERVED = {
     "deepseekv3-w4a8-g32": ("w4a8-g32", "int-quantized"),

@@ -130,7 +130,7 @@ def test_bench_refuses(arguments: list[str], message: str) -> None:
 
 
 def test_explain_of_a_checkpoint() -> None:
-    folder = Path(__file__).parent / "data" / "checkpoints" / "gptoss-w4a8-g32"
+    folder = Path(__file__).parents[1] / "data" / "checkpoints" / "gptoss-w4a8-g32"
     done = cpumoe_command("explain", str(folder))
     assert done.returncode == 0 and "2 layers: w4a8-g32, swiglu_oai" in done.stdout and "chosen: native" in done.stdout
     facts = json.loads(cpumoe_command("explain", str(folder), "--json").stdout)

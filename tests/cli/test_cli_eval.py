@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from test_evaluate import EXPERTS, POSITIONS, TEXT, tiny_model, tiny_tokenizer
+from tiny_text_model import EXPERTS, POSITIONS, TEXT, tiny_model, tiny_tokenizer
 
 from cpumoe import cpu
 from cpumoe.cli import main

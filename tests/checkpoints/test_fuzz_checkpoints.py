@@ -21,7 +21,7 @@ import transformers
 from changed_checkpoints import CHECKPOINTS, NAMES, TENSOR_CHANGES, load_model, outcome
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
-from layers import relative_error
+from random_layers import relative_error
 from safetensors.torch import load_file, save, save_file
 from tiny_architectures import ARCHITECTURES, write_float, write_quantized
 

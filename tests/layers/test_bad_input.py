@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy
 import pytest
 import torch
-from layers import random_layer
+from random_layers import random_layer
 
 import cpumoe
 

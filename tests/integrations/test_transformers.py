@@ -21,11 +21,11 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from changed_checkpoints import CHECKPOINTS as EXAMPLES
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from layers import relative_error
+from random_layers import relative_error
 from safetensors.torch import load_file, save
-from test_loading import EXAMPLES
 from tiny_architectures import ARCHITECTURES, apart, quantized_tensors, write_float, write_quantized, write_tensors
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Llama4Config, Llama4ForConditionalGeneration, pipeline

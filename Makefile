@@ -33,9 +33,9 @@ docs: $(VENV)/installed
 # The fuzzers of `make test`, for longer; the quantiser's stops it at every one of its file operations.
 FUZZ_EXAMPLES ?= 2000
 fuzz: $(VENV)/installed
-	CPUMOE_FUZZ_EXAMPLES=0 $(BIN)/python -m pytest tests/test_fuzz_quantizer.py
+	CPUMOE_FUZZ_EXAMPLES=0 $(BIN)/python -m pytest tests/quantization/test_fuzz_quantizer.py
 	CPUMOE_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest \
-	  tests/test_fuzz_checkpoints.py tests/test_fuzz_seam.py tests/test_fuzz_server.py
+	  tests/checkpoints/test_fuzz_checkpoints.py tests/test_fuzz_seam.py tests/generation/test_fuzz_server.py
 
 # A wheel for any Linux of this architecture with the glibc that auditwheel names. The C++ library is linked into it.
 wheel: $(VENV)/created
@@ -92,7 +92,7 @@ build/core/core_test: $(VENV)/cmake $(CORE_SOURCES)
 # The harness's command line; not part of `make test` because the harness brings so much along.
 test-lm-eval: $(VENV)/installed
 	$(PIP) lm-eval==0.4.13
-	$(BIN)/python -m pytest tests/test_lm_eval.py
+	$(BIN)/python -m pytest tests/integrations/test_lm_eval.py
 
 test-heavy: test-symbols test-emulated test-static test-x86 test-sanitized test-compilers test-arm
 
@@ -108,7 +108,7 @@ test-emulated: $(VENV)/installed $(VENV)/cmake
 	build/emulated/core_test
 	$(call build_extension,emulated-python,-DCPUMOE_EMULATE=ON)
 	$(call package_with,emulated)
-	PYTHONPATH=$(CURDIR)/build/emulated-package $(BIN)/python -m pytest tests/test_golden.py tests/test_isa.py tests/test_linear.py
+	PYTHONPATH=$(CURDIR)/build/emulated-package $(BIN)/python -m pytest tests/test_golden.py tests/test_isa.py tests/layers/test_linear.py
 
 # A second copy of the C++ library in the process, as wheels built by other toolchains bring it: nothing of ours may
 # depend on which copy answers.
@@ -118,7 +118,7 @@ test-static: $(VENV)/installed $(VENV)/cmake
 	@if nm -C $$(find build/static-python/CMakeFiles -path '*core/*.o') | grep -E 'basic_[io]stream|ios_base'; then \
 	  echo "iostreams are used"; exit 1; fi
 	$(call package_with,static)
-	PYTHONPATH=$(CURDIR)/build/static-package $(BIN)/python -m pytest tests/test_ops.py tests/test_experts.py tests/test_bad_input.py
+	PYTHONPATH=$(CURDIR)/build/static-package $(BIN)/python -m pytest tests/test_ops.py tests/layers/test_experts.py tests/layers/test_bad_input.py
 
 # The package with the extension of another build: $(call package_with,name)
 define package_with

@@ -1,10 +1,10 @@
-"""A whole model of Qwen3-30B-A3B's shape with fewer layers: loading, memory, prefill and decode, and where time goes.
+"""Measures a model with the shape of Qwen3-30B-A3B but fewer layers: loading, memory, prefill, decode and its parts.
 
     python benchmarks/model.py                                     # 4 layers, w4a8-g128
     python benchmarks/model.py --layers 16 --linears w8a8 --cache  # head in 8 bits; also a second start from the cache
 
-The checkpoint has random weights and is written to a temporary folder (or to ``--folder``, and kept). Loading runs in
-processes of its own, so that the peak of memory is the load's alone.
+The checkpoint has random weights and is written to a temporary folder, or to ``--folder``, where it is kept. Loading is
+measured in a separate process, so that the peak of memory is that of loading alone.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from torch import Tensor
 
 import cpumoe
 from cpumoe.bench.decoding import decode_times
-from cpumoe.checkpoints.formats.compressed_tensors import LinearFormat, write_config
+from cpumoe.checkpoints.formats.compressed_tensors import IntegerStorage, write_config
 from cpumoe.checkpoints.tensor_file import TensorFileWriter
 from cpumoe.layers.scheme import Scheme
 
-HIDDEN, INTERMEDIATE, EXPERTS, TOPK = 2048, 768, 128, 8
+HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOPK = 2048, 768, 128, 8
 HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 32, 4, 128, 151936
-_DIFFERENT = 4  # matrices of each shape; the others repeat them: speed does not depend on values
+_DIFFERENT = 4  # matrices of each shape; the others repeat them, because speed does not depend on values
 
 
-def write_checkpoint(folder: Path, layers: int, form: LinearFormat) -> None:
-    """Random integers and small scales, as a quantiser would have written them."""
+def write_checkpoint(folder: Path, layers: int, storage: IntegerStorage) -> None:
+    """Writes random integers and small scales, as a quantiser would store them."""
     generator = torch.Generator().manual_seed(0)
     made: dict[tuple[int, int], list[dict[str, Tensor]]] = defaultdict(list)
 
     def linear(rows: int, columns: int, number: int) -> dict[str, Tensor]:
         pool = made[rows, columns]
         while len(pool) <= number % _DIFFERENT:
-            largest = form.scheme.weights.largest
+            largest = storage.scheme.weights.largest
             values = torch.randint(-largest, largest + 1, (rows, columns), generator=generator, dtype=torch.int8)
-            shape = form.scheme.weights.group.scale_shape(rows, columns)
-            pool.append(form.encode(values, (torch.rand(shape, generator=generator) * 0.004 + 0.001).bfloat16()))
+            shape = storage.scheme.weights.group.scale_shape(rows, columns)
+            pool.append(storage.encode(values, (torch.rand(shape, generator=generator) * 0.004 + 0.001).bfloat16()))
         return pool[number % _DIFFERENT]
 
     def normal(*shape: int) -> Tensor:
@@ -61,7 +61,7 @@ def write_checkpoint(folder: Path, layers: int, form: LinearFormat) -> None:
             f"{attention}.v_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
             f"{attention}.o_proj": (HIDDEN, HEADS * HEAD_DIM),
         }
-        for expert in range(EXPERTS):
+        for expert in range(NUM_EXPERTS):
             linears[f"{mlp}.experts.{expert}.gate_proj"] = (INTERMEDIATE, HIDDEN)
             linears[f"{mlp}.experts.{expert}.up_proj"] = (INTERMEDIATE, HIDDEN)
             linears[f"{mlp}.experts.{expert}.down_proj"] = (HIDDEN, INTERMEDIATE)
@@ -70,7 +70,7 @@ def write_checkpoint(folder: Path, layers: int, form: LinearFormat) -> None:
             f"model.layers.{layer}.post_attention_layernorm.weight": ones(HIDDEN),
             f"{attention}.q_norm.weight": ones(HEAD_DIM),
             f"{attention}.k_norm.weight": ones(HEAD_DIM),
-            f"{mlp}.gate.weight": normal(EXPERTS, HIDDEN),
+            f"{mlp}.gate.weight": normal(NUM_EXPERTS, HIDDEN),
         }
         for number, (name, (rows, columns)) in enumerate(linears.items()):
             out |= {f"{name}.{suffix}": tensor for suffix, tensor in linear(rows, columns, number).items()}
@@ -96,7 +96,7 @@ def write_checkpoint(folder: Path, layers: int, form: LinearFormat) -> None:
         "model_type": "qwen3_moe",
         "hidden_size": HIDDEN,
         "moe_intermediate_size": INTERMEDIATE,
-        "num_experts": EXPERTS,
+        "num_experts": NUM_EXPERTS,
         "num_experts_per_tok": TOPK,
         "num_hidden_layers": layers,
         "num_attention_heads": HEADS,
@@ -107,19 +107,19 @@ def write_checkpoint(folder: Path, layers: int, form: LinearFormat) -> None:
         "norm_topk_prob": True,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
-        "quantization_config": write_config({"Linear": form}, ["lm_head", "re:.*mlp[.]gate$"]),
+        "quantization_config": write_config({"Linear": storage}, ["lm_head", "re:.*mlp[.]gate$"]),
     }
     (folder / "config.json").write_text(json.dumps(config))
 
 
 def memory_bytes(key: str) -> int:
-    """VmHWM (peak) or VmRSS of this process."""
+    """Memory of this process: its peak for the key VmHWM, the present amount for VmRSS."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
     return int(line.split()[1]) * 1024
 
 
 def load(folder: Path, linears: str | None, cache: Path | None) -> tuple[Any, dict[str, float]]:
-    """Loads the model and says how long it took and how much memory it needed."""
+    """Loads the model and measures the time and the memory that it takes."""
     from cpumoe.integrations.transformers.plugin import load_model
 
     before = memory_bytes("VmRSS")
@@ -127,21 +127,21 @@ def load(folder: Path, linears: str | None, cache: Path | None) -> tuple[Any, di
     model = load_model(folder, linears=linears, cache=cache)
     seconds = time.perf_counter() - start
     packed = sum(b.numel() for b in model.buffers() if b.dtype == torch.uint8)
-    held = packed + sum(p.numel() * p.element_size() for p in model.parameters())
+    model_bytes = packed + sum(p.numel() * p.element_size() for p in model.parameters())
     per_layer = packed // model.config.num_hidden_layers
     peak = memory_bytes("VmHWM") - before
     return model, {
         "seconds": seconds,
         "packed_gb": packed * 1e-9,
         "packed_gb_per_second": packed * 1e-9 / seconds,
-        "model_gb": held * 1e-9,
+        "model_gb": model_bytes * 1e-9,
         "peak_gb": peak * 1e-9,
         "peak_over_packed_and_layer": peak / (packed + per_layer),
     }
 
 
-def loading(folder: Path, linears: str | None, cache: Path | None) -> dict[str, float]:
-    """The figures of one load in a process of its own."""
+def load_figures(folder: Path, linears: str | None, cache: Path | None) -> dict[str, float]:
+    """The figures of one load, measured in a separate process."""
     command = [sys.executable, __file__, "--folder", str(folder), "--load-only"]
     command += [] if linears is None else ["--linears", linears]
     command += [] if cache is None else ["--cache-folder", str(cache)]
@@ -150,8 +150,8 @@ def loading(folder: Path, linears: str | None, cache: Path | None) -> dict[str, 
     return figures
 
 
-def generation(model: Any, prompt: int, tokens: int) -> dict[str, Any]:
-    """Prefill and decode rates, and where the time of a decoded token goes."""
+def generation_figures(model: Any, prompt: int, tokens: int) -> dict[str, Any]:
+    """Prefill and decode rates, and the shares of a decoded token's time."""
     ids = torch.randint(0, VOCABULARY, (1, prompt), generator=torch.Generator().manual_seed(1))
     times = []
     with torch.inference_mode():
@@ -192,15 +192,15 @@ def main() -> None:
         folder = arguments.folder or Path(scratch) / "model"
         if not (folder / "config.json").exists():
             folder.mkdir(parents=True, exist_ok=True)
-            write_checkpoint(folder, arguments.layers, LinearFormat(Scheme.parse(arguments.scheme), arguments.form))
+            write_checkpoint(folder, arguments.layers, IntegerStorage(Scheme.parse(arguments.scheme), arguments.form))
         figures: dict[str, Any] = {"isa": cpumoe.isa(), "threads": cpumoe.get_num_threads()}
-        figures["load"] = loading(folder, arguments.linears, None)
+        figures["load"] = load_figures(folder, arguments.linears, None)
         if arguments.cache:
             cache = Path(scratch) / "cache"
-            figures["load_writing_cache"] = loading(folder, arguments.linears, cache)
-            figures["load_from_cache"] = loading(folder, arguments.linears, cache)
+            figures["load_writing_cache"] = load_figures(folder, arguments.linears, cache)
+            figures["load_from_cache"] = load_figures(folder, arguments.linears, cache)
         model, _ = load(folder, arguments.linears, None)
-        figures["generation"] = generation(model, arguments.prompt, arguments.tokens)
+        figures["generation"] = generation_figures(model, arguments.prompt, arguments.tokens)
     print(json.dumps(figures, indent=1))
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(figures, indent=1) + "\n")

@@ -1,4 +1,4 @@
-"""What surrounds the arithmetic: the cost of a call, of routing, of sharing threads with PyTorch, and of packing.
+"""Measures costs besides the arithmetic: of a call, of routing, of sharing threads with PyTorch, and of packing.
 
 .venv/bin/python benchmarks/overheads.py
 """
@@ -52,7 +52,7 @@ def tiny_linear() -> None:
 
 
 def alternating(tokens: int) -> None:
-    """A torch matmul and the fused layer in turn, against the two alone. Weights of both come from memory."""
+    """Times a torch matmul and the fused layer in turn, and each alone. The weights of both come from memory."""
     shape = SHAPES["qwen3-30b-a3b"]
     layers = rotating_experts(shape, cpumoe.Scheme.parse("w4a8-g128"))
     routings = [random_routing(shape, tokens, seed) for seed in range(8)]

@@ -1,4 +1,4 @@
-"""kt-kernel beside cpumoe."""
+"""kt-kernel, measured beside cpumoe."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from cpumoe import _core
 from cpumoe.bench.measure import Call
 from cpumoe.bench.workload import Shape
 
-_KT_CHUNK = 4096  # tokens that its buffers are made for
+_KT_CHUNK = 4096  # tokens that fit into its buffers
 
 
 class KtKernelPeer(Peer):
     """kt-kernel's AMXINT4: int4 weights, a scale per channel, int8 activations; AVX-512 where AMX is missing.
 
-    Its Python wrapper takes page-locked memory, which exists only beside an accelerator, and leaves quantised
-    weights on disk; so this calls the compiled module, as that wrapper does.
+    Its Python wrapper needs page-locked memory, which exists only with an accelerator, and leaves quantised weights on
+    disk. So the compiled module is called here, in the same way as by that wrapper.
     """
 
     name = "kt-kernel"
     packages = ("kt_kernel",)
-    building = 4.0  # the layer in bf16
+    building = 4.0  # for the layer in bf16
 
     def own_obstacle(self, shape: Shape) -> str | None:
         if shape.activation != "silu":
@@ -66,19 +66,19 @@ class KtKernelPeer(Peer):
         gate_up, down = LayerWeights.random(shape, PER_CHANNEL, 0).bf16()
         source = [repeated(few, shape) for few in (*gate_up.chunk(2, 1), down)]
         calls = [self._call(shape, workers, source, layer) for layer in range(self.copies(shape))]
-        return PreparedPeer(str(PER_CHANNEL), calls, self.bytes_per_expert(shape))
+        return self.prepared(shape, str(PER_CHANNEL), calls, self.bytes_per_expert(shape))
 
     def _call(self, shape: Shape, workers: Any, source: list[Tensor], layer: int) -> Call:
         from kt_kernel import kt_kernel_ext
 
-        config = kt_kernel_ext.moe.MOEConfig(shape.experts, shape.topk, shape.hidden, shape.intermediate)
+        config = kt_kernel_ext.moe.MOEConfig(shape.num_experts, shape.topk, shape.hidden, shape.intermediate)
         config.layer_idx = layer
         config.pool = workers.backend_
         config.max_len = _KT_CHUNK
-        config.save = config.load = False  # nothing on disk: quantise from memory
+        config.save = config.load = False  # no files: it quantises from memory
         config.gate_proj, config.up_proj, config.down_proj = (part.data_ptr() for part in source)
         moe = kt_kernel_ext.moe.AMXInt4_MOE(config)
-        order = torch.arange(shape.experts)
+        order = torch.arange(shape.num_experts)
         workers.submit(moe.load_weights_task(order.data_ptr()))
         workers.sync()
 
@@ -86,7 +86,7 @@ class KtKernelPeer(Peer):
             x = hidden_states.to(torch.bfloat16).contiguous()
             ids, weights = topk_ids.to(torch.int64).contiguous(), topk_weights.to(torch.float32).contiguous()
             out = torch.empty_like(x)
-            for start in range(0, x.shape[0], _KT_CHUNK):  # beyond its buffers it writes over other memory
+            for start in range(0, x.shape[0], _KT_CHUNK):  # with more tokens than fit it overwrites other memory
                 count = torch.tensor([min(_KT_CHUNK, x.shape[0] - start)], dtype=torch.int32)
                 pointers = (tensor[start:].data_ptr() for tensor in (ids, weights, x, out))
                 workers.submit(moe.forward_task(count.data_ptr(), shape.topk, *pointers, False))

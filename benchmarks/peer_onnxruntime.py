@@ -1,4 +1,4 @@
-"""onnxruntime's QMoE beside cpumoe."""
+"""onnxruntime's QMoE, measured beside cpumoe."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class OnnxRuntimePeer(Peer):
 
     name = "onnxruntime"
     packages = ("onnx", "onnxruntime")
-    building = 4.0  # the model as built, as serialised and as read again, before the weights are packed
+    building = 4.0  # for the model as built, as serialised and as read again, until the weights are packed
 
     def own_obstacle(self, shape: Shape) -> str | None:
         import onnxruntime
@@ -39,40 +39,40 @@ class OnnxRuntimePeer(Peer):
             return f"activation {shape.activation!r}; QMoE on CPUs has silu and swiglu_oai with a gate"
         if (reason := scheme_obstacle(shape)) is not None:
             return reason
-        size = self.bytes_per_expert(shape) * shape.experts
+        size = self.bytes_per_expert(shape) * shape.num_experts
         if size >= 2**31:
             return f"a model of {size / 1e9:.1f} GB; ONNX files end at 2 GB"
-        try:  # a tiny layer: does this release have the operator with all that is asked of it here?
+        try:  # a tiny layer shows whether this release has the operator with all the options that are used here
             self._call(Shape("tiny", 128, 128, 2, 1), GROUPED, 0)
-        except Exception as error:  # the package has an exception of its own for every status
+        except Exception as error:  # the package has a separate exception for every status
             return f"onnxruntime {onnxruntime.__version__} cannot run QMoE as wanted: {sentence(error)}"
         return None
 
     def bytes_per_expert(self, shape: Shape) -> float:
-        # Once packed: half a byte per weight; per block a scale and the sum of the weights, both floats.
+        # When packed: half a byte per weight, and for each block a scale and the sum of its weights, both floats.
         group = fitting_scheme(GROUPED, shape).group_size or shape.hidden
         return weights_per_expert(shape) * (1 / 2 + 8 / group)
 
     def prepare(self, shape: Shape, dtype: torch.dtype) -> PreparedPeer:
         scheme = fitting_scheme(GROUPED, shape)
         calls = [self._call(shape, scheme, seed) for seed in range(self.copies(shape))]
-        return PreparedPeer(str(scheme), calls, self.bytes_per_expert(shape))
+        return self.prepared(shape, str(scheme), calls, self.bytes_per_expert(shape))
 
     def _call(self, shape: Shape, scheme: Scheme, seed: int) -> Call:
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = _core.thread_count()
-        # Every copy has its own threads; those of the copy before must not spin while this one runs.
+        # Every copy has its own threads. Those of the previous copy must not spin while this one runs.
         options.add_session_config_entry("session.force_spinning_stop", "1")
         options.log_severity_level = 3
         model = self._model(shape, scheme, seed)
         session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
 
         def call(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> Tensor:
-            # The operator chooses by one [tokens, experts] tensor and weighs by another. As the weights are
-            # positive, one tensor serves for both and gives exactly the routing asked for.
-            scores = torch.zeros((topk_ids.shape[0], shape.experts))
+            # The operator chooses experts by one [tokens, experts] tensor and weighs them by another. As the weights
+            # are positive, one tensor can be used for both, and the routing is exactly the one wanted.
+            scores = torch.zeros((topk_ids.shape[0], shape.num_experts))
             scores.scatter_(1, topk_ids.to(torch.int64), topk_weights.to(torch.float32))
             routing = scores.numpy()
             x = hidden_states.to(torch.float32).numpy()
@@ -82,7 +82,7 @@ class OnnxRuntimePeer(Peer):
         return call
 
     def _model(self, shape: Shape, scheme: Scheme, seed: int) -> bytes:
-        """One QMoE node with its weights; gate and up rows alternate, as the operator wants them."""
+        """One QMoE node with its weights; gate and up rows alternate, as the operator requires."""
         from onnx import TensorProto, helper, numpy_helper
 
         weights = LayerWeights.random(shape, scheme, seed)
@@ -115,7 +115,7 @@ class OnnxRuntimePeer(Peer):
         def value(name: str, width: int) -> Any:
             return helper.make_tensor_value_info(name, TensorProto.FLOAT, ["tokens", width])
 
-        inputs = [value("x", shape.hidden), value("choice", shape.experts), value("weight", shape.experts)]
+        inputs = [value("x", shape.hidden), value("choice", shape.num_experts), value("weight", shape.num_experts)]
         graph = helper.make_graph([node], "experts", inputs, [value("out", shape.hidden)], initializers)
         opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
         model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
@@ -124,5 +124,5 @@ class OnnxRuntimePeer(Peer):
 
 
 def alternating(rows: Tensor) -> Tensor:
-    """[experts, gate rows before up rows, ...] -> gate and up rows alternating."""
+    """[experts, gate rows before up rows, ...] -> [experts, gate and up rows in turn, ...]."""
     return torch.stack(rows.chunk(2, 1), 2).flatten(1, 2)

@@ -1,8 +1,8 @@
-"""Other systems on the same routing, weights in memory and threads, in rows beside cpumoe's own.
+"""Measures other systems with the same routing and threads and adds their rows to those of ``cpumoe bench``.
 
     python benchmarks/peers.py --tokens 1,8,64   # takes the options of ``cpumoe bench``
 
-Systems that are not installed are named and left out.
+Systems that are not installed are reported and left out.
 """
 
 from __future__ import annotations
@@ -34,7 +34,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cpumoe import _core
-from cpumoe.bench.measure import PROBE_BYTES, Call, Limits, Row, make_inputs, make_row, mean_active_experts, time_calls
+from cpumoe.bench.measure import (
+    Call,
+    Limits,
+    Row,
+    make_inputs,
+    make_row,
+    mean_active_experts,
+    memory_to_probe,
+    time_calls,
+)
 from cpumoe.bench.workload import Shape, fitting_scheme
 from cpumoe.cli import bench
 from cpumoe.cli.arguments import add_threads, use_threads
@@ -42,15 +51,15 @@ from cpumoe.layers import reference
 from cpumoe.layers.activation import Activation
 from cpumoe.layers.experts import Experts
 
-Report = Callable[[str], None]  # takes a sentence
+Note = Callable[[str], None]  # gets a sentence for the user
 
-_PATIENCE = 60.0  # seconds that one row may take, whatever the budget
-_FEWEST_CALLS = 7  # that time_calls makes
-_SETTLE = 0.1  # seconds after which a system's waiting threads have stopped spinning (kt-kernel: 50 ms)
+_PATIENCE = 60.0  # seconds that a row may take even if the budget is smaller
+_FEWEST_CALLS = 7  # time_calls makes at least this many
+_SETTLE = 0.1  # seconds until the waiting threads of a system have stopped spinning (kt-kernel: 50 ms)
 
 
 class TorchBf16Peer(Peer):
-    """What a model does without any of these systems: a loop over the active experts, weights in bf16."""
+    """What models do without any of these systems: a loop over the active experts, with weights in bf16."""
 
     name = "torch-bf16"
 
@@ -59,7 +68,7 @@ class TorchBf16Peer(Peer):
 
     def prepare(self, shape: Shape, dtype: torch.dtype) -> PreparedPeer:
         calls = [self._call(shape, seed) for seed in range(self.copies(shape))]
-        return PreparedPeer("bf16", calls, self.bytes_per_expert(shape))
+        return self.prepared(shape, "bf16", calls, self.bytes_per_expert(shape))
 
     def _call(self, shape: Shape, seed: int) -> Call:
         gate_up, down = (repeated(few, shape) for few in LayerWeights.random(shape, PER_CHANNEL, seed).bf16())
@@ -82,7 +91,7 @@ class AtenPeer(Peer):
     """PyTorch's own 4-bit product through cpumoe's aten backend."""
 
     name = "aten"
-    building = 1.5  # the packed experts one by one before they are stacked, and the integers they come from
+    building = 1.5  # for the packed experts before they are stacked, and the integers that they are made from
 
     def own_obstacle(self, shape: Shape) -> str | None:
         if not hasattr(torch.ops.aten, "_dyn_quant_matmul_4bit"):
@@ -90,7 +99,7 @@ class AtenPeer(Peer):
         return scheme_obstacle(shape)
 
     def bytes_per_expert(self, shape: Shape) -> float:
-        # Where KleidiAI is missing PyTorch keeps every byte of two weights, and every scale, as a float.
+        # Without KleidiAI PyTorch stores every pair of weights, and every scale, as a float.
         group = fitting_scheme(GROUPED, shape).group_size or shape.hidden
         return 4.0 * weights_per_expert(shape) * (1 / 2 + 1 / group)
 
@@ -105,14 +114,14 @@ class AtenPeer(Peer):
             layer = Experts.from_quantized(w1, s1, w2, s2, scheme, activation=activation, backend="aten")
             layers.append(layer)
         calls: list[Call] = [layer.__call__ for layer in layers]
-        return PreparedPeer(str(scheme), calls, layers[0].packed_bytes / shape.experts)
+        return self.prepared(shape, str(scheme), calls, layers[0].packed_bytes / shape.num_experts)
 
 
 PEERS: tuple[Peer, ...] = (TorchBf16Peer(), AtenPeer(), OnnxRuntimePeer(), KtKernelPeer())
 
 
-def bench_peers(shape: Shape, tokens: list[int], dtype: torch.dtype, budget: float, report: Report) -> Iterator[Row]:
-    """Rows of the other systems for one shape. ``report`` hears of those left out or failing, and why."""
+def bench_peers(shape: Shape, tokens: list[int], dtype: torch.dtype, budget: float, note: Note) -> Iterator[Row]:
+    """Rows of the other systems for one shape. ``note`` gets a sentence about each system that is left out or fails."""
     torch_threads = torch.get_num_threads()
     torch.set_num_threads(_core.thread_count())
     try:
@@ -121,35 +130,33 @@ def bench_peers(shape: Shape, tokens: list[int], dtype: torch.dtype, budget: flo
                 with _stdout_to_stderr():
                     reason = peer.obstacle(shape)
                 if reason is None:
-                    yield from _bench_peer(peer, shape, tokens, dtype, budget, report)
+                    yield from _bench_peer(peer, shape, tokens, dtype, budget, note)
                 else:
-                    report(f"{peer.name}: {reason}")
-            except Exception as error:  # another system's failure must not cost the rows of the next
-                report(f"{peer.name}: {sentence(error)}")
+                    note(f"{peer.name}: {reason}")
+            except Exception as error:  # the failure of one system must not cost the rows of the next
+                note(f"{peer.name}: {sentence(error)}")
     finally:
         torch.set_num_threads(torch_threads)
 
 
 def _bench_peer(
-    peer: Peer, shape: Shape, tokens: list[int], dtype: torch.dtype, budget: float, report: Report
+    peer: Peer, shape: Shape, tokens: list[int], dtype: torch.dtype, budget: float, note: Note
 ) -> Iterator[Row]:
-    memory = torch.empty(PROBE_BYTES, dtype=torch.uint8)
-    _core.advise_huge_pages(memory)  # as cpumoe's weights, which its own rows read for their probes
-    memory.fill_(1)
+    memory = memory_to_probe()
     with _stdout_to_stderr():
         prepared = peer.prepare(shape, dtype)
     if (remark := peer.remark()) is not None:
-        report(f"{peer.name}: {remark}")
+        note(f"{peer.name}: {remark}")
     seconds_per_token, longest = 0.0, max(_PATIENCE, budget) / _FEWEST_CALLS
     try:
         for count in sorted(tokens):
             inputs = make_inputs(shape, count, dtype)
             limits = Limits()
-            if seconds_per_token * count > longest:  # one call tells whether it is so
+            if seconds_per_token * count > longest:  # an estimate, which one call confirms or not
                 start = time.perf_counter()
                 prepared.calls[0](*inputs[0])
                 if (once := time.perf_counter() - start) > longest:
-                    report(f"{peer.name}: {count} tokens and more left out; one call takes {once:.0f} s")
+                    note(f"{peer.name}: {count} tokens and more left out; one call takes {once:.0f} s")
                     return
 
             def between(_: int, limits: Limits = limits) -> None:
@@ -159,7 +166,17 @@ def _bench_peer(
             seconds = time_calls(prepared.calls, inputs, budget, between)
             seconds_per_token = statistics.median(seconds) / count
             weight_bytes = mean_active_experts(inputs) * prepared.bytes_per_expert
-            yield make_row(peer.name, shape, prepared.scheme, count, seconds, weight_bytes, limits, "-")
+            yield make_row(
+                peer.name,
+                shape,
+                prepared.scheme,
+                count,
+                seconds,
+                weight_bytes,
+                limits,
+                "-",
+                from_memory=prepared.from_memory,
+            )
     finally:
         with _stdout_to_stderr():
             del prepared
@@ -167,7 +184,7 @@ def _bench_peer(
 
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Compiled libraries print when they load and unload; stdout belongs to the results."""
+    """Sends stdout to stderr inside the block: compiled libraries print there, but stdout is for the results."""
     libc = ctypes.CDLL(None)
     sys.stdout.flush()
     libc.fflush(None)

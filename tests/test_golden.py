@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from layers import relative_error
+from random_layers import relative_error
 
 import cpumoe
 

@@ -87,3 +87,55 @@ def test_the_command_refuses_a_bad_switch_in_one_line() -> None:
     )
     assert done.returncode == 2 and done.stderr.startswith("cpumoe: CPUMOE_TRANSFORMERS='maybe'; 0 ")
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_load_model_may_run_in_several_threads_while_the_plug_in_is_switched_off() -> None:
+    """Blocks overlap: the first to enter leaves first. Threads outside of all blocks get transformers' own reader."""
+    code = """
+import threading
+import cpumoe
+from cpumoe.integrations.transformers.hook import own_reader
+from cpumoe.integrations.transformers.plugin import PackedConfig
+from transformers.quantizers.auto import AutoQuantizationConfig
+
+section = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": {
+    "targets": ["Linear"],
+    "weights": {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"},
+    "input_activations": {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "token", "dynamic": True},
+}}}
+seen = {}
+
+def read(name):
+    try:
+        seen[name] = isinstance(AutoQuantizationConfig.from_dict(dict(section)), PackedConfig)
+    except ImportError:  # transformers' own reader asks for a package
+        seen[name] = False
+
+def first():
+    with own_reader():
+        read("first")
+        first_is_inside.set()
+        second_is_inside.wait(30)
+    first_has_left.set()
+
+def second():
+    first_is_inside.wait(30)
+    with own_reader():
+        second_is_inside.set()
+        first_has_left.wait(30)
+        read("second")
+        outside = threading.Thread(target=read, args=["outside"])
+        outside.start()
+        outside.join()
+
+first_is_inside, second_is_inside, first_has_left = (threading.Event() for _ in range(3))
+threads = [threading.Thread(target=each) for each in (first, second)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(seen)
+"""
+    done = run(code + _PATCHED, "0")
+    found = ["{'first': True, 'second': True, 'outside': False}", "transformers transformers transformers False"]
+    assert done.stdout.splitlines() == found, done.stderr

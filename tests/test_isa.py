@@ -11,7 +11,7 @@ import torch
 from conftest import SUPPORTED_ISAS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from layers import random_layer
+from random_layers import random_layer
 
 import cpumoe
 from cpumoe import _core

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from layers import random_layer, relative_error, routing
+from random_layers import random_layer, relative_error, routing
 
 import cpumoe
 from cpumoe import ops

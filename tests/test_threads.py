@@ -9,7 +9,7 @@ import threading
 
 import pytest
 import torch
-from layers import random_layer, routing
+from random_layers import random_layer, routing
 
 import cpumoe
 from cpumoe import _core

@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-import cpumoe_command.python_m  # noqa: F401  # before PyTorch is imported: Ctrl-C in "python -m cpumoe"
-from cpumoe import cpu  # first: it guards oneDNN and looks whether PyTorch was imported before
+import cpumoe_command.python_m  # noqa: F401  # must come before PyTorch: sets Ctrl-C for "python -m cpumoe"
+from cpumoe import cpu  # must be first: it guards oneDNN and sees whether PyTorch was imported before
 from cpumoe.cpu import get_num_threads, guard_onednn, instruction_sets, isa, set_num_threads
 from cpumoe.errors import CheckpointError, CpumoeError, NoBackend, UnsupportedScheme
 from cpumoe.integrations.transformers import hook
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from cpumoe.integrations.transformers.plugin import load_model
     from cpumoe.integrations.transformers.quantizing import quantize_checkpoint
 
-#: Names whose modules are imported when one of them is used for the first time: transformers takes seconds.
+#: Names whose modules are imported when they are first used, because importing transformers takes seconds.
 _LAZY = {
     "accelerate": "cpumoe.integrations.transformers.float_models",
     "load_model": "cpumoe.integrations.transformers.plugin",

@@ -1,7 +1,7 @@
-"""The ``cpumoe`` command up to the point where ``cpumoe`` itself is imported, and what Ctrl-C does to it.
+"""The beginning of the ``cpumoe`` command, before ``cpumoe`` itself is imported, and what Ctrl-C does.
 
-This is not inside ``cpumoe`` because importing anything of that package imports PyTorch, which takes seconds: Ctrl-C
-must mean the same during these seconds as before and after them.
+This is a package of its own because importing any part of ``cpumoe`` imports PyTorch, which takes seconds. Ctrl-C must
+do the same during these seconds as before and after them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-INTERRUPTED = 130  # what a shell expects of a program that Ctrl-C ended
+INTERRUPTED = 130  # the exit code that shells expect of a program that Ctrl-C ended
 
 _REMARKS = {"quantize": "; the same command goes on from where it was"}
 
@@ -28,18 +28,18 @@ def main() -> int:
     leave_on_interrupt()
     try:
         from cpumoe.cli import main
-    except ValueError as problem:  # an environment variable with a value that is not known
+    except ValueError as problem:  # an environment variable has a value that is not accepted
         print(f"cpumoe: {problem}", file=sys.stderr)
         return 2
     return main()
 
 
 def leave_on_interrupt() -> None:
-    """From here on Ctrl-C shows one line and ends the process with 130, whatever it is doing.
+    """From now on Ctrl-C prints one line and ends the process with exit code 130, whatever it is doing.
 
-    An exception would not do: in the middle of an import, in a destructor or beside a thread pool it is swallowed or
-    shown with a traceback. Nothing is lost by leaving at once: what cpumoe writes is whole or absent, even after a
-    kill. Where SIGINT is ignored (background jobs of a shell) it stays so.
+    An exception does not work everywhere: during an import, in a destructor or beside a thread pool it is swallowed or
+    shown with a traceback. Nothing is lost by leaving at once, because files that cpumoe writes are complete or absent,
+    even after a kill. If SIGINT is ignored, as in background jobs of a shell, it stays ignored.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _leave)
@@ -47,17 +47,17 @@ def leave_on_interrupt() -> None:
 
 def _leave(*_: object) -> None:
     command = next((argument for argument in sys.argv[1:] if not argument.startswith("-")), "")
-    # On a terminal "^C", and maybe a progress bar, stand at the beginning of the line.
+    # On a terminal the line begins with "^C", and maybe a progress bar, so a new line is needed.
     line = f"{os.linesep if os.isatty(2) else ''}{interrupted(command)}\n"
     try:
-        os.write(2, line.encode(errors="replace"))  # not print: the interrupted code may be inside of stderr's lock
+        os.write(2, line.encode(errors="replace"))  # print could deadlock: the interrupted code may hold stderr's lock
     finally:
         os._exit(INTERRUPTED)
 
 
 @contextmanager
 def interrupts_raised() -> Iterator[None]:
-    """Inside the block Ctrl-C raises KeyboardInterrupt, for code that goes on after it."""
+    """Inside the block Ctrl-C raises KeyboardInterrupt, for code that continues after it."""
     before = signal.getsignal(signal.SIGINT)
     if before is not _leave or threading.current_thread() is not threading.main_thread():
         yield

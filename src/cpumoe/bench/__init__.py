@@ -1,1 +1,1 @@
-"""``cpumoe bench``: a layer against the limits of the machine it runs on."""
+"""Measures the speed of layers and models, and what the machine could do at best."""

@@ -1,4 +1,4 @@
-"""Where the time of a decoded token goes."""
+"""Measures how long decoding a token takes, and which kinds of work take how much of that."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_PROFILED = 8  # tokens under the profiler, which slows them; only shares are taken from it
+_PROFILED = 8  # tokens that run under the profiler. It slows them down, so only shares are taken from it
 
 
 @dataclass(frozen=True)
 class DecodeTimes:
-    """Seconds of each decoded token, and their shares by kind of work; ``Python`` is what no operator accounts for."""
+    """Seconds of each decoded token, and the share of each kind of work; ``Python`` is the time outside operators."""
 
     all_seconds: tuple[float, ...]
     shares: dict[str, float]
 
     @property
     def seconds(self) -> float:
-        """Of a usual token."""
+        """The median."""
         return statistics.median(self.all_seconds)
 
     @property
     def outside(self) -> float:
-        """Share that is neither a product, nor attention: what surrounds the arithmetic."""
+        """Share of the time that goes neither into products nor into attention."""
         return sum(share for kind, share in self.shares.items() if kind not in _ARITHMETIC)
 
 
@@ -40,19 +40,19 @@ _ARITHMETIC = ("experts", "packed linears", "attention", "float products")
 
 @contextmanager
 def _silent_stderr() -> Iterator[None]:
-    """The profiler's library announces its start and end there, from C++."""
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+    """Silences stderr inside the block: the profiler's C++ library announces its start and end there."""
+    stderr, devnull = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(devnull, 2)
     try:
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
-        os.close(nowhere)
+        os.dup2(stderr, 2)
+        os.close(stderr)
+        os.close(devnull)
 
 
 def decode_times(model: Any, prompt: Tensor, tokens: int) -> DecodeTimes:
-    """Decodes greedily behind ``prompt`` [1, T] and says how long a token takes and where that goes."""
+    """Continues ``prompt`` [1, T] greedily by ``tokens`` tokens and measures them."""
     from torch.profiler import ProfilerActivity, profile
     from transformers import DynamicCache
 

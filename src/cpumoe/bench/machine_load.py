@@ -1,4 +1,4 @@
-"""Whether the machine was quiet while something was measured: what other programs computed, and how times scattered."""
+"""Finds out whether the machine was idle otherwise while something was measured, so that the times can be trusted."""
 
 from __future__ import annotations
 
@@ -9,23 +9,24 @@ from collections.abc import Sequence
 from pathlib import Path
 
 _STAT = Path("/proc/stat")
-# Others that take a seventh of the CPUs' time cost one of two threads more than a quarter of its own, and the other
-# thread waits for it. Times whose quartiles are half a median apart would let a comparison come out either way.
+# If other programs take a seventh of the time of two CPUs, one of our two threads may lose more than a quarter of its
+# own, and the other thread waits for it. And if the quartiles of the times are half a median apart, a comparison may
+# come out either way.
 _BUSY = 0.15  # of the CPUs' time
 _SCATTERED = 0.5  # of the median
 
 
 class MachineLoad:
-    """What goes on besides this process on the CPUs that it may use, from when it is made on."""
+    """What other programs do on the CPUs that this process may use, counted from when the object is made."""
 
     def __init__(self, stat: Path = _STAT) -> None:
         self._stat = stat
         self._start = self._now()
 
     def taken_by_others(self) -> float | None:
-        """Share of the CPUs' time that was not idle and not ours: other programs, or (stolen) other machines.
+        """Share of the CPUs' time that others used: other programs, or other virtual machines on the same host.
 
-        None where the kernel does not tell, or too little time has passed for its clock.
+        None if the kernel does not say, or if too little time has passed for the resolution of its clock.
         """
         if self._start is None or (now := self._now()) is None:
             return None
@@ -34,12 +35,12 @@ class MachineLoad:
         return max(0.0, busy - own) / available if seconds >= 0.1 else None
 
     def _now(self) -> tuple[float, float, float] | None:
-        """Seconds: the time, what our CPUs were not idle for, and what we used of that."""
+        """Three times in seconds: the clock, how long our CPUs were busy, and how much of that was this process."""
         tick = os.sysconf("SC_CLK_TCK")
         ours = {f"cpu{number}" for number in os.sched_getaffinity(0)}
         try:
             lines = [line.split() for line in self._stat.read_text().splitlines()]
-            # user, nice, system, idle, iowait, irq, softirq, steal: all but the two kinds of idling
+            # The columns are user, nice, system, idle, iowait, irq, softirq, steal. All but idle and iowait count.
             busy = sum(sum(map(int, line[1:4])) + sum(map(int, line[6:9])) for line in lines if line[0] in ours)
         except (OSError, ValueError, IndexError):
             return None
@@ -48,13 +49,13 @@ class MachineLoad:
 
 
 def scatter(seconds: Sequence[float]) -> float:
-    """Distance of the quartiles of some times, as a share of their median."""
+    """Distance between the quartiles of the times, as a share of their median."""
     low, median, high = statistics.quantiles(seconds, n=4)
     return (high - low) / median
 
 
 def doubt(taken: float | None, *times: Sequence[float]) -> str | None:
-    """A sentence, if the times were measured on a machine too busy for a comparison to mean anything."""
+    """A warning if the machine was too busy for a comparison of the times to mean anything, else None."""
     if taken is not None and taken > _BUSY:
         return (
             f"This machine is busy: other programs took {taken:.0%} of its CPU time meanwhile, so the comparison means "

@@ -1,4 +1,4 @@
-"""Timing a layer and, in the same run, what the machine could do at best."""
+"""Times a layer and measures, in the same run, what the machine could do at best."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 from cpumoe import _core
-from cpumoe.bench.workload import Shape, random_routing, rotating_experts
+from cpumoe.bench.workload import MOST_CALLS, Shape, exceed_caches, random_routing, rotating_experts
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.scheme import Scheme
 
 #: hidden_states, topk_ids, topk_weights -> out
 Call = Callable[[Tensor, Tensor, Tensor], Tensor]
 
-_ROUTINGS = 8  # different routings taken in turn
-_PROBES = 6  # times that the machine's limits are measured among the calls
+_ROUTINGS = 8  # different routings that the calls take in turn
+_PROBES = 6  # how often the limits of the machine are measured between the calls
 PROBE_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the result."""
+    """One line of the result. ``from_memory``: the weights were too large to stay in a cache between calls."""
 
     system: str
     shape: str
@@ -41,6 +41,7 @@ class Row:
     dram_fraction: float
     peak_tops: float
     compute_fraction: float
+    from_memory: bool
 
     def as_json(self) -> dict[str, object]:
         return asdict(self)
@@ -48,17 +49,17 @@ class Row:
 
 @dataclass
 class Limits:
-    """What the machine was seen to do: DRAM read rate and int8 peak of the instruction set in use."""
+    """What the machine reached: the DRAM read rate, and the int8 peak of the instruction set in use."""
 
     bytes_per_second: list[float] = field(default_factory=list)
     operations_per_second: list[float] = field(default_factory=list)
 
     def probe(self, memory: Tensor) -> None:
-        """Reads up to 256 MB of ``memory`` (uint8, not in a cache) on all threads, then runs register-only products."""
+        """Reads up to 256 MB of ``memory`` (uint8, not in a cache) on all threads, then runs products in registers."""
         self.bytes_per_second.append(_core.read_rate(memory[:PROBE_BYTES]))
         iterations = 2000
         seconds = 0.0
-        while seconds < 2e-3:  # long enough for the clock and the wake-up not to matter
+        while seconds < 2e-3:  # then the resolution of the clock and waking up the threads no longer matter
             iterations *= 4
             start = time.perf_counter()
             rate = _core.dot_rate(iterations)
@@ -75,7 +76,7 @@ class Limits:
 
 
 def repetitions(seconds_per_call: float, budget: float) -> int:
-    return max(5, min(400, int(budget / max(seconds_per_call, 1e-6))))
+    return max(5, min(MOST_CALLS, int(budget / max(seconds_per_call, 1e-6))))
 
 
 def time_calls(
@@ -84,9 +85,9 @@ def time_calls(
     budget: float,
     between: Callable[[int], None],
 ) -> list[float]:
-    """Seconds of each call, the layers and inputs taken in turn. ``between(i)`` runs untimed before some calls."""
+    """Seconds of each call; the calls take the layers and inputs in turn. ``between(i)`` runs before some of them."""
     start = time.perf_counter()
-    for i in range(2):  # the second tells how long a call takes; the first pays for scratch memory
+    for i in range(2):  # the second call shows how long one takes; the first one also allocates scratch memory
         start = time.perf_counter()
         calls[i % len(calls)](*inputs[i % len(inputs)])
     count = repetitions(time.perf_counter() - start, budget)
@@ -122,8 +123,10 @@ def make_row(
     weight_bytes: float,
     limits: Limits,
     isa: str | None = None,
+    *,
+    from_memory: bool,
 ) -> Row:
-    """``weight_bytes`` are those one call reads: the active experts' share."""
+    """``weight_bytes``: how many bytes of weights one call reads, which are those of the active experts."""
     median = statistics.median(seconds)
     operations, rate = shape.operations(tokens) / median, weight_bytes / median
     return Row(
@@ -141,7 +144,15 @@ def make_row(
         dram_fraction=rate / limits.dram,
         peak_tops=limits.peak * 1e-12,
         compute_fraction=operations / limits.peak,
+        from_memory=from_memory,
     )
+
+
+def memory_to_probe() -> Tensor:
+    """Memory that :meth:`Limits.probe` can read, in huge pages as packed weights are."""
+    memory = torch.empty(PROBE_BYTES, dtype=torch.uint8)
+    _core.advise_huge_pages(memory)
+    return memory.fill_(1)
 
 
 def _packed(experts: Experts) -> Tensor:
@@ -153,15 +164,18 @@ def _packed(experts: Experts) -> Tensor:
 def bench_shape(shape: Shape, scheme: Scheme, tokens: list[int], dtype: torch.dtype, budget: float) -> Iterator[Row]:
     """Rows of cpumoe itself for one shape and a scheme that fits it."""
     layers = rotating_experts(shape, scheme)
-    bytes_per_expert = layers[0].packed_bytes / shape.experts
+    bytes_per_expert = layers[0].packed_bytes / shape.num_experts
+    from_memory = exceed_caches(layers)
+    large = None if from_memory else memory_to_probe()
     for count in tokens:
         inputs = make_inputs(shape, count, dtype)
         limits = Limits()
 
         def between(i: int, limits: Limits = limits) -> None:
-            limits.probe(_packed(layers[(i + len(layers) // 2) % len(layers)]))
+            far_away = layers[(i + len(layers) // 2) % len(layers)]  # a layer that is in no cache now
+            limits.probe(_packed(far_away) if large is None else large)
 
         calls: list[Call] = [layer.__call__ for layer in layers]
         seconds = time_calls(calls, inputs, budget, between)
         weight_bytes = mean_active_experts(inputs) * bytes_per_expert
-        yield make_row("cpumoe", shape, str(scheme), count, seconds, weight_bytes, limits)
+        yield make_row("cpumoe", shape, str(scheme), count, seconds, weight_bytes, limits, from_memory=from_memory)

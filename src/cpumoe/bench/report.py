@@ -1,4 +1,4 @@
-"""Rows as a table, as JSON and as a roofline plot."""
+"""Shows the rows of a measurement as a table, as JSON and as a roofline plot."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cpumoe.bench.measure import Row
+from cpumoe.tables import aligned
 
 _COLUMNS = (
     ("system", "{0.system}"),
@@ -24,21 +25,13 @@ _COLUMNS = (
 )
 
 
-def cells(row: Row) -> list[str]:
-    return [template.format(row) for _, template in _COLUMNS]
+_NUMBERS = {3, *range(5, 12)}  # columns
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A table with aligned columns; numbers to the right."""
-    lines = [[name for name, _ in _COLUMNS], *(cells(row) for row in rows)]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(_COLUMNS))]
-    text_columns = {0, 1, 2, 4}
-    return "\n".join(
-        "  ".join(
-            c.ljust(w) if i in text_columns else c.rjust(w) for i, (c, w) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in lines
-    )
+    titles = [title for title, _ in _COLUMNS]
+    cells = ([template.format(row) for _, template in _COLUMNS] for row in rows)
+    return "\n".join(aligned([titles, *cells], right=_NUMBERS))
 
 
 def write_json(rows: Sequence[Row], path: Path) -> None:
@@ -46,7 +39,7 @@ def write_json(rows: Sequence[Row], path: Path) -> None:
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
-    """Roofline: operations per second over operations per byte of weights, with both limits of the machine."""
+    """Draws a roofline: operations per second over operations per byte of weights, with both limits of the machine."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpumoe import ops
+from cpumoe import _core, ops
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.layers.activation import Activation
 from cpumoe.layers.experts import Experts
@@ -15,8 +15,14 @@ from cpumoe.layers.packed_weights import packed_spec
 from cpumoe.layers.routing import RoutingMethod, select_experts
 from cpumoe.layers.scheme import Scheme
 
-#: Weights rotated through so that decode reads DRAM, not a cache.
+#: Calls take layers with this many bytes of weights in turn, so that decode reads DRAM and not a cache.
 ROTATED_BYTES = 1_100_000_000
+
+# Layers that are packed. Further ones, which only small layers need, are copies: packing hundreds takes minutes.
+_PACKED_LAYERS = 8
+
+#: The most calls that are timed for a row. More layers than this would never be called, however small they are.
+MOST_CALLS = 400
 
 
 @dataclass(frozen=True)
@@ -26,10 +32,10 @@ class Shape:
     name: str
     hidden: int
     intermediate: int
-    experts: int
+    num_experts: int
     topk: int
     activation: str = "silu"
-    load: tuple[float, ...] | None = None  # relative load of each expert; None: all alike
+    load: tuple[float, ...] | None = None  # relative load of each expert; None if all are alike
 
     def operations(self, tokens: int) -> float:
         """Integer multiplications and additions of one call."""
@@ -48,30 +54,30 @@ SHAPES = {
 
 
 def fitting_scheme(scheme: Scheme, shape: Shape) -> Scheme:
-    """The scheme, or the one with the largest group of 128, 64 and 32 that divides the shape (gpt-oss: 2880)."""
+    """The scheme if its groups divide the sizes, else the one with the largest group that does: 128, 64 or 32."""
     for size in (scheme.group_size, 128, 64, 32):
         if size is None or (shape.hidden % size == 0 and shape.intermediate % size == 0):
             return scheme if size == scheme.group_size else Scheme.parse(f"w4a8-g{size}")
     raise UnsupportedScheme(f"{scheme} does not fit {shape}; sizes must be multiples of 32")
 
 
-def random_values(experts: int, out: int, inputs: int, scheme: Scheme, seed: int) -> tuple[Tensor, Tensor]:
-    """Integers [experts, out, in] over the whole range and bf16 (per channel: fp32) scales."""
+def random_values(num_experts: int, out: int, inputs: int, scheme: Scheme, seed: int) -> tuple[Tensor, Tensor]:
+    """Integers [experts, out, in] over the whole range, and scales in bf16, or in fp32 if there is one per channel."""
     generator = torch.Generator().manual_seed(seed)
     low = -scheme.weights.largest - 1
-    values = torch.randint(low, -low, (experts, out, inputs), dtype=torch.int8, generator=generator)
+    values = torch.randint(low, -low, (num_experts, out, inputs), dtype=torch.int8, generator=generator)
     groups = 1 if scheme.group_size is None else inputs // scheme.group_size
-    scales = (torch.rand((experts, out, groups), generator=generator) + 0.5) * (0.06 / -low / inputs**0.5)
+    scales = (torch.rand((num_experts, out, groups), generator=generator) + 0.5) * (0.06 / -low / inputs**0.5)
     return values, scales if scheme.group_size is None else scales.to(torch.bfloat16)
 
 
 def _random_packed(shape: Shape, rows: int, inputs: int, scheme: Scheme, gated: bool, seed: int) -> Tensor:
-    """Packed weights of all experts. A few random experts are repeated: addresses matter here, not values."""
-    distinct = min(shape.experts, 4)
+    """Packed weights of all experts. Only a few are different: speed depends on addresses, not on values."""
+    distinct = min(shape.num_experts, 4)
     values, scales = random_values(distinct, rows, inputs, scheme, seed)
-    builder = ops.PackedBuilder(packed_spec(scheme, scales.dtype, shape.experts, rows, inputs, gated=gated))
+    builder = ops.PackedBuilder(packed_spec(scheme, scales.dtype, shape.num_experts, rows, inputs, gated=gated))
     order = ops.ROWS_GATE_THEN_UP if gated else ops.ROWS_PLAIN
-    for expert in range(shape.experts):
+    for expert in range(shape.num_experts):
         one = slice(expert % distinct, expert % distinct + 1)
         builder.put(expert, values[one], scales[one], None, order, "values")
     return builder.finish()
@@ -86,17 +92,35 @@ def random_experts(shape: Shape, scheme: Scheme, seed: int = 0) -> Experts:
 
 
 def rotating_experts(shape: Shape, scheme: Scheme) -> list[Experts]:
-    """As many layers as it takes to exceed the caches."""
+    """As many layers as exceed the caches, two at least; no more than can be called."""
     layers = [random_experts(shape, scheme)]
-    while sum(layer.packed_bytes for layer in layers) < ROTATED_BYTES or len(layers) < 2:
-        layers.append(random_experts(shape, scheme, seed=len(layers) * 2))
+    while len(layers) < 2 or (not exceed_caches(layers) and len(layers) < MOST_CALLS):
+        if len(layers) < _PACKED_LAYERS:
+            layers.append(random_experts(shape, scheme, seed=len(layers) * 2))
+        else:
+            layers.append(_copy_of(layers[len(layers) % _PACKED_LAYERS]))
     return layers
 
 
+def _copy_of(layer: Experts) -> Experts:
+    """The same weights at other addresses, allocated as when they are packed."""
+    copies = {}
+    for name in ("gate_up_packed", "down_packed"):
+        copies[name] = torch.empty_like(layer.get_buffer(name))
+        _core.advise_huge_pages(copies[name])
+        copies[name].copy_(layer.get_buffer(name))
+    return Experts.from_packed(**copies, activation=layer.config.activation)
+
+
+def exceed_caches(layers: list[Experts]) -> bool:
+    """Whether calls that take these layers in turn find no weights in a cache."""
+    return sum(layer.packed_bytes for layer in layers) >= ROTATED_BYTES
+
+
 def random_routing(shape: Shape, tokens: int, seed: int) -> tuple[Tensor, Tensor]:
-    """ids and weights [tokens, topk], experts as likely as the shape's load says."""
+    """ids and weights [tokens, topk]; experts are chosen as often as the load of the shape says."""
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.empty((tokens, shape.experts))
+    logits = torch.empty((tokens, shape.num_experts))
     load = None if shape.load is None else torch.tensor(shape.load)
     weights, ids = select_experts(logits, shape.topk, RoutingMethod.SIMULATED, load=load, generator=generator)
     return ids, weights

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, KeysView, Mapping
+from collections.abc import Iterable, Iterator, KeysView, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,14 @@ from torch import Tensor
 
 from cpumoe.checkpoints.architectures import Architecture, ExpertsFacts, architecture_of, text_config
 from cpumoe.checkpoints.config_fields import check_fields
-from cpumoe.checkpoints.formats.compressed_tensors import QuantizationConfig, StoredTensor
+from cpumoe.checkpoints.formats import parse_quantization
 from cpumoe.checkpoints.json_files import (
-    read_json as read_json,  # also for those who have a folder and no checkpoint yet
+    read_json as read_json,  # for callers that have a folder and no checkpoint yet
 )
 from cpumoe.checkpoints.regular_files import refuse_outside, refuse_special_files
+from cpumoe.checkpoints.storage import Quantization, StoredTensor
 from cpumoe.checkpoints.tensor_file import TensorFile, TensorInfo, identity
-from cpumoe.errors import CheckpointError, UnsupportedScheme, printable
+from cpumoe.errors import CheckpointError, CpumoeError, UnsupportedScheme, printable
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -128,11 +130,11 @@ class Checkpoint:
         return self.config.get("quantization_config") or self.text_config.get("quantization_config")
 
     @cached_property
-    def quantization(self) -> QuantizationConfig | None:
+    def quantization(self) -> Quantization | None:
         """Which modules are quantised and how; None for a float checkpoint."""
         section = self.quantization_section
         try:
-            return None if section is None else QuantizationConfig.parse(section)
+            return None if section is None else parse_quantization(section)
         except (CheckpointError, UnsupportedScheme) as problem:
             raise type(problem)(f"{self.folder}: quantization_config in config.json: {problem}") from None
 
@@ -146,6 +148,10 @@ class Checkpoint:
     def info(self, name: str) -> TensorInfo:
         return self._file_of[name].tensors[name]
 
+    def infos_of(self, module: str, suffixes: Iterable[str]) -> dict[str, TensorInfo]:
+        """Those tensors of a module that are there, by the last part of their names."""
+        return {suffix: self.info(name) for suffix in suffixes if (name := f"{module}.{suffix}") in self}
+
     def read(self, name: str) -> Tensor:
         """The tensor ``name`` in fresh memory."""
         return self._file_of[name].read(name)
@@ -153,6 +159,12 @@ class Checkpoint:
     def read_into(self, name: str, out: Tensor, first_byte: int = 0) -> None:
         """Fills the contiguous tensor ``out`` with bytes of ``name``."""
         self._file_of[name].read_into(name, out, first_byte)
+
+    def refuse_other_values(self, name: str, values: tuple[int, ...]) -> None:
+        """Raises CheckpointError if the tensor ``name``, which has few elements, does not hold exactly these."""
+        found = self.read(name).tolist()
+        if found != list(values):
+            raise CheckpointError(f"{name} is {found}; {list(values)} is accepted")
 
     def fingerprint(self) -> list[list[str | int]]:
         """What tells whether the files are still those that were opened: name, size, times and inode of each."""
@@ -175,10 +187,16 @@ class Checkpoint:
 
 
 class TensorCheck:
-    """Gathers what is wrong with the tensors of a checkpoint, so that one message names all of it."""
+    """Gathers what is wrong with the tensors of a checkpoint, so that one message names all of it.
 
-    def __init__(self, checkpoint: Checkpoint) -> None:
+    Args:
+        checkpoint: whose tensors are checked, by what headers say of them.
+        read_values: also reads tensors of which the contents are known. A load compares these when it gets to them.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, *, read_values: bool = False) -> None:
         self._checkpoint = checkpoint
+        self._read_values = read_values
         self.expected: set[str] = set()
         self.missing: list[str] = []
         self.wrong: list[str] = []
@@ -193,6 +211,11 @@ class TensorCheck:
         if info.dtype not in stored.dtypes or info.shape != stored.shape:
             accepted = f"{' or '.join(stored.dtypes)} {list(stored.shape)}"
             self.wrong.append(f"{name} is {info}, {accepted} is accepted")
+        elif self._read_values and stored.values is not None:
+            try:
+                self._checkpoint.refuse_other_values(name, stored.values)
+            except CheckpointError as problem:
+                self.wrong.append(str(problem))
 
     def nothing_else_under(self, *prefixes: str) -> None:
         """Every tensor whose name starts with one of the prefixes must have been expected."""
@@ -209,6 +232,17 @@ class TensorCheck:
         ]
         if parts:
             raise CheckpointError(f"{self._checkpoint.folder}: tensors " + "; ".join(parts))
+
+
+@contextmanager
+def naming(module: str) -> Iterator[None]:
+    """Adds the name of a module to what the packer refuses, which knows values and not whose they are."""
+    try:
+        yield
+    except CpumoeError:
+        raise
+    except ValueError as problem:
+        raise CheckpointError(f"{module}: {problem}") from problem
 
 
 def _is_file(path: Path) -> bool:

@@ -1,15 +1,10 @@
-"""What a checkpoint holds: its tensors by kind, what of them takes how much memory, and what is wrong with them."""
+"""What an inspection finds: parts of a model with their sizes, and problems."""
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
-from cpumoe.checkpoints.checkpoint import Checkpoint
-from cpumoe.checkpoints.loading import EXPERT, QUANTIZED_SUFFIXES, LinearSource
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.packed_weights import packed_spec
@@ -17,46 +12,14 @@ from cpumoe.layers.scheme import Scheme
 
 _OFFERED = tuple(map(Scheme.parse, ("w8a8", "w4a8-g32", "w4a8-g64", "w4a8-g128", "w4a8")))
 
-NOT_LOADED = "not loaded"
-OTHER = "other"
-# The first pattern that fits a name decides; routers come before these, from the table of architectures.
-KINDS = tuple(
-    (kind, re.compile(pattern))
-    for kind, pattern in (
-        (NOT_LOADED, r"vision|multi_modal_projector|rotary_emb\.inv_freq$"),
-        ("experts", EXPERT.pattern),
-        ("norms", r"norm\w*\.(weight|bias)$"),
-        ("shared experts", r"\.shared_experts?\."),
-        ("attention", r"\.(self_attn|attn|attention)\."),
-        ("dense mlp", r"\.(mlp|feed_forward|block_sparse_moe)\."),
-        ("embeddings", r"(^|\.)embed_tokens\."),
-        ("lm_head", r"(^|\.)lm_head\."),
-    )
-)
-ORDER = (
-    "experts",
-    "shared experts",
-    "router",
-    "attention",
-    "dense mlp",
-    "embeddings",
-    "lm_head",
-    "norms",
-    OTHER,
-    NOT_LOADED,
-)
-LINEARS = ("shared experts", "attention", "dense mlp", "lm_head")  # whose weights a tool may quantise
-SUFFIXES = ("weight", "bias", "sinks", "e_score_correction_bias", *QUANTIZED_SUFFIXES)  # of layers without experts
-PER_MLP = ("shared experts", "dense mlp", "router")  # what layers with experts and layers without differ in
-
 
 @dataclass
 class Part:
-    """Modules of one kind that are held alike. None stands for what cannot be told of a scheme that is not served."""
+    """Modules of one kind that are stored alike. None stands for what is not known of a scheme that is not served."""
 
     kind: str
     scheme: str | None  # in memory; None for float
-    form: str  # on disk
+    format: str  # on disk; "float" for weights that are not quantised
     modules: int = 0
     parameters: int | None = 0
     disk_bytes: int = 0
@@ -64,14 +27,14 @@ class Part:
     dtypes: list[str] = field(default_factory=list)  # on disk
 
     @property
-    def held(self) -> str:
-        """Scheme and form in words."""
+    def description(self) -> str:
+        """Scheme and format in words."""
         stored = "/".join(self.dtypes)
         if self.memory_bytes is None:
             return f"not served ({stored})"
         if self.scheme is None:
             return f"float ({stored})"
-        return f"{self.scheme}, from float ({stored})" if self.form == "float" else f"{self.scheme}, {self.form}"
+        return f"{self.scheme}, from float ({stored})" if self.format == "float" else f"{self.scheme}, {self.format}"
 
 
 @dataclass
@@ -106,23 +69,15 @@ def experts_bytes(config: MoEConfig) -> int:
     return sum(spec.packed_bytes for spec in specs)
 
 
-def linear_bytes(checkpoint: Checkpoint, linear: LinearSource) -> int:
-    """Bytes of a packed linear."""
-    scheme, scale = linear.format.scheme, f"{linear.name}.weight_scale"
-    scheme.check_inputs(linear.columns, linear.name)
-    dtype = torch.bfloat16 if scale in checkpoint and checkpoint.info(scale).dtype == "BF16" else torch.float32
-    return packed_spec(scheme, dtype, 1, linear.rows, linear.columns, has_bias=linear.has_bias).packed_bytes
-
-
 def offers(configs: list[MoEConfig]) -> list[dict[str, Any]]:
     """What the experts of all layers would take, for every scheme that fits."""
     found = []
     for scheme in _OFFERED if configs else ():
         try:
-            held = [replace(config, scheme=scheme) for config in configs]
+            quantized = [replace(config, scheme=scheme) for config in configs]
         except UnsupportedScheme:
             continue
-        size, weights = sum(map(experts_bytes, held)), sum(map(experts_weights, held))
+        size, weights = sum(map(experts_bytes, quantized)), sum(map(experts_weights, quantized))
         found.append({"scheme": str(scheme), "memory_bytes": size, "bits_per_weight": bits_per_weight(size, weights)})
     return found
 

@@ -1,65 +1,85 @@
-"""Where the experts of one layer are on disk: an expert source for each form that is known.
+"""Where the experts of one layer are on disk: an expert source for each arrangement that is known.
 
 A source first lists the tensors it needs, so that all that is wrong is known before a byte of weights is read, and then
-reads experts as integers and scales. A new on-disk form is a new source; everything behind it stays as it is.
+reads experts as integers and scales. How a quantised linear is stored, its :class:`LinearStorage` knows; a new
+arrangement of experts is a new source, and everything behind it stays as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Protocol
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from cpumoe.checkpoints.architectures import Projections
 from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
-from cpumoe.checkpoints.formats.compressed_tensors import LinearFormat, StoredTensor
-from cpumoe.checkpoints.tensor_file import DTYPES
-from cpumoe.errors import CheckpointError
+from cpumoe.checkpoints.linear_sources import stored_weight
+from cpumoe.checkpoints.storage import LinearStorage, StoredTensor, Weight
+from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES
 from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.quantized_experts import QuantizedExperts
 from cpumoe.layers.rounding import quantize_weight, scale_dtype_of
-from cpumoe.layers.scheme import Scheme
-
-FLOAT_DTYPES = ("BF16", "F16", "F32")
 
 
-class ExpertSource(Protocol):
+class ExpertSource(ABC):
     """The experts of one layer, somewhere on disk."""
 
-    prefix: str  # what the names of its tensors start with
+    prefix: str  # what the names of their tensors start with
+    config: MoEConfig  # of the layer that they become in memory
+    storage: LinearStorage | None = None  # how each linear is stored; None for float, quantised as it is read
 
     @property
-    def config(self) -> MoEConfig: ...
+    @abstractmethod
+    def expert_bytes(self) -> int:
+        """Bytes that one expert occupies while it is read."""
+
+    @abstractmethod
+    def linear_names(self, expert: int) -> tuple[str, str, str]:
+        """Names of the gate, up and down linears of one expert, as a checkpoint with one linear each has them."""
+
+    @abstractmethod
+    def check(self, check: TensorCheck) -> None:
+        """Announces every tensor that will be read."""
+
+    @abstractmethod
+    def read(self, first: int, count: int, buffers: Buffers) -> QuantizedExperts:
+        """Experts ``first`` to ``first + count - 1``."""
+
+    @abstractmethod
+    def stored_expert(self, expert: int) -> dict[str, Weight]:
+        """Gate, up and down of one expert by name, plainly and without the code of :meth:`read`.
+
+        Float weights become what rounding to nearest makes of them.
+        """
+
+
+class FloatExpertSource(ExpertSource):
+    """Experts in float, which may also be read as they are."""
 
     @property
     def expert_bytes(self) -> int:
-        """Bytes that one expert occupies while it is read."""
-        ...
-
-    def check(self, check: TensorCheck) -> None:
-        """Announces every tensor that will be read."""
-        ...
+        # Quantising goes through fp32 with several temporaries: 16 bytes for each weight.
+        return 3 * self.config.hidden_size * self.config.intermediate_size * 16
 
     def read(self, first: int, count: int, buffers: Buffers) -> QuantizedExperts:
-        """Experts ``first`` to ``first + count - 1``."""
-        ...
+        gate_up, down, gate_up_bias, down_bias = self.read_float(first, count, buffers)
+        return QuantizedExperts(
+            *quantize_weight(gate_up, self.config.scheme, f"{self.prefix} gate_up"),
+            *quantize_weight(down, self.config.scheme, f"{self.prefix} down"),
+            gate_up_bias,
+            down_bias,
+        )
 
-
-class FloatExpertSource(ExpertSource, Protocol):
-    """Experts in float, which may also be read as they are."""
-
-    def linear_names(self, expert: int) -> tuple[str, str, str]:
-        """Names of the gate, up and down linears of one expert, as a checkpoint with one linear each has them."""
-        ...
-
+    @abstractmethod
     def read_float(
         self, first: int, count: int, buffers: Buffers
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """gate_up [count, 2 I, H] (gate rows first), down [count, H, I] and their biases, in the stored dtype."""
-        ...
+
+    def _rounded(self, name: str, weight: Tensor, bias: Tensor | None) -> Weight:
+        return Weight(*quantize_weight(weight, self.config.scheme, name), bias)
 
 
 class Buffers:
@@ -71,80 +91,42 @@ class Buffers:
     def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A contiguous tensor with any content."""
         size = torch.Size(shape).numel()
-        held = self._tensors.get(name)
-        if held is None or held.numel() < size or held.dtype != dtype:
-            self._tensors[name] = held = torch.empty(size, dtype=dtype)
-        return held[:size].view(shape)
+        tensor = self._tensors.get(name)
+        if tensor is None or tensor.numel() < size or tensor.dtype != dtype:
+            self._tensors[name] = tensor = torch.empty(size, dtype=dtype)
+        return tensor[:size].view(shape)
 
 
 # ---- one linear per projection and expert --------------------------------------------------------------------------
 
 
-class _PerExpert:
+@dataclass(frozen=True)
+class _Block:
+    """Linears of one expert that become one matrix in memory, one below the other: gate and up, or down alone."""
+
+    name: str
+    projections: tuple[str, ...]
+    rows: int  # of each linear
+    columns: int
+    tensors: dict[str, StoredTensor]  # of each linear, by suffix
+
+    def buffers(self, count: int, buffers: Buffers) -> dict[str, Tensor]:
+        """Memory for ``count`` experts by suffix, [count, linears, ...]; none for what is compared and not decoded."""
+        return {
+            suffix: buffers.get(
+                f"{self.name}.{suffix}", (count, len(self.projections), *stored.shape), DTYPES[stored.dtypes[0]]
+            )
+            for suffix, stored in self.tensors.items()
+            if stored.values is None
+        }
+
+    def joined(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The same with all rows in one dimension, [count, linears * rows, ...], for tensors that go by rows."""
+        return {suffix: t.flatten(1, 2) if self.tensors[suffix].by_rows else t for suffix, t in tensors.items()}
+
+
+class _PerExpert(ExpertSource):
     """Experts whose linears are stored one by one: ``PREFIX.N.gate_proj.weight`` and so on."""
-
-    def __init__(
-        self, checkpoint: Checkpoint, prefix: str, projections: Projections, config: MoEConfig, has_bias: bool
-    ) -> None:
-        self.prefix = prefix
-        self.config = config
-        self._checkpoint = checkpoint
-        self._projections = projections
-        self._has_bias = has_bias
-
-    def linear_names(self, expert: int) -> tuple[str, str, str]:
-        gate, up, down = (f"{self.prefix}.{expert}.{name}" for name in self._projections)
-        return gate, up, down
-
-    def _linears(self, expert: int) -> Iterator[tuple[str, int, int]]:
-        """Name, rows and columns of the linears of one expert."""
-        hidden, inner = self.config.hidden_size, self.config.intermediate_size
-        gate, up, down = self.linear_names(expert)
-        yield gate, inner, hidden
-        yield up, inner, hidden
-        yield down, hidden, inner
-
-    def _check_linears(self, check: TensorCheck, stored: Callable[[int, int], dict[str, StoredTensor]]) -> None:
-        for expert in range(self.config.local_experts):
-            for name, rows, columns in self._linears(expert):
-                for suffix, tensor in stored(rows, columns).items():
-                    check.expect(f"{name}.{suffix}", tensor)
-                if self._has_bias:
-                    check.expect(f"{name}.bias", StoredTensor(self._first_dtype("bias", FLOAT_DTYPES), (rows,)))
-
-    def _read_suffix(
-        self, suffix: str, first: int, count: int, width: Callable[[int], tuple[int, ...]], buffers: Buffers
-    ) -> tuple[Tensor, Tensor]:
-        """The tensors ``suffix`` of some experts: gate rows then up rows [count, 2 I, ...], and down [count, H, ...].
-
-        ``width`` gives what follows the rows, from the number of inputs.
-        """
-        hidden, inner = self.config.hidden_size, self.config.intermediate_size
-        dtype = DTYPES[self._checkpoint.info(f"{self.prefix}.0.{self._projections.gate}.{suffix}").dtype]
-        gate_up = buffers.get(f"gate_up.{suffix}", (count, 2 * inner, *width(hidden)), dtype)
-        down = buffers.get(f"down.{suffix}", (count, hidden, *width(inner)), dtype)
-        for index in range(count):
-            gate_name, up_name, down_name = self.linear_names(first + index)
-            self._checkpoint.read_into(f"{gate_name}.{suffix}", gate_up[index, :inner])
-            self._checkpoint.read_into(f"{up_name}.{suffix}", gate_up[index, inner:])
-            self._checkpoint.read_into(f"{down_name}.{suffix}", down[index])
-        return gate_up, down
-
-    def _read_biases(self, first: int, count: int, buffers: Buffers) -> tuple[Tensor | None, Tensor | None]:
-        if not self._has_bias:
-            return None, None
-        return self._read_suffix("bias", first, count, lambda _: (), buffers)
-
-    def _first_dtype(self, suffix: str, accepted: tuple[str, ...]) -> tuple[str, ...]:
-        """The dtype of the first expert's tensor, which all others must have; what is accepted, if there is none."""
-        name = f"{self.prefix}.0.{self._projections.gate}.{suffix}"
-        if name in self._checkpoint and self._checkpoint.info(name).dtype in accepted:
-            return (self._checkpoint.info(name).dtype,)
-        return accepted
-
-
-class QuantizedPerExpert(_PerExpert):
-    """Integers and scales as compressed-tensors writes them."""
 
     def __init__(
         self,
@@ -152,113 +134,152 @@ class QuantizedPerExpert(_PerExpert):
         prefix: str,
         projections: Projections,
         config: MoEConfig,
-        has_bias: bool,
-        form: LinearFormat,
+        storage: LinearStorage | None = None,
     ) -> None:
-        super().__init__(checkpoint, prefix, projections, config, has_bias)
-        self.format = form
-        self._scale_dtypes = self._first_dtype("weight_scale", FLOAT_DTYPES)
-        scale = torch.bfloat16 if self._scale_dtypes == ("BF16",) else torch.float32
-        self.config = replace(config, scale_dtype=scale)
-
-    @property
-    def expert_bytes(self) -> int:
-        per_byte = 8 // self.config.scheme.weights.bits if self.format.form == "pack-quantized" else 1
-        return 3 * self.config.hidden_size * self.config.intermediate_size // per_byte
-
-    def _stored(self, rows: int, columns: int) -> dict[str, StoredTensor]:
-        tensors = self.format.tensors(rows, columns)
-        return tensors | {"weight_scale": replace(tensors["weight_scale"], dtypes=self._scale_dtypes)}
-
-    def check(self, check: TensorCheck) -> None:
-        self._check_linears(check, self._stored)
-
-    def read(self, first: int, count: int, buffers: Buffers) -> QuantizedExperts:
-        form, hidden, inner = self.format, self.config.hidden_size, self.config.intermediate_size
-        if form.form == "pack-quantized":
-            for expert in range(first, first + count):
-                for name, rows, columns in self._linears(expert):
-                    check_weight_shape(self._checkpoint, name, rows, columns)
-
-        def stored_width(columns: int) -> tuple[int, ...]:
-            return self._stored(1, columns)[form.weight_name].shape[1:]
-
-        def scale_width(columns: int) -> tuple[int, ...]:
-            return self._stored(1, columns)["weight_scale"].shape[1:]
-
-        gate_up, down = self._read_suffix(form.weight_name, first, count, stored_width, buffers)
-        gate_up_scale, down_scale = self._read_suffix("weight_scale", first, count, scale_width, buffers)
-        gate_up_bias, down_bias = self._read_biases(first, count, buffers)
-        return QuantizedExperts(
-            form.held(gate_up, hidden),
-            packable_scale(gate_up_scale),
-            form.held(down, inner),
-            packable_scale(down_scale),
-            gate_up_bias,
-            down_bias,
+        self.prefix = prefix
+        self.config = config
+        self.storage = storage
+        self._checkpoint = checkpoint
+        self._projections = projections
+        self._dtypes = self._first_dtypes()
+        hidden, inner = config.hidden_size, config.intermediate_size
+        self._blocks = (
+            _Block("gate_up", (projections.gate, projections.up), inner, hidden, self._tensors(inner, hidden)),
+            _Block("down", (projections.down,), hidden, inner, self._tensors(hidden, inner)),
         )
 
+    def _first_dtypes(self) -> dict[str, str]:
+        """Dtypes of the first expert's tensors by suffix, as far as they are accepted.
 
-class FloatPerExpert(_PerExpert):
-    """Float weights, quantised as they are read."""
+        All others must have them too, because they are read into the same memory.
+        """
+        tensors = self._accepted_tensors(1, 1)
+        found = self._checkpoint.infos_of(self.linear_names(0)[0], tensors)
+        return {suffix: info.dtype for suffix, info in found.items() if info.dtype in tensors[suffix].dtypes}
+
+    def _accepted_tensors(self, rows: int, columns: int) -> dict[str, StoredTensor]:
+        """The tensors of a linear by suffix, with its bias if it has one."""
+        weight = {"weight": StoredTensor(FLOAT_DTYPES, (rows, columns))}
+        tensors = weight if self.storage is None else self.storage.tensors(rows, columns)
+        return tensors | ({"bias": StoredTensor(FLOAT_DTYPES, (rows,))} if self.config.has_bias else {})
+
+    def _tensors(self, rows: int, columns: int) -> dict[str, StoredTensor]:
+        return {
+            suffix: replace(stored, dtypes=(self._dtypes[suffix],))
+            if suffix in self._dtypes and stored.values is None
+            else stored
+            for suffix, stored in self._accepted_tensors(rows, columns).items()
+        }
+
+    def linear_names(self, expert: int) -> tuple[str, str, str]:
+        gate, up, down = (f"{self.prefix}.{expert}.{name}" for name in self._projections)
+        return gate, up, down
+
+    def check(self, check: TensorCheck) -> None:
+        for expert in range(self.config.local_experts):
+            for block in self._blocks:
+                for projection in block.projections:
+                    for suffix, stored in block.tensors.items():
+                        check.expect(f"{self.prefix}.{expert}.{projection}.{suffix}", stored)
+
+    def _read_blocks(self, first: int, count: int, buffers: Buffers) -> list[dict[str, Tensor]]:
+        """The tensors of ``count`` experts by suffix: those of gate and up together, and those of down."""
+        read = [block.buffers(count, buffers) for block in self._blocks]
+        for index in range(count):  # expert by expert, as they lie in the file
+            for block, tensors in zip(self._blocks, read, strict=True):
+                for place, projection in enumerate(block.projections):
+                    name = f"{self.prefix}.{first + index}.{projection}"
+                    for suffix, stored in block.tensors.items():
+                        if stored.values is None:
+                            self._checkpoint.read_into(f"{name}.{suffix}", tensors[suffix][index, place])
+                        else:
+                            self._checkpoint.refuse_other_values(f"{name}.{suffix}", stored.values)
+        return [block.joined(tensors) for block, tensors in zip(self._blocks, read, strict=True)]
+
+
+class QuantizedPerExpert(_PerExpert):
+    """Weights that are quantised in the files."""
+
+    storage: LinearStorage
 
     def __init__(
-        self, checkpoint: Checkpoint, prefix: str, projections: Projections, config: MoEConfig, has_bias: bool
+        self,
+        checkpoint: Checkpoint,
+        prefix: str,
+        projections: Projections,
+        config: MoEConfig,
+        storage: LinearStorage,
     ) -> None:
-        super().__init__(checkpoint, prefix, projections, config, has_bias)
-        self._dtypes = self._first_dtype("weight", FLOAT_DTYPES)
-        self.config = replace(config, scale_dtype=scale_dtype_of(DTYPES[self._dtypes[0]]))
+        super().__init__(checkpoint, prefix, projections, config, storage)
+        self.config = replace(config, scale_dtype=storage.scale_dtype(self._dtypes))
 
     @property
     def expert_bytes(self) -> int:
-        return _float_expert_bytes(self.config)
-
-    def check(self, check: TensorCheck) -> None:
-        self._check_linears(check, lambda rows, columns: {"weight": StoredTensor(self._dtypes, (rows, columns))})
+        return sum(
+            len(block.projections) * self.storage.read_bytes(block.rows, block.columns) for block in self._blocks
+        )
 
     def read(self, first: int, count: int, buffers: Buffers) -> QuantizedExperts:
-        return _quantized(*self.read_float(first, count, buffers), self.config.scheme, self.prefix)
+        gate_up, down = self._read_blocks(first, count, buffers)
+        of_gate_up, of_down = self._blocks
+        return QuantizedExperts(
+            *self.storage.decode(gate_up, of_gate_up.rows, of_gate_up.columns),
+            *self.storage.decode(down, of_down.rows, of_down.columns),
+            gate_up.get("bias"),
+            down.get("bias"),
+        )
+
+    def stored_expert(self, expert: int) -> dict[str, Weight]:
+        return {name: stored_weight(self._checkpoint, name, self.storage) for name in self.linear_names(expert)}
+
+
+class FloatPerExpert(_PerExpert, FloatExpertSource):
+    """Float weights, one linear per projection and expert."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str, projections: Projections, config: MoEConfig) -> None:
+        super().__init__(checkpoint, prefix, projections, config)
+        self.config = replace(config, scale_dtype=_scale_dtype_of(self._dtypes.get("weight")))
 
     def read_float(
         self, first: int, count: int, buffers: Buffers
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        gate_up, down = self._read_suffix("weight", first, count, lambda columns: (columns,), buffers)
-        return gate_up, down, *self._read_biases(first, count, buffers)
+        gate_up, down = self._read_blocks(first, count, buffers)
+        return gate_up["weight"], down["weight"], gate_up.get("bias"), down.get("bias")
+
+    def stored_expert(self, expert: int) -> dict[str, Weight]:
+        def rounded(name: str) -> Weight:
+            bias = self._checkpoint.read(f"{name}.bias") if f"{name}.bias" in self._checkpoint else None
+            return self._rounded(name, self._checkpoint.read(f"{name}.weight"), bias)
+
+        return {name: rounded(name) for name in self.linear_names(expert)}
 
 
-class FusedFloat:
-    """Float weights of all experts in one tensor, [experts, in, out]: gpt-oss (gate and up in turn), Llama 4."""
+# ---- all experts in one tensor -------------------------------------------------------------------------------------
 
-    def __init__(
-        self, checkpoint: Checkpoint, prefix: str, config: MoEConfig, has_bias: bool, interleaved: bool
-    ) -> None:
+
+class FusedFloat(FloatExpertSource):
+    """Float weights of all experts in one tensor, [experts, in, out]: gpt-oss (gate and up alternate), Llama 4."""
+
+    def __init__(self, checkpoint: Checkpoint, prefix: str, config: MoEConfig, interleaved: bool) -> None:
         self.prefix = prefix
         self._checkpoint = checkpoint
-        self._has_bias = has_bias
         self._interleaved = interleaved
         name = f"{prefix}.gate_up_proj"
         found = checkpoint.info(name).dtype if name in checkpoint else None
         self._dtypes = (found,) if found in FLOAT_DTYPES else FLOAT_DTYPES
-        self.config = replace(config, scale_dtype=scale_dtype_of(DTYPES[self._dtypes[0]]))
-
-    @property
-    def expert_bytes(self) -> int:
-        return _float_expert_bytes(self.config)
+        self.config = replace(config, scale_dtype=_scale_dtype_of(self._dtypes[0]))
 
     def linear_names(self, expert: int) -> tuple[str, str, str]:
         prefix = f"{self.prefix}.{expert}"
         return f"{prefix}.gate_proj", f"{prefix}.up_proj", f"{prefix}.down_proj"
 
     def check(self, check: TensorCheck) -> None:
-        experts, hidden, inner = self.config.local_experts, self.config.hidden_size, self.config.intermediate_size
-        check.expect(f"{self.prefix}.gate_up_proj", StoredTensor(self._dtypes, (experts, hidden, 2 * inner)))
-        check.expect(f"{self.prefix}.down_proj", StoredTensor(self._dtypes, (experts, inner, hidden)))
-        if self._has_bias:
-            check.expect(f"{self.prefix}.gate_up_proj_bias", StoredTensor(FLOAT_DTYPES, (experts, 2 * inner)))
-            check.expect(f"{self.prefix}.down_proj_bias", StoredTensor(FLOAT_DTYPES, (experts, hidden)))
-
-    def read(self, first: int, count: int, buffers: Buffers) -> QuantizedExperts:
-        return _quantized(*self.read_float(first, count, buffers), self.config.scheme, self.prefix)
+        count, hidden, inner = self.config.local_experts, self.config.hidden_size, self.config.intermediate_size
+        check.expect(f"{self.prefix}.gate_up_proj", StoredTensor(self._dtypes, (count, hidden, 2 * inner)))
+        check.expect(f"{self.prefix}.down_proj", StoredTensor(self._dtypes, (count, inner, hidden)))
+        if self.config.has_bias:
+            check.expect(f"{self.prefix}.gate_up_proj_bias", StoredTensor(FLOAT_DTYPES, (count, 2 * inner)))
+            check.expect(f"{self.prefix}.down_proj_bias", StoredTensor(FLOAT_DTYPES, (count, hidden)))
 
     def read_float(
         self, first: int, count: int, buffers: Buffers
@@ -273,37 +294,31 @@ class FusedFloat:
             return torch.cat((rows[:, 0::2], rows[:, 1::2]), 1) if self._interleaved else rows
 
         gate_up, down = rows_apart(part("gate_up_proj").transpose(1, 2)), part("down_proj").transpose(1, 2)
-        if not self._has_bias:
+        if not self.config.has_bias:
             return gate_up, down, None, None
         return gate_up, down, rows_apart(part("gate_up_proj_bias")), part("down_proj_bias")
 
+    def stored_expert(self, expert: int) -> dict[str, Weight]:
+        def slice_of(name: str) -> Tensor:
+            info = self._checkpoint.info(f"{self.prefix}.{name}")
+            out = torch.empty(info.shape[1:], dtype=DTYPES[info.dtype])
+            self._checkpoint.read_into(f"{self.prefix}.{name}", out, expert * info.bytes // info.shape[0])
+            return out
 
-def _float_expert_bytes(config: MoEConfig) -> int:
-    # Quantising goes through fp32 with several temporaries: 16 bytes for each weight.
-    return 3 * config.hidden_size * config.intermediate_size * 16
-
-
-def _quantized(
-    gate_up: Tensor,
-    down: Tensor,
-    gate_up_bias: Tensor | None,
-    down_bias: Tensor | None,
-    scheme: Scheme,
-    name: str,
-) -> QuantizedExperts:
-    return QuantizedExperts(
-        *quantize_weight(gate_up, scheme, f"{name} gate_up"),
-        *quantize_weight(down, scheme, f"{name} down"),
-        gate_up_bias,
-        down_bias,
-    )
-
-
-def packable_scale(scale: Tensor) -> Tensor:
-    return scale.to(torch.float32) if scale.dtype == torch.float16 else scale
+        gate_up, down = slice_of("gate_up_proj").T, slice_of("down_proj").T  # [2 I, H], [H, I]
+        gate_up_bias, down_bias = None, None
+        if self.config.has_bias:
+            gate_up_bias, down_bias = slice_of("gate_up_proj_bias"), slice_of("down_proj_bias")
+        inner = down.shape[1]
+        gate, up = (slice(0, None, 2), slice(1, None, 2)) if self._interleaved else (slice(inner), slice(inner, None))
+        gate_name, up_name, down_name = self.linear_names(expert)
+        return {
+            gate_name: self._rounded(gate_name, gate_up[gate], None if gate_up_bias is None else gate_up_bias[gate]),
+            up_name: self._rounded(up_name, gate_up[up], None if gate_up_bias is None else gate_up_bias[up]),
+            down_name: self._rounded(down_name, down, down_bias),
+        }
 
 
-def check_weight_shape(checkpoint: Checkpoint, name: str, rows: int, columns: int) -> None:
-    stored = checkpoint.read(f"{name}.weight_shape").tolist()
-    if stored != [rows, columns]:
-        raise CheckpointError(f"{name}.weight_shape is {stored}; [{rows}, {columns}] is accepted")
+def _scale_dtype_of(dtype: str | None) -> torch.dtype:
+    """What the scales of float weights with this safetensors dtype have; None if it is not known."""
+    return scale_dtype_of(DTYPES[dtype or FLOAT_DTYPES[0]])

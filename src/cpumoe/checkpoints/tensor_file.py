@@ -42,6 +42,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
 }
+FLOAT_DTYPES = ("BF16", "F16", "F32")  # of weights that are not quantised, and of scales
 _KIND = "a safetensors file"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from cpumoe.checkpoints.checkpoint import LAYER, Checkpoint, TensorCheck
-from cpumoe.checkpoints.expert_sources import ExpertSource, FloatPerExpert, FusedFloat, QuantizedPerExpert
-from cpumoe.checkpoints.formats.compressed_tensors import LinearFormat
-from cpumoe.checkpoints.loading import LinearSource, architecture_if_needed, experts_of, find_linears, load_experts
-from cpumoe.checkpoints.tensor_file import DTYPES
+from cpumoe.checkpoints.expert_sources import ExpertSource
+from cpumoe.checkpoints.layer_names import architecture_if_needed
+from cpumoe.checkpoints.linear_sources import LinearSource, find_linears
+from cpumoe.checkpoints.loading import experts_of, load_experts
+from cpumoe.checkpoints.storage import LinearStorage, Weight
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers import reference
 from cpumoe.layers.experts import Experts
-from cpumoe.layers.rounding import quantize_weight
 from cpumoe.layers.scheme import Scheme
 from cpumoe.ops import unpack
 
@@ -53,94 +53,30 @@ class Result:
     seconds: float = 0.0
 
 
-@dataclass(frozen=True)
-class Weight:
-    """One matrix: integers [out, in], scales [out, groups] and bias [out], from the file or out of packed weights."""
-
-    values: Tensor
-    scales: Tensor
-    bias: Tensor | None
-
-    @property
-    def dequantized(self) -> Tensor:
-        """[out, in] fp32."""
-        return reference.dequantize(self.values, self.scales)
-
-
-# ---- the file, read without the loader -----------------------------------------------------------------------------
-
-
-def _stored_linear(checkpoint: Checkpoint, name: str, form: LinearFormat) -> Weight:
-    """A linear as the format is defined, spelled out: not with the code that loads it."""
-    bias = checkpoint.read(f"{name}.bias") if f"{name}.bias" in checkpoint else None
-    scales, stored = checkpoint.read(f"{name}.weight_scale"), checkpoint.read(f"{name}.{form.weight_name}")
-    if form.form == "int-quantized":
-        return Weight(stored, scales, bias)
-    # Element j is in word j / (32 / bits), low bits first, stored plus half the range.
-    bits = form.scheme.weights.bits
-    elements = (stored.unsqueeze(-1) >> torch.arange(0, 32, bits, dtype=torch.int32)) & (2**bits - 1)
-    columns = int(checkpoint.read(f"{name}.weight_shape")[1])
-    return Weight((elements.flatten(1)[:, :columns] - 2 ** (bits - 1)).to(torch.int8), scales, bias)
-
-
-def _stored_expert(checkpoint: Checkpoint, source: ExpertSource, expert: int) -> dict[str, Weight]:
-    """Gate, up and down of one expert by name; float weights become what rounding to nearest makes of them."""
-    if isinstance(source, QuantizedPerExpert):
-        return {name: _stored_linear(checkpoint, name, source.format) for name in source.linear_names(expert)}
-
-    def rounded(name: str, weight: Tensor, bias: Tensor | None) -> Weight:
-        return Weight(*quantize_weight(weight, source.config.scheme, name), bias)
-
-    if isinstance(source, FloatPerExpert):
-        biases = [checkpoint.read(b) if (b := f"{n}.bias") in checkpoint else None for n in source.linear_names(expert)]
-        weights = [checkpoint.read(f"{name}.weight") for name in source.linear_names(expert)]
-        parts = zip(source.linear_names(expert), weights, biases, strict=True)
-        return {name: rounded(name, weight, bias) for name, weight, bias in parts}
-    assert isinstance(source, FusedFloat)  # there is no other source
-
-    def slice_of(name: str) -> Tensor:
-        info = checkpoint.info(f"{source.prefix}.{name}")
-        out = torch.empty(info.shape[1:], dtype=DTYPES[info.dtype])
-        checkpoint.read_into(f"{source.prefix}.{name}", out, expert * info.bytes // info.shape[0])
-        return out
-
-    gate_up, down = slice_of("gate_up_proj").T, slice_of("down_proj").T  # [2 I, H], [H, I]
-    bias = slice_of("gate_up_proj_bias") if source.config.has_bias else None
-    fused, inner = checkpoint.architecture.fused, down.shape[1]
-    gate, up = slice(0, inner), slice(inner, None)
-    if fused is not None and fused.interleaved:
-        gate, up = slice(0, None, 2), slice(1, None, 2)
-    gate_name, up_name, down_name = source.linear_names(expert)
-    return {
-        gate_name: rounded(gate_name, gate_up[gate], None if bias is None else bias[gate]),
-        up_name: rounded(up_name, gate_up[up], None if bias is None else bias[up]),
-        down_name: rounded(down_name, down, slice_of("down_proj_bias") if source.config.has_bias else None),
-    }
-
-
-def _held_expert(experts: Experts, expert: int) -> list[Weight]:
+def _packed_expert(experts: Experts, expert: int) -> list[Weight]:
     """Gate, up and down of one expert, out of the packed weights."""
     part, inner = experts.quantized(expert, 1), experts.config.intermediate_size
 
-    def rows(some: slice) -> Weight:
-        bias = None if part.gate_up_bias is None else part.gate_up_bias[0, some]
-        return Weight(part.gate_up[0, some], part.gate_up_scale[0, some], bias)
+    def of_rows(rows: slice) -> Weight:
+        bias = None if part.gate_up_bias is None else part.gate_up_bias[0, rows]
+        return Weight(part.gate_up[0, rows], part.gate_up_scale[0, rows], bias)
 
     down = Weight(part.down[0], part.down_scale[0], None if part.down_bias is None else part.down_bias[0])
-    return [rows(slice(0, inner)), rows(slice(inner, None)), down]
+    return [of_rows(slice(0, inner)), of_rows(slice(inner, None)), down]
 
 
 # ---- comparing -----------------------------------------------------------------------------------------------------
 
 
-def _examine(result: Result, name: str, stored: Weight, scheme: Scheme) -> None:
+def _examine(result: Result, name: str, stored: Weight, scheme: Scheme, storage: LinearStorage | None) -> None:
     """What is wrong with the numbers of a file themselves."""
     largest = scheme.weights.largest
-    for what, tensor in (("weight_scale", stored.scales), ("bias", stored.bias)):
+    scales = f"scales of {name}" if storage is None else f"{name}.{storage.scale_suffix}"
+    for what, tensor in ((scales, stored.scales), (f"{name}.bias", stored.bias)):
         if tensor is not None and (bad := int((~torch.isfinite(tensor.float())).sum())):
-            result.problems.append(f"{name}.{what}: {bad} of {tensor.numel()} values are NaN or infinite")
+            result.problems.append(f"{what}: {bad} of {tensor.numel()} values are NaN or infinite")
     if zeros := int((stored.scales == 0).sum()):
-        result.warnings.append(f"{name}.weight_scale: {zeros} of {stored.scales.numel()} scales are zero")
+        result.warnings.append(f"{scales}: {zeros} of {stored.scales.numel()} scales are zero")
     values = stored.values
     low, high = (int(end) for end in values.aminmax())
     if low < -largest - 1 or high > largest:
@@ -154,12 +90,12 @@ def _examine(result: Result, name: str, stored: Weight, scheme: Scheme) -> None:
         result.warnings.append(f"{name}: saturated, {share:.0%} of the weights are at an end of the range")
 
 
-def _compare(result: Result, name: str, stored: Weight, held: Weight) -> None:
+def _compare(result: Result, name: str, stored: Weight, packed: Weight) -> None:
     """Packed weights must give back the file to the bit."""
     for what, mine, theirs in (
-        ("integers", held.values, stored.values),
-        ("scales", held.scales, stored.scales),
-        ("biases", held.bias, stored.bias),
+        ("integers", packed.values, stored.values),
+        ("scales", packed.scales, stored.scales),
+        ("biases", packed.bias, stored.bias),
     ):
         if mine is None or theirs is None:
             if mine is not theirs:
@@ -178,11 +114,11 @@ def _inputs(tokens: int, width: int) -> Tensor:
     return x
 
 
-def _routing(tokens: int, experts: int, topk: int) -> tuple[Tensor, Tensor]:
+def _routing(tokens: int, expert_count: int, topk: int) -> tuple[Tensor, Tensor]:
     """ids and weights [tokens, topk]: the experts of a random order in turn, so that all of them get their tokens."""
     generator = torch.Generator().manual_seed(_SEED)
-    order = torch.randperm(experts, generator=generator)
-    ids = order[torch.arange(tokens * topk) % experts].view(tokens, topk)
+    order = torch.randperm(expert_count, generator=generator)
+    ids = order[torch.arange(tokens * topk) % expert_count].view(tokens, topk)
     weights = torch.rand((tokens, topk), generator=generator) + 0.1
     return ids, weights / weights.sum(-1, keepdim=True)
 
@@ -212,8 +148,8 @@ def _judge(result: Result, output: Tensor, truth: Tensor, tolerance: float) -> N
 
 def _run(result: Result, call: Callable[[slice], Tensor], truth: Tensor, tolerance: float) -> None:
     """All tokens at once, and one alone: long and short inputs take different ways through the kernels."""
-    for some in (slice(None), slice(2, 3)):
-        _judge(result, call(some), truth[some], tolerance)
+    for rows in (slice(None), slice(2, 3)):
+        _judge(result, call(rows), truth[rows], tolerance)
 
 
 def _check_experts(
@@ -227,13 +163,13 @@ def _check_experts(
         refusal = f"{result.name} cannot be loaded: {problem}"
 
     def compared(expert: int) -> list[Weight]:
-        weights = _stored_expert(checkpoint, source, expert)
-        held = [None] * len(weights) if experts is None else _held_expert(experts, expert)
-        for (name, stored), packed in zip(weights.items(), held, strict=True):
-            _examine(result, name, stored, config.scheme)
+        stored_weights = source.stored_expert(expert)
+        packed_weights = [None] * len(stored_weights) if experts is None else _packed_expert(experts, expert)
+        for (name, stored), packed in zip(stored_weights.items(), packed_weights, strict=True):
+            _examine(result, name, stored, config.scheme, source.storage)
             if packed is not None:
                 _compare(result, name, stored, packed)
-        return list(weights.values())
+        return list(stored_weights.values())
 
     if experts is None:
         for expert in range(config.local_experts):
@@ -262,14 +198,12 @@ def _check_experts(
     for expert in set(range(config.local_experts)) - set(ids.flatten().tolist()):  # with few tokens
         compared(expert)
     layer = experts
-    _run(result, lambda some: layer(x[some], ids[some], weights[some]), truth, tolerance or EXPERTS_TOLERANCE)
+    _run(result, lambda rows: layer(x[rows], ids[rows], weights[rows]), truth, tolerance or EXPERTS_TOLERANCE)
 
 
-def _check_linear(
-    result: Result, checkpoint: Checkpoint, source: LinearSource, tokens: int | None, tolerance: float | None
-) -> None:
-    stored = _stored_linear(checkpoint, source.name, source.format)
-    _examine(result, source.name, stored, source.format.scheme)
+def _check_linear(result: Result, source: LinearSource, tokens: int | None, tolerance: float | None) -> None:
+    stored = source.stored_weight()
+    _examine(result, source.name, stored, source.storage.scheme, source.storage)
     try:
         linear = source.load()
     except (ValueError, RuntimeError) as problem:
@@ -279,7 +213,7 @@ def _check_linear(
     _compare(result, source.name, stored, Weight(values[0], scales[0], None if bias is None else bias[0]))
     x = _inputs(tokens or _FEWEST_TOKENS, source.columns)
     truth = reference.linear(x, stored.dequantized, None if stored.bias is None else stored.bias.float())
-    _run(result, lambda some: linear(x[some]), truth, tolerance or LINEAR_TOLERANCE)
+    _run(result, lambda rows: linear(x[rows]), truth, tolerance or LINEAR_TOLERANCE)
 
 
 # ---- layer by layer --------------------------------------------------------------------------------------------------
@@ -288,7 +222,7 @@ def _check_linear(
 Step = tuple[Result, Callable[[Result], None]]
 
 
-def plan_checks(
+def checks_of(
     checkpoint: Checkpoint, scheme: Scheme | None, tokens: int | None, tolerance: float | None, wanted: list[int] | None
 ) -> dict[str, list[Step]]:
     """Layer -> what is to be checked in it. All tensors are known to be there when this returns."""
@@ -304,18 +238,12 @@ def plan_checks(
     check.raise_problems()
     steps: dict[str, Step] = {}
     if architecture_if_needed(checkpoint) is not None:
-        for name, experts in experts_of(checkpoint, scheme).items():
-            result = Result(name, "experts", str(experts.config.scheme))
-            steps[name] = (
-                result,
-                partial(_check_experts, checkpoint=checkpoint, source=experts, tokens=tokens, tolerance=tolerance),
-            )
+        for name, source in experts_of(checkpoint, scheme).items():
+            run = partial(_check_experts, checkpoint=checkpoint, source=source, tokens=tokens, tolerance=tolerance)
+            steps[name] = (Result(name, "experts", str(source.config.scheme)), run)
     for name, linear in linears.items():
-        result = Result(name, "linear", str(linear.format.scheme))
-        steps[name] = (
-            result,
-            partial(_check_linear, checkpoint=checkpoint, source=linear, tokens=tokens, tolerance=tolerance),
-        )
+        run = partial(_check_linear, source=linear, tokens=tokens, tolerance=tolerance)
+        steps[name] = (Result(name, "linear", str(linear.storage.scheme)), run)
     layers: dict[tuple[int, str], list[Step]] = {}
     for name, step in steps.items():
         match = LAYER.match(name)

@@ -29,10 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         use_threads(arguments.threads)
     try:
         code: int = arguments.run(arguments)
-    except BrokenPipeError:  # the reader has seen enough
+    except BrokenPipeError:  # the reader of our output has ended (head, less)
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that the flush at exit succeeds
         return 0
-    except KeyboardInterrupt:  # where the process does not leave at once, as when Python code calls this
+    except KeyboardInterrupt:  # only if Python code calls this function: the command itself leaves at once
         print(interrupted(arguments.command), file=sys.stderr)
         return INTERRUPTED
     except (ValueError, RuntimeError, OSError) as problem:
@@ -57,11 +57,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in _COMMANDS:
         module.add_command(commands)
-    # Before the command or behind it: a parser of a command must not put its default over what was given before.
-    for each, default in ((parser, False), *((of, argparse.SUPPRESS) for of in commands.choices.values())):
-        told = "show what is chosen and why, and the traceback of what goes wrong"
-        each.add_argument("-v", "--verbose", action="store_true", default=default, help=told)
-    for name, of in commands.choices.items():
+    # -v is accepted before the command and after it. SUPPRESS: the default of a command's own parser must not replace
+    # the value that was given before the command.
+    for each, default in ((parser, False), *((command, argparse.SUPPRESS) for command in commands.choices.values())):
+        text = "show what is chosen and why, and the traceback of what goes wrong"
+        each.add_argument("-v", "--verbose", action="store_true", default=default, help=text)
+    for name, command in commands.choices.items():
         if name not in _COMPUTE_NOTHING:
-            add_threads(of)
+            add_threads(command)
     return parser

@@ -1,4 +1,4 @@
-"""What several commands take: their options, and the values that these accept, refused by the option's own name."""
+"""Options that several commands have, and parsers of their values, whose errors name the option."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from cpumoe.checkpoints.hub import NotDownloaded, find_model
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.layers.scheme import Scheme
 
-#: What ``--scheme`` and ``--linears`` take to leave weights in float.
+#: The value of ``--scheme`` and ``--linears`` that leaves weights in float.
 FLOAT = "float"
 
-_MOST_THREADS = 4096  # of the core
+_MOST_THREADS = 4096  # the limit of the core
 
 
 # ---- values --------------------------------------------------------------------------------------------------------
 
 
 def whole_number(least: int, most: int | None = None, multiple_of: int = 1) -> Callable[[str], int]:
-    """A type for argparse: whole numbers of a range."""
+    """A type for argparse: whole numbers in a range."""
     up_to = "" if most is None else f" to {most}"
     kind = "a whole number" if multiple_of == 1 else f"a multiple of {multiple_of}"
 
     def parse(text: str) -> int:
-        # Not int() alone, which takes "1_0" and other digits than these, and refuses 5000 of them in its own words.
+        # int() alone would accept "1_0" and digits of other scripts, and has its own message for 5000 digits.
         number = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else -1
         if number < least or (most is not None and number > most) or number % multiple_of:
             raise argparse.ArgumentTypeError(f"{text!r}; {kind} from {least}{up_to} is accepted")
@@ -46,7 +46,7 @@ size_in_features = whole_number(32, multiple_of=32)
 
 
 def real_number(text: str) -> float:
-    """The number, or NaN for what is none: every range refuses that."""
+    """The number in a text, or NaN if it is not a number; every range then refuses it."""
     try:
         return float(text)
     except ValueError:
@@ -84,36 +84,36 @@ def instruction_set(text: str) -> str:
     return text
 
 
-def check_scheme_fits(said: str, scheme: Scheme, hidden: int, intermediate: int) -> None:
-    """Refuses a scheme whose groups do not divide a layer's sizes; ``said`` is what asked for it."""
+def check_scheme_fits(option: str, scheme: Scheme, hidden: int, intermediate: int) -> None:
+    """Refuses a scheme whose groups do not divide a layer's sizes; ``option`` is how the user asked for it."""
     if scheme.fits(hidden) and scheme.fits(intermediate):
         return
     names = [f"w4a8-g{size}" for size in (32, 64, 128) if hidden % size == 0 and intermediate % size == 0]
     raise ValueError(
-        f"{said}: groups of {scheme.group_size} do not divide a hidden size of {hidden} and an intermediate size of "
+        f"{option}: groups of {scheme.group_size} do not divide a hidden size of {hidden} and an intermediate size of "
         f"{intermediate}; {', '.join([*names, 'w4a8'])} and w8a8 fit"
     )
 
 
 def check_scheme_fits_model(scheme: str, checkpoint: Checkpoint) -> None:
     """Refuses a scheme for experts whose sizes its groups do not divide."""
-    if known_architecture(checkpoint.config) is not None:  # others are refused, or have no experts
+    if known_architecture(checkpoint.config) is not None:  # other models are refused later, or have no experts
         facts = checkpoint.facts
         check_scheme_fits(f"--scheme {scheme}", Scheme.parse(scheme), facts.hidden_size, facts.intermediate_size)
 
 
 def refuse_given(arguments: argparse.Namespace, reason: str, *names: str) -> None:
-    """Refuses options that would be ignored. They are None (or False) where they are not given."""
+    """Refuses options that would be ignored. An option that was not given is None or False."""
     for name in names:
         value = getattr(arguments, name)
-        if value is not None and value is not False:  # "in" would take 0 for False
+        if value is not None and value is not False:  # "in (None, False)" would count 0 as False
             raise ValueError(f"--{name.replace('_', '-')} has no effect {reason}")
 
 
 def read_text(path: str | Path, name: str) -> str:
-    """The text of a file, or of standard input for ``-``, with its line ends as they are there."""
+    """The text of a file, or of standard input for ``-``, with its line ends unchanged."""
     try:
-        # Not read_text, which turns \r\n into \n.
+        # Path.read_text would turn \r\n into \n.
         encoded = sys.stdin.buffer.read() if str(path) == "-" else Path(path).read_bytes()
     except OSError as problem:
         raise ValueError(f"{name}: {problem.strerror or problem}") from None
@@ -136,13 +136,13 @@ def add_threads(parser: argparse.ArgumentParser) -> None:
 
 
 def use_threads(threads: int) -> None:
-    """Both what cpumoe and what PyTorch computes runs on so many threads from here on."""
+    """Makes cpumoe and PyTorch compute with this many threads from now on."""
     cpu.set_num_threads(threads)
     torch.set_num_threads(threads)
 
 
 def add_model(parser: argparse.ArgumentParser, name: str = "model", metavar: str = "MODEL", kind: str = "") -> None:
-    """A model as a folder or as an id of the hub; :func:`find_models` makes a folder of it."""
+    """Adds an argument for a model: a folder or an id on the hub, which :func:`find_models` turns into a folder."""
     parser.add_argument(
         name, type=Path, metavar=metavar, help=f"{kind}checkpoint folder, or id on the Hugging Face hub (owner/name)"
     )
@@ -155,7 +155,7 @@ def add_download(parser: argparse.ArgumentParser) -> None:
 
 
 def find_models(arguments: argparse.Namespace, *names: str) -> None:
-    """Puts the folder of each model in the place of what was typed, downloading what may be downloaded."""
+    """Replaces each model that was typed by its folder; downloads it if ``--download`` allows that."""
     typed: dict[str, Path] = {name: model for name in names if (model := getattr(arguments, name)) is not None}
     folders = [str(model) for model in typed.values() if model.expanduser().is_dir()]
     if arguments.download and len(folders) == len(typed):

@@ -1,4 +1,4 @@
-"""``cpumoe bench``: a layer against the limits of the machine."""
+"""``cpumoe bench``: the speed of a layer, compared with the limits of the machine."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _DEFAULT_SCHEME = Scheme.parse("w4a8-g128")
-#: Shape, numbers of tokens, dtype of the hidden states, seconds for each row, and who is told what goes wrong.
+#: Called with a shape, the numbers of tokens, the dtype of the hidden states, the seconds for each row, and a function
+#: that gets a sentence about everything that goes wrong.
 BenchOthers = Callable[[Shape, list[int], torch.dtype, float, Callable[[str], None]], Iterator[Row]]
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -90,13 +91,13 @@ def _shapes(arguments: argparse.Namespace) -> list[Shape]:
     if any(size is not None for size in sizes):
         if None in sizes:
             raise ValueError("a shape of your own needs --hidden, --intermediate, --experts and --topk")
-        hidden, intermediate, experts, topk = sizes
-        if topk > experts:
-            raise ValueError(f"--topk {topk}; 1 to {experts} are accepted")
-        shapes.append(Shape(f"{hidden}x{intermediate}x{experts}x{topk}", *sizes))
+        hidden, intermediate, num_experts, topk = sizes
+        if topk > num_experts:
+            raise ValueError(f"--topk {topk}; 1 to {num_experts} are accepted")
+        shapes.append(Shape(f"{hidden}x{intermediate}x{num_experts}x{topk}", *sizes))
     shapes = shapes or [SHAPES["qwen3-30b-a3b"]]
     if arguments.routing == "demo":
-        shapes = [replace(shape, load=tuple(measured_load(shape.experts).tolist())) for shape in shapes]
+        shapes = [replace(shape, load=tuple(measured_load(shape.num_experts).tolist())) for shape in shapes]
     return shapes
 
 
@@ -105,7 +106,7 @@ def _note(line: str) -> None:
 
 
 def run(arguments: argparse.Namespace, bench_others: BenchOthers | None = None) -> int:
-    """``bench_others`` measures other systems for more rows (``benchmarks/peers.py``)."""
+    """Measures and prints; ``bench_others`` measures other systems for more rows (``benchmarks/peers.py``)."""
     shapes = _shapes(arguments)
     schemes = [Scheme.parse(name) for name in arguments.scheme or []]
     for shape in shapes:
@@ -144,6 +145,11 @@ def run(arguments: argparse.Namespace, bench_others: BenchOthers | None = None) 
             for isa in dict.fromkeys(r.isa for r in own)
         )
     )
+    if cached := sorted({row.shape for row in rows if not row.from_memory}):
+        print(
+            f"the weights of {', '.join(cached)} are so small that they may stay in a cache: GB/s and the share of "
+            "DRAM say nothing about memory there"
+        )
     if arguments.json is not None:
         write_json(rows, arguments.json)
     if arguments.plot is not None:

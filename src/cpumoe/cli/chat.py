@@ -8,21 +8,16 @@ import sys
 from typing import TYPE_CHECKING
 
 from cpumoe.cli.arguments import find_models
-from cpumoe.cli.model_arguments import add_model_arguments, is_decoded, load_model
-from cpumoe.cli.sampling import (
+from cpumoe.cli.model_arguments import add_model_arguments, is_decoded, load_chosen_model
+from cpumoe.cli.sampling_arguments import (
     add_sampling_arguments,
     check_sampling_arguments,
     generation_config,
     sampling_options,
 )
-from cpumoe.generation.model_folder import (
-    check_folder,
-    context_length,
-    load_tokenizer,
-    prepare_transformers,
-    render_chat,
-)
+from cpumoe.generation.model_folder import check_folder, context_length, prepare_transformers, render_chat
 from cpumoe.generation.session import Session
+from cpumoe.integrations.transformers.tokenizer import load_tokenizer
 from cpumoe_command import interrupts_raised
 
 if TYPE_CHECKING:
@@ -51,8 +46,8 @@ def add_command(commands: Commands) -> None:
 class Conversation:
     """The messages so far, as the tokens of the next prompt.
 
-    Where they would pass the context, the oldest turns are dropped. A quarter of the context at most is held free for
-    the answer.
+    If they would be longer than the context, the oldest turns are dropped. At most a quarter of the context is kept
+    free for the answer.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context: int | None, max_new_tokens: int) -> None:
@@ -63,7 +58,7 @@ class Conversation:
         self._system = ""
 
     def set_system(self, text: str) -> None:
-        """Raises and changes nothing if the chat template does not take it."""
+        """Sets the system message. If the chat template refuses it, raises ValueError and changes nothing."""
         before, self._system = self._system, text
         try:
             self._render([], "?")
@@ -113,9 +108,9 @@ def run(arguments: argparse.Namespace) -> int:
     options = sampling_options(arguments, generation_config(arguments.model))
     tokenizer = load_tokenizer(arguments.model)
     conversation = Conversation(tokenizer, context_length(arguments.model), arguments.max_new_tokens)
-    conversation.set_system(arguments.system)  # also finds out whether there is a chat template, before the model loads
+    conversation.set_system(arguments.system)  # also finds a missing chat template before the model is loaded
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that is not UTF-8 gets "?"
-    _talk(Session(load_model(arguments), tokenizer, options, arguments.stop or ()), conversation)
+    _talk(Session(load_chosen_model(arguments), tokenizer, options, arguments.stop or ()), conversation)
     return 0
 
 
@@ -144,7 +139,7 @@ def _talk(session: Session, conversation: Conversation) -> None:
 
 
 def _read() -> str | None:
-    """The next line without the space around it; None at the end of the input."""
+    """The next line without white space around it; None at the end of the input."""
     interactive = sys.stdin.isatty()
     while True:
         try:
@@ -179,7 +174,7 @@ def _turn(conversation: Conversation, session: Session, question: str) -> None:
     elif answer.finish == "length":
         _note(f"cut off after {max_new_tokens} tokens")
     _log.info("%d prompt tokens were in the cache; %s", answer.prompt_tokens - answer.prefilled, answer.summary())
-    if answer.text:  # an interrupt may come before the first word, and then nothing was said
+    if answer.text:  # an interrupt may come before the first word
         conversation.add(question, answer.text)
 
 

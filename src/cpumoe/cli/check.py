@@ -1,4 +1,4 @@
-"""``cpumoe check``: every quantised layer of a checkpoint, as it is loaded and run, against the plain arithmetic."""
+"""``cpumoe check``: loads and runs every quantised layer of a checkpoint and compares it with plain arithmetic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cpumoe.checkpoints.verification import (
     EXPERTS_TOLERANCE,
     LINEAR_TOLERANCE,
     Result,
-    plan_checks,
+    checks_of,
     run_checks,
     summary,
 )
@@ -26,7 +26,7 @@ from cpumoe.layers.scheme import Scheme
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-_MAX_LISTED = 8  # problems of a module in the text; JSON has all
+_MAX_LISTED = 8  # problems of a module that are printed; JSON has all of them
 
 
 def add_command(commands: Commands) -> None:
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
     scheme = None if arguments.scheme is None else Scheme.parse(arguments.scheme)
     using = nullcontext() if arguments.isa is None else using_isa(arguments.isa)
     with Checkpoint.open(arguments.model) as checkpoint, using:
-        layers = plan_checks(checkpoint, scheme, arguments.tokens, arguments.tolerance, arguments.layers)
+        layers = checks_of(checkpoint, scheme, arguments.tokens, arguments.tolerance, arguments.layers)
         found = []
         for layer, results in run_checks(layers):
             found.append({"layer": layer, "agrees": not any(r.problems for r in results), "modules": results})
@@ -90,11 +90,11 @@ def _layer_text(layer: str, results: list[Result]) -> str:
     agrees = not any(result.problems for result in results)
     parts = []
     for kind in ("experts", "linear"):
-        those = [result for result in results if result.kind == kind]
-        if those:
-            differences = [result.difference for result in those if result.difference is not None]
+        of_kind = [result for result in results if result.kind == kind]
+        if of_kind:
+            differences = [result.difference for result in of_kind if result.difference is not None]
             worst = f" {max(differences):.1e}" if differences else " not run"
-            parts.append(f"{kind if len(those) == 1 else f'{len(those)} {kind}s'}{worst}")
+            parts.append(f"{kind if len(of_kind) == 1 else f'{len(of_kind)} {kind}s'}{worst}")
     seconds = sum(result.seconds for result in results)
     lines = [f"{layer:20} {'ok     ' if agrees else 'DIFFERS'}  {', '.join(parts)}  {seconds:.2f} s"]
     for result in results:
@@ -102,7 +102,7 @@ def _layer_text(layer: str, results: list[Result]) -> str:
             lines += [f"    {title}{text}" for text in texts[:_MAX_LISTED]]
             if len(texts) > _MAX_LISTED:
                 lines.append(f"    {title}{result.name}: {len(texts) - _MAX_LISTED} more; --json lists all")
-    return "\n".join(map(printable, lines))  # names are those of the files, whatever they hold
+    return "\n".join(map(printable, lines))  # names come from the files and may hold any characters
 
 
 def _summary_text(facts: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""``cpumoe demo``: the model that comes with the package completes some Python; or one large layer, measured."""
+"""``cpumoe demo``: the model that comes with the package completes Python code; or one large layer is measured."""
 
 from __future__ import annotations
 
@@ -49,10 +49,11 @@ def _complete(tokens: int) -> int:
     from cpumoe.bench.decoding import decode_times
     from cpumoe.demo.completions import PROMPTS, complete, float_model
     from cpumoe.evaluation.expert_load import count_expert_load
-    from cpumoe.generation.model_folder import load_tokenizer, prepare_transformers
+    from cpumoe.generation.model_folder import prepare_transformers
 
     prepare_transformers()
     from cpumoe.integrations.transformers.plugin import load_model
+    from cpumoe.integrations.transformers.tokenizer import load_tokenizer
 
     start = time.perf_counter()
     model = load_model(demo_model.FOLDER)
@@ -90,8 +91,8 @@ def _complete(tokens: int) -> int:
         f"{plain_times.seconds * 1e3:.1f} ms a token, {model_bytes(plain) * 1e-6:.0f} MB of weights instead of "
         f"{model_bytes(model) * 1e-6:.0f} MB."
     )
-    if said := doubt(load_of_others.taken_by_others(), packed_times.all_seconds, plain_times.all_seconds):
-        print(said)
+    if warning := doubt(load_of_others.taken_by_others(), packed_times.all_seconds, plain_times.all_seconds):
+        print(warning)
     bits = demo_model.quality()["bits_per_byte"]
     print(
         f"Held-out text: {bits['w4a8-g128 calibrated']:.4f} bits per byte as shipped, {bits['float']:.4f} in float "

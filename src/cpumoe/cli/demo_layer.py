@@ -1,4 +1,4 @@
-"""``cpumoe demo --layer``: one layer of a known model, quantised, run, and compared with what it stands for."""
+"""``cpumoe demo --layer``: quantises one layer of a known model, runs it and compares it with the float layer."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from cpumoe.bench.workload import SHAPES, Shape
 from cpumoe.cli.arguments import check_scheme_fits, positive, scheme_name
 from cpumoe.demo.layer import DemoLayer
 from cpumoe.layers.scheme import Scheme
+from cpumoe.tables import aligned
 
-#: What has no meaning without ``--layer``.
+#: Options that have no meaning without ``--layer``.
 OPTIONS = ("scheme", "experts")
 
 
@@ -25,10 +26,10 @@ def run(arguments: argparse.Namespace) -> int:
     scheme = Scheme.parse(arguments.scheme or "w4a8-g128")
     check_scheme_fits(f"--scheme {scheme}", scheme, model.hidden, model.intermediate)
     shape = Shape(model.name, model.hidden, model.intermediate, arguments.experts or 64, model.topk)
-    if shape.experts < shape.topk:
-        raise ValueError(f"--experts {shape.experts}; {shape.topk} or more are accepted")
+    if shape.num_experts < shape.topk:
+        raise ValueError(f"--experts {shape.num_experts}; {shape.topk} or more are accepted")
     print(
-        f"One layer of {model.name}: hidden {shape.hidden}, intermediate {shape.intermediate}, {shape.experts} "
+        f"One layer of {model.name}: hidden {shape.hidden}, intermediate {shape.intermediate}, {shape.num_experts} "
         f"experts, {shape.topk} per token; {cpu.isa()} kernels, {cpu.get_num_threads()} threads.\n"
     )
     layer = DemoLayer(shape, scheme)
@@ -37,14 +38,14 @@ def run(arguments: argparse.Namespace) -> int:
         f"Quantised to {scheme} in {layer.seconds:.1f} s: {2 * layer.weights * 1e-6:.0f} MB in bf16 -> "
         f"{packed_bytes * 1e-6:.0f} MB packed ({8 * packed_bytes / layer.weights:.2f} bits per weight).\n"
     )
-    doubts: list[str | None] = []
-    print("tokens   cpumoe ms   PyTorch bf16 ms   faster by")
-    for tokens in (1, 16, 256):
-        times = layer.times(tokens)
-        doubts.append(times.doubt)
-        print(f"{tokens:6}   {times.own_ms:9.3f}   {times.torch_ms:15.3f}   {times.torch_ms / times.own_ms:8.1f}x")
-    if said := next(filter(None, doubts), None):
-        print(said)
+    all_times = {tokens: layer.times(tokens) for tokens in (1, 16, 256)}
+    rows = [("tokens", "cpumoe ms", "PyTorch bf16 ms", "faster by")]
+    for tokens, times in all_times.items():
+        faster = f"{times.torch_ms / times.own_ms:.1f}x"
+        rows.append((str(tokens), f"{times.own_ms:.3f}", f"{times.torch_ms:.3f}", faster))
+    print("\n".join(aligned(rows, right=range(4))))
+    if warning := next((times.doubt for times in all_times.values() if times.doubt is not None), None):
+        print(warning)
 
     found = layer.agreement()
     print(

@@ -1,4 +1,4 @@
-"""``cpumoe doctor``: what this machine has, what of it is used, and whether the kernels work on it."""
+"""``cpumoe doctor``: what this machine has, what cpumoe uses of it, and whether the kernels work on it."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import torch
 import cpumoe
 from cpumoe import _core, cpu
 from cpumoe.evaluation.selftest import run_self_tests
+from cpumoe.tables import aligned
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -77,24 +78,26 @@ def facts() -> dict[str, Any]:
 
 
 def _print(found: dict[str, Any]) -> None:
-    print(f"CPU             {found['cpu']} ({found['architecture']})")
-    print("instruction sets")
+    rows = [("CPU", f"{found['cpu']} ({found['architecture']})"), ("instruction sets", "")]
     tests = {test["isa"]: test for test in found["self_tests"]}
     for entry in found["instruction_sets"]:
         if entry["supported"]:
             test = tests[entry["name"]]
             state = "works" if test["passed"] else f"WRONG RESULTS for {', '.join(test['failed_schemes'])}"
             used = ", in use" if entry["name"] == found["isa"] else ""
-            print(f"  {entry['name']:13} {state}{used}")
+            rows.append((f"  {entry['name']}", f"{state}{used}"))
         else:
-            print(f"  {entry['name']:13} no: {entry['reason']}")
+            rows.append((f"  {entry['name']}", f"no: {entry['reason']}"))
     threads, memory = found["threads"], found["memory"]
-    print(f"threads         {threads['used']} of {threads['available_cpus']} CPUs, {threads['pool']}")
-    print(f"memory          {memory['available_gb']} GB available of {memory['total_gb']} GB")
-    print(f"huge pages      {found['huge_pages']}")
-    print(f"NUMA nodes      {found['numa_nodes']}")
-    print(f"oneDNN guard    {found['onednn_guard']}")
-    print("versions        " + ", ".join(f"{k} {v}" for k, v in found["versions"].items()))
+    rows += [
+        ("threads", f"{threads['used']} of {threads['available_cpus']} CPUs, {threads['pool']}"),
+        ("memory", f"{memory['available_gb']} GB available of {memory['total_gb']} GB"),
+        ("huge pages", found["huge_pages"]),
+        ("NUMA nodes", str(found["numa_nodes"])),
+        ("oneDNN guard", found["onednn_guard"]),
+        ("versions", ", ".join(f"{name} {version}" for name, version in found["versions"].items())),
+    ]
+    print("\n".join(aligned(rows)))
 
 
 def run(arguments: argparse.Namespace) -> int:

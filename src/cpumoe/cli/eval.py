@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tqdm import tqdm
+
 from cpumoe.cli.arguments import FLOAT, find_models, positive, read_text
-from cpumoe.cli.model_arguments import add_model_arguments, check_schemes, is_quantized, load_model
+from cpumoe.cli.model_arguments import add_model_arguments, check_schemes, is_quantized, load_chosen_model
 from cpumoe.evaluation.expert_load import count_expert_load
-from cpumoe.evaluation.perplexity import DEFAULT_WINDOW, Comparison, Evaluation, compare, perplexity
-from cpumoe.generation.model_folder import check_folder, context_length, load_tokenizer, prepare_transformers
+from cpumoe.evaluation.perplexity import DEFAULT_WINDOW, Comparison, Evaluation, Progress, compare, perplexity
+from cpumoe.generation.model_folder import check_folder, context_length, prepare_transformers
+from cpumoe.integrations.transformers.tokenizer import load_tokenizer
+from cpumoe.tables import aligned
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -51,7 +55,7 @@ def add_command(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # Whatever can be refused is refused before a model is loaded, which may take minutes.
+    # Everything that can be refused is refused before the model is loaded, because loading may take minutes.
     text = _read_text(arguments.text, arguments.limit)
     _check_picture(arguments.heatmap)
     find_models(arguments, "model", "against")
@@ -61,20 +65,19 @@ def run(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--against {arguments.against}: this is quantised; a float model is accepted")
     prepare_transformers()
     tokenizer = load_tokenizer(arguments.model)
-    # verbose=False: that a text is longer than the model's positions is what windows are for.
+    # verbose=False: no warning about a text longer than the model's positions, since it is read in windows.
     _check_windows(arguments, len(tokenizer(text, verbose=False)["input_ids"]))
-    model = load_model(arguments)
+    model = load_chosen_model(arguments)
     against = None
     if arguments.against is not None:
         from cpumoe.integrations.transformers import plugin
 
         against = plugin.load_model(arguments.against, scheme=FLOAT)
     settings: dict[str, Any] = {"window": arguments.window, "stride": arguments.stride}
-    if sys.stderr.isatty():
-        settings["progress"] = _show_progress
     comparison = None
     counting = arguments.experts or arguments.heatmap is not None
-    with count_expert_load(model) if counting else nullcontext() as load:
+    with _progress_bar() as progress, count_expert_load(model) if counting else nullcontext() as load:
+        settings["progress"] = progress
         if against is None:
             evaluation = perplexity(model, tokenizer, text, **settings)
         else:
@@ -96,8 +99,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"\n{_comparison_report(arguments, comparison)}")
     if load is not None and arguments.experts:
         print(f"\n{load.table()}")
-        for layer, experts in load.never_used().items():
-            print(f"never used in {layer}: {', '.join(map(str, experts))}")
+        for layer, unused in load.never_used().items():
+            print(f"never used in {layer}: {', '.join(map(str, unused))}")
     if arguments.heatmap is not None:
         print(f"\nheat map: {arguments.heatmap}")
     return 0
@@ -113,7 +116,7 @@ def _read_text(path: Path, limit: int | None) -> str:
 
 
 def _check_windows(arguments: argparse.Namespace, tokens: int) -> None:
-    """Refuses windows that no text or no model fills: they would be cut, and with them what was asked for."""
+    """Refuses windows that are longer than the text or the model's context, since these would be cut."""
     folders = [folder for folder in (arguments.model, arguments.against) if folder is not None]
     positions = min((length for folder in folders if (length := context_length(folder)) is not None), default=None)
     window = arguments.window
@@ -143,45 +146,53 @@ def _check_picture(path: Path | None) -> None:
         raise ValueError(f"--heatmap {path}: there is no folder {path.absolute().parent}")
 
 
-def _show_progress(done: int, total: int) -> None:
-    print(f"\r{done} of {total} tokens", end="\n" if done == total else "", file=sys.stderr, flush=True)
+@contextmanager
+def _progress_bar() -> Iterator[Progress]:
+    """A bar on stderr, if that is a terminal."""
+    with tqdm(desc="Evaluating", unit="token", disable=None) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield progress
 
 
 def _report(arguments: argparse.Namespace, evaluation: Evaluation) -> str:
-    return "\n".join(
-        [
-            f"{arguments.model} on {arguments.text}: {evaluation.bytes} bytes, {evaluation.tokens} tokens predicted, "
-            f"windows of {evaluation.window}, stride {evaluation.stride}",
-            f"  perplexity       {evaluation.perplexity:.4f}",
-            f"  bits per byte    {evaluation.bits_per_byte:.4f}",
-            f"  bits per token   {evaluation.bits_per_token:.4f}",
-            f"  tokens a second  {evaluation.tokens_per_second:.1f}",
-        ]
+    title = (
+        f"{arguments.model} on {arguments.text}: {evaluation.bytes} bytes, {evaluation.tokens} tokens predicted, "
+        f"windows of {evaluation.window}, stride {evaluation.stride}"
     )
+    rows = [
+        ("perplexity", f"{evaluation.perplexity:.4f}"),
+        ("bits per byte", f"{evaluation.bits_per_byte:.4f}"),
+        ("bits per token", f"{evaluation.bits_per_token:.4f}"),
+        ("tokens a second", f"{evaluation.tokens_per_second:.1f}"),
+    ]
+    return "\n".join([title, *aligned(rows, indent=2)])
 
 
 def _comparison_report(arguments: argparse.Namespace, comparison: Comparison) -> str:
     ours, theirs = comparison.model, comparison.float_model
-    # By the logarithms: the perplexities themselves may be infinite.
+    # The difference of the logarithms: the perplexities themselves may be infinite.
     change = (ours.nats - theirs.nats) / ours.tokens
-    lines = [
-        f"against {arguments.against}",
-        f"  its perplexity   {theirs.perplexity:.4f} (log perplexity {change:+.5f} from there)",
-        f"  its speed        {theirs.tokens_per_second:.1f} tokens a second",
-        f"  KL divergence    {comparison.kl:.6f} nats a token",
-        f"  same top token   {comparison.top1_agreement:.2%}",
-    ]
-    if not comparison.routing:
-        return "\n".join([*lines, "  same experts     not known: no layer shows its routing in both models"])
     layers = comparison.routing.values()
-    lines.append(
-        f"  same experts     {sum(a.shared for a in layers) / len(layers):.2%} "
-        f"(the whole set: {sum(a.exact for a in layers) / len(layers):.2%}), mean of {len(layers)} layers"
-    )
-    width = max(map(len, comparison.routing))
-    lines.append(f"    {'layer':{width}}  experts  whole set")
-    lines += [
-        f"    {layer:{width}}  {agreement.shared:7.2%}  {agreement.exact:9.2%}"
-        for layer, agreement in comparison.routing.items()
+    same_experts = "not known: no layer shows its routing in both models"
+    if layers:
+        same_experts = (
+            f"{sum(a.shared for a in layers) / len(layers):.2%} "
+            f"(the whole set: {sum(a.exact for a in layers) / len(layers):.2%}), mean of {len(layers)} layers"
+        )
+    rows = [
+        ("its perplexity", f"{theirs.perplexity:.4f} (log perplexity {change:+.5f} from there)"),
+        ("its speed", f"{theirs.tokens_per_second:.1f} tokens a second"),
+        ("KL divergence", f"{comparison.kl:.6f} nats a token"),
+        ("same top token", f"{comparison.top1_agreement:.2%}"),
+        ("same experts", same_experts),
     ]
+    lines = [f"against {arguments.against}", *aligned(rows, indent=2)]
+    if layers:
+        by_layer = [("layer", "experts", "whole set")]
+        by_layer += [(name, f"{a.shared:.2%}", f"{a.exact:.2%}") for name, a in comparison.routing.items()]
+        lines += aligned(by_layer, right=(1, 2), indent=4)
     return "\n".join(lines)

@@ -28,13 +28,14 @@ from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.packed_weights import packed_spec
 from cpumoe.layers.routing import RoutingMethod
 from cpumoe.layers.scheme import Scheme
+from cpumoe.tables import aligned
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-_OF_A_LAYER = ("hidden", "intermediate", "experts", "activation", "not_gated", "routing", "scale_dtype")
+_LAYER_OPTIONS = ("hidden", "intermediate", "experts", "activation", "not_gated", "routing", "scale_dtype")
 
 
 def add_command(commands: Commands) -> None:
@@ -72,12 +73,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _layers(arguments: argparse.Namespace) -> dict[MoEConfig, int]:
-    """The different layers to ask about, and how many there are of each."""
+    """The different layers to ask about, and how often each occurs."""
     what = Path(arguments.what).expanduser()
     if not what.is_dir() and "/" not in arguments.what:
         refuse_given(arguments, f"for the scheme {arguments.what}", "download")
-        return {_described(arguments): 1}
-    refuse_given(arguments, f"for a model, whose layers {arguments.what} has", *_OF_A_LAYER)
+        return {_layer_of_options(arguments): 1}
+    refuse_given(arguments, f"for a model, whose layers {arguments.what} has", *_LAYER_OPTIONS)
     arguments.model = what
     find_models(arguments, "model")
     with Checkpoint.open(arguments.model) as checkpoint:
@@ -87,14 +88,14 @@ def _layers(arguments: argparse.Namespace) -> dict[MoEConfig, int]:
     return found
 
 
-def _described(arguments: argparse.Namespace) -> MoEConfig:
-    """The layer of the options."""
+def _layer_of_options(arguments: argparse.Namespace) -> MoEConfig:
+    """The layer that the options describe."""
     scheme, activation = Scheme.parse(arguments.what), arguments.activation or "silu"
     hidden, intermediate = arguments.hidden or 2048, arguments.intermediate or 768
     check_scheme_fits(str(scheme), scheme, hidden, intermediate)
     try:
         function = Activation(activation, gated=False if arguments.not_gated else None)
-    except ValueError:  # some are made of gate and up
+    except ValueError:  # an activation that combines gate and up
         raise ValueError(f"--not-gated does not go with --activation {activation}, which needs a gate") from None
     return MoEConfig(
         scheme,
@@ -127,15 +128,15 @@ def _answer(config: MoEConfig, layers: int) -> dict[str, Any]:
 
 
 def _weight_format(config: MoEConfig) -> str:
-    """How the native kernels hold the weights: the name of a row of their table."""
+    """How the native kernels store the weights: the name of a row in their table."""
     return packed_spec(config.scheme, config.scale_dtype, 1, config.hidden_size, config.intermediate_size).weight_format
 
 
 def _print(answer: dict[str, Any]) -> None:
     count = f"{answer['layers']} layers: " if answer["layers"] > 1 else ""
     print(f"{count}{answer['scheme']}, {answer['layer']}")
-    for row in answer["backends"]:
-        print(f"  {row['backend']:10} {'yes' if row['serves'] else 'no: ' + row['reason']}")
+    rows = [(row["backend"], "yes" if row["serves"] else f"no: {row['reason']}") for row in answer["backends"]]
+    print("\n".join(aligned(rows, indent=2)))
     print(f"chosen: {answer['chosen']}" if answer["chosen"] else answer["problem"])
     if (kernels := answer["kernels"]) is not None:
         print(f"kernels: {kernels['weights']} on {kernels['instruction_set']}")

@@ -9,21 +9,16 @@ import time
 from typing import TYPE_CHECKING
 
 from cpumoe.cli.arguments import find_models, read_text, refuse_given
-from cpumoe.cli.model_arguments import add_model_arguments, is_decoded, load_model
-from cpumoe.cli.sampling import (
+from cpumoe.cli.model_arguments import add_model_arguments, is_decoded, load_chosen_model
+from cpumoe.cli.sampling_arguments import (
     add_sampling_arguments,
     check_sampling_arguments,
     generation_config,
     sampling_options,
 )
-from cpumoe.generation.model_folder import (
-    check_folder,
-    context_length,
-    load_tokenizer,
-    prepare_transformers,
-    render_chat,
-)
+from cpumoe.generation.model_folder import check_folder, context_length, prepare_transformers, render_chat
 from cpumoe.generation.session import Session, peak_memory_bytes
+from cpumoe.integrations.transformers.tokenizer import load_tokenizer
 from cpumoe_command import INTERRUPTED, interrupted
 
 if TYPE_CHECKING:
@@ -89,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"than the model's context of {context}"
         )
     started = time.perf_counter()
-    model = load_model(arguments)
+    model = load_chosen_model(arguments)
     load_seconds = time.perf_counter() - started
 
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that is not UTF-8 gets "?"
@@ -101,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     session = Session(model, tokenizer, options, arguments.stop or ())
     answer = session.answer(prompt, arguments.max_new_tokens, show)
-    remark = [interrupted("generate")] if answer.finish == "interrupt" else []
+    remarks = [interrupted("generate")] if answer.finish == "interrupt" else []
     if arguments.json:
         facts = {
             "text": answer.text,
@@ -118,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps(facts, ensure_ascii=False, indent=1))
     else:
         print("" if streams else answer.text, flush=True)
-        remark.append(answer.summary())
-    if remark:
-        print("; ".join(remark), file=sys.stderr)
+        remarks.append(answer.summary())
+    if remarks:
+        print("; ".join(remarks), file=sys.stderr)
     return INTERRUPTED if answer.finish == "interrupt" else 0

@@ -1,4 +1,4 @@
-"""``cpumoe inspect``: what a checkpoint is, what of it would be loaded, and what would stop the load."""
+"""``cpumoe inspect``: what a checkpoint is, how it would be loaded, and what would keep it from being loaded."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from cpumoe.cli.arguments import add_download, add_model, find_models, scheme_na
 from cpumoe.errors import printable
 from cpumoe.integrations.transformers.model_config import completed_config
 from cpumoe.layers.scheme import Scheme
+from cpumoe.tables import aligned, size_text
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-_MAX_LISTED = 20  # of one kind of problem in the text; JSON has all
+_MAX_LISTED = 20  # problems of one kind that are printed; JSON has all of them
 _TITLES = {"missing": "missing", "wrong": "of another kind", "unexpected": "unexpected", "other": "refused"}
-_WORDS = 2  # the first columns of the table, which are not numbers
 
 
 def add_command(commands: Commands) -> None:
@@ -46,57 +46,47 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if facts["loads"] else 1
 
 
-def size_text(size: int | None) -> str:
-    """Bytes for people, with a unit."""
-    if size is None:
-        return "?"
-    for unit, power in (("GB", 9), ("MB", 6), ("kB", 3)):
-        if size >= 10**power:
-            return f"{size / 10**power:.1f} {unit}"
-    return f"{size} B"
-
-
 def report(facts: dict[str, Any]) -> str:
-    """The text of ``inspect`` from what it prints as JSON."""
-    experts, files = facts["experts"], f"{facts['files']} file{'' if facts['files'] == 1 else 's'}"
-    lines = [
-        f"checkpoint  {facts['folder']}, {files}",
-        f"model       {facts['model_type']}, {facts['layers']} layers, hidden size {facts['hidden_size']}",
+    """The text that ``inspect`` prints, made from its JSON."""
+    of_experts, files = facts["experts"], f"{facts['files']} file{'' if facts['files'] == 1 else 's'}"
+    heading = [
+        ("checkpoint", f"{facts['folder']}, {files}"),
+        ("model", f"{facts['model_type']}, {facts['layers']} layers, hidden size {facts['hidden_size']}"),
     ]
-    if experts is not None:
-        lines.append(
-            f"experts     {experts['count']} per layer in {experts['layers']} layers, {experts['per_token']} per "
-            f"token, intermediate size {experts['intermediate_size']}, {experts['activation']}"
+    if of_experts is not None:
+        experts_text = (
+            f"{of_experts['count']} per layer in {of_experts['layers']} layers, {of_experts['per_token']} per token, "
+            f"intermediate size {of_experts['intermediate_size']}, {of_experts['activation']}"
         )
-    lines += ["", *_table(facts), ""]
-    if experts is not None and experts["memory_bits_per_weight"] is not None:
-        on_disk, in_memory = experts["disk_bits_per_weight"], experts["memory_bits_per_weight"]
+        heading.append(("experts", experts_text))
+    lines = [*aligned(heading), "", *_table(facts), ""]
+    if of_experts is not None and of_experts["memory_bits_per_weight"] is not None:
+        on_disk, in_memory = of_experts["disk_bits_per_weight"], of_experts["memory_bits_per_weight"]
         lines.append(f"experts: {on_disk:.2f} bits per weight on disk, {in_memory:.2f} in memory")
     lines.append(f"float parts are loaded as {facts['float_dtype']}: {facts['float_dtype_reason']}")
     if facts["schemes"]:
         lines.append("this is a float checkpoint; --scheme quantises its experts while they are loaded:")
-        for offer in facts["schemes"]:
-            size = size_text(offer["memory_bytes"])
-            lines.append(f"  {offer['scheme']:10} {size:>10}  {offer['bits_per_weight']:.2f} bits per weight")
+        rows = [
+            (offer["scheme"], size_text(offer["memory_bytes"]), f"{offer['bits_per_weight']:.2f} bits per weight")
+            for offer in facts["schemes"]
+        ]
+        lines += aligned(rows, right=(1,), indent=2)
     lines.append("it would load" if facts["loads"] else "it would not load:")
     for key, title in _TITLES.items():
         if found := facts["problems"][key]:
             lines += [f"  {title} ({len(found)})", *(f"    {text}" for text in found[:_MAX_LISTED])]
             if len(found) > _MAX_LISTED:
                 lines.append(f"    and {len(found) - _MAX_LISTED} more; --json lists all")
-    return "\n".join(map(printable, lines))  # names are those of the files, whatever they hold
+    return "\n".join(map(printable, lines))  # names come from the files and may hold any characters
 
 
 def _table(facts: dict[str, Any]) -> list[str]:
-    def row(first: str, held: str, modules: str, part: dict[str, Any]) -> tuple[str, ...]:
+    def row(kind: str, storage: str, modules: str, part: dict[str, Any]) -> tuple[str, ...]:
         parameters = "?" if part["parameters"] is None else f"{part['parameters']:,}"
-        return first, held, modules, parameters, size_text(part["disk_bytes"]), size_text(part["memory_bytes"])
+        sizes = ("?" if part[key] is None else size_text(part[key]) for key in ("disk_bytes", "memory_bytes"))
+        return kind, storage, modules, parameters, *sizes
 
     rows: list[tuple[str, ...]] = [("kind", "held as", "modules", "parameters", "on disk", "in memory")]
     rows += [row(part["kind"], part["held"], str(part["modules"]), part) for part in facts["parts"]]
     rows.append(row("total", "", "", facts))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(t.ljust(w) if i < _WORDS else t.rjust(w) for i, (t, w) in enumerate(zip(row, widths, strict=True)))
-        for row in rows
-    ]
+    return aligned(rows, right=range(2, 6))

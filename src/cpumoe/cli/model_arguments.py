@@ -1,4 +1,4 @@
-"""What ``generate``, ``chat``, ``serve`` and ``eval`` share: the options that name a model and how it is loaded."""
+"""Options that ``generate``, ``chat``, ``serve`` and ``eval`` share: which model to load, and how."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add_download(parser)
 
 
-def load_model(arguments: argparse.Namespace, **options: Any) -> PreTrainedModel:
-    """The model that the arguments name; ``options`` are those of ``from_pretrained``."""
+def load_chosen_model(arguments: argparse.Namespace, **options: Any) -> PreTrainedModel:
+    """Loads the model that the arguments name; ``options`` go to ``from_pretrained``."""
     check_schemes(arguments)
     from cpumoe.integrations.transformers.plugin import load_model
 
@@ -45,7 +45,7 @@ def load_model(arguments: argparse.Namespace, **options: Any) -> PreTrainedModel
 
 
 def check_schemes(arguments: argparse.Namespace) -> None:
-    """Raises for a checkpoint that ``--scheme``, ``--linears`` and ``--cache`` do not go with."""
+    """Raises if ``--scheme``, ``--linears`` and ``--cache`` do not fit the checkpoint."""
     model, scheme = arguments.model, arguments.scheme
     if is_quantized(model):
         if scheme is not None:
@@ -69,5 +69,5 @@ def is_quantized(folder: Path) -> bool:
 
 
 def is_decoded(text: str) -> bool:
-    """False where Python has put surrogates for bytes that are not UTF-8 (arguments, or stdin in the C locale)."""
+    """False if the text has surrogates, which Python puts for bytes that are not UTF-8 (in arguments and stdin)."""
     return not any("\ud800" <= character <= "\udfff" for character in text)

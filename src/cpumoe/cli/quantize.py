@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cpumoe.checkpoints.checkpoint import Checkpoint
-from cpumoe.checkpoints.formats.compressed_tensors import FORMS
+from cpumoe.checkpoints.formats.compressed_tensors import FORMATS
 from cpumoe.cli.arguments import (
     add_download,
     add_model,
@@ -24,12 +24,12 @@ from cpumoe.cli.arguments import (
 )
 from cpumoe.integrations.transformers.quantizing import quantize_checkpoint
 from cpumoe.quantization.checkpoint_quantizer import FLOAT
-from cpumoe.quantization.quantization_plan import Report
+from cpumoe.quantization.quantization_plan import QuantizationReport
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-_MAX_LAYERS = 8  # of uncovered experts on screen
+_MAX_LAYERS = 8  # layers whose uncovered experts are printed
 _CALIBRATION_SAMPLES = 128
 _CALIBRATION_LENGTH = 512
 
@@ -51,7 +51,7 @@ def add_command(commands: Commands) -> None:
         metavar="S",
         help=f"of the other linears: a scheme or {FLOAT} (as the experts)",
     )
-    parser.add_argument("--format", choices=FORMS, default=FORMS[-1], help=f"on disk ({FORMS[-1]})")
+    parser.add_argument("--format", choices=FORMATS, default=FORMATS[-1], help=f"on disk ({FORMATS[-1]})")
     parser.add_argument(
         "--calibration", type=Path, metavar="FILE", help="text (.txt) or JSON lines with a text each (.jsonl): use GPTQ"
     )
@@ -101,14 +101,14 @@ def _bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 
-def _print_coverage(report: Report) -> None:
+def _print_coverage(report: QuantizationReport) -> None:
     print(f"{report.calibrated} of {report.matrices} matrices calibrated with {report.tokens} tokens")
     uncovered = report.uncovered
     if not uncovered:
         print("every expert saw enough tokens")
         return
     print("experts that saw too few tokens and were rounded to nearest:", file=sys.stderr)
-    for layer, experts in list(uncovered.items())[:_MAX_LAYERS]:
-        print(f"  {layer}: {', '.join(map(str, experts))}", file=sys.stderr)
+    for layer, numbers in list(uncovered.items())[:_MAX_LAYERS]:
+        print(f"  {layer}: {', '.join(map(str, numbers))}", file=sys.stderr)
     if len(uncovered) > _MAX_LAYERS:
         print(f"  and in {len(uncovered) - _MAX_LAYERS} more layers; see quantization_report.json", file=sys.stderr)

@@ -15,9 +15,11 @@ from typing import TYPE_CHECKING
 from cpumoe.checkpoints.architectures import known_architecture
 from cpumoe.checkpoints.checkpoint import read_json
 from cpumoe.cli.arguments import find_models
-from cpumoe.cli.model_arguments import add_model_arguments, load_model
-from cpumoe.generation.memory import BATCH_TOKENS, available_bytes, model_bytes, plan_cache, size_text
-from cpumoe.generation.model_folder import check_folder, context_length, load_tokenizer, prepare_transformers
+from cpumoe.cli.model_arguments import add_model_arguments, load_chosen_model
+from cpumoe.generation.memory import BATCH_TOKENS, available_bytes, cache_size, model_bytes
+from cpumoe.generation.model_folder import check_folder, context_length, prepare_transformers
+from cpumoe.integrations.transformers.tokenizer import load_tokenizer
+from cpumoe.tables import size_text
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -62,7 +64,7 @@ def _gigabytes(text: str) -> float:
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """The port, taken before the model is loaded and held since."""
+    """Takes the port. This is done before the model is loaded, so that a taken port is found at once."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as problem:
@@ -86,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.name = arguments.name or str(arguments.model)  # as it was typed
     find_models(arguments, "model")
     check_folder(arguments.model)
-    # Both end a server, at any time, in the same way; a shell may have told its background jobs to ignore SIGINT.
+    # Both signals end a server at any time and in the same way, even if a shell made its background jobs ignore SIGINT.
     before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         with _listen(arguments.host, arguments.port) as listener:
@@ -105,45 +107,47 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _serve(arguments: argparse.Namespace, listener: socket.socket) -> bool:
-    """Loads and serves until a signal comes; whether nothing is being computed any more."""
+    """Loads the model and serves until a signal comes. Returns whether all computing has ended."""
     prepare_transformers()
     import transformers
 
     try:
-        from cpumoe.generation import server
+        from cpumoe.generation.server import Server
     except ImportError as problem:
+        if not (problem.name or "").startswith("transformers"):
+            raise
         raise RuntimeError(
             f"cpumoe serve was made for transformers {_TESTED_WITH}, this is {transformers.__version__}: {problem}"
         ) from problem
     tokenizer = load_tokenizer(arguments.model)
     context = context_length(arguments.model)
     available = available_bytes()
-    # Batching packs the tokens of several sequences into one, which transformers does with this attention alone.
+    # Batching packs the tokens of several sequences into one row, which transformers can do with this attention only.
     batched = not arguments.sequential and _has_plain_attention(arguments.model)
-    model = load_model(arguments, **({"attn_implementation": "sdpa"} if batched else {}))
-    # Weights that are mapped from files do not lower the memory that is available, but they should stay in it.
+    model = load_chosen_model(arguments, **({"attn_implementation": "sdpa"} if batched else {}))
+    # Weights that are mapped from files do not count as used memory, but there should be room for all of them.
     free = available - max(model_bytes(model), available - available_bytes())
 
-    with server.Server(model, tokenizer, arguments.name, context) as served:
+    with Server(model, tokenizer, arguments.name, context) as server:
         obstacle: str | None = None
         if not arguments.sequential:
-            plan = plan_cache(model.config, model.dtype, free, arguments.memory_gb)
-            obstacle = served.start_batching(plan.blocks, plan.block_tokens, BATCH_TOKENS)
+            size = cache_size(model.config, model.dtype, free, arguments.memory_gb)
+            obstacle = server.start_batching(size.blocks, size.block_tokens, BATCH_TOKENS)
             if obstacle is None:
                 print(
-                    f"cache: {plan.blocks} blocks of {plan.block_tokens} tokens, {size_text(plan.total_bytes)} of the "
-                    f"{size_text(free)} that the model leaves; a request may have {served.limit} tokens"
+                    f"cache: {size.blocks} blocks of {size.block_tokens} tokens, {size_text(size.total_bytes)} of the "
+                    f"{size_text(free)} that the model leaves; a request may have {server.token_limit} tokens"
                 )
             else:
                 print(f"requests are answered one at a time, since batching fails for this model: {obstacle}")
         if arguments.sequential or obstacle is not None:
-            served.start_sequential()
+            server.start_sequential()
 
-        def tell() -> None:
+        def print_address() -> None:
             host, port = listener.getsockname()[:2]
-            print(f'model: "{served.name}" at http://{f"[{host}]" if ":" in host else host}:{port}/v1', flush=True)
+            print(f'model: "{server.name}" at http://{f"[{host}]" if ":" in host else host}:{port}/v1', flush=True)
 
-        return served.run(listener, log_level="info" if arguments.verbose else "warning", on_ready=tell)
+        return server.run(listener, log_level="info" if arguments.verbose else "warning", on_ready=print_address)
 
 
 def _has_plain_attention(folder: Path) -> bool:

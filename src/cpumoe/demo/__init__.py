@@ -1,1 +1,1 @@
-"""The small model that comes with the package, and what ``cpumoe demo`` shows."""
+"""The small model that comes with the package, and what ``cpumoe demo`` does with it."""

@@ -1,4 +1,4 @@
-"""The model that comes with the package at work: it completes some Python; and the same model in float, beside it."""
+"""Lets the model that comes with the package complete Python code, and makes the same model in float to compare."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 0, "r
 def complete(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int, write: Callable[[str], None]
 ) -> Answer:
-    """Completes a prompt, which is a text of its own; ``write`` gets the pieces as they come."""
+    """Completes a prompt; ``write`` gets the pieces of text as they come."""
     session = Session(model, tokenizer, _SAMPLING)
     return session.answer(tokenizer.encode(prompt), tokens, write)
 
 
 def float_model(model: PreTrainedModel) -> PreTrainedModel:
-    """What a packed Qwen3-MoE stands for, as transformers would run it: weights multiplied out."""
+    """The float model that a packed Qwen3-MoE represents, as transformers runs it: weights times scales."""
     from transformers import AutoModelForCausalLM
 
     state: dict[str, Any] = dict(model.state_dict())
@@ -42,9 +42,9 @@ def float_model(model: PreTrainedModel) -> PreTrainedModel:
             state[f"{name}.weight"] = reference.dequantize(values[0], scales[0])
         elif isinstance(module, Experts):
             del state[f"{name}.gate_up_packed"], state[f"{name}.down_packed"]
-            held = module.quantized()
-            state[f"{name}.gate_up_proj"] = reference.dequantize(held.gate_up, held.gate_up_scale)
-            state[f"{name}.down_proj"] = reference.dequantize(held.down, held.down_scale)
+            quantized = module.quantized()
+            state[f"{name}.gate_up_proj"] = reference.dequantize(quantized.gate_up, quantized.gate_up_scale)
+            state[f"{name}.down_proj"] = reference.dequantize(quantized.down, quantized.down_scale)
     config = type(model.config).from_dict(model.config.to_dict())
     config.quantization_config = None
     plain = AutoModelForCausalLM.from_config(config, dtype=model.dtype, attn_implementation="sdpa")

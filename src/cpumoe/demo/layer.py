@@ -1,4 +1,4 @@
-"""One layer of a known model, quantised, run, and compared with what it stands for."""
+"""Quantises one layer of a known model, runs it, and compares it with the float layer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Inputs = tuple[Tensor, Tensor, Tensor]  # hidden states, ids, weights
 def _seconds(
     call: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: list[Inputs], budget: float = 1.0
 ) -> list[float]:
-    """Of each call. Inputs are taken in turn: their experts differ, so that weights come from memory, not a cache."""
+    """Seconds of each call. Inputs with different experts are taken in turn, so that weights come from memory."""
     call(*inputs[0])
     times: list[float] = []
     end = time.perf_counter() + budget
@@ -43,7 +43,7 @@ def _relative_error(value: Tensor, truth: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Times:
-    """Medians for one number of tokens, and a sentence if other programs were in the way."""
+    """Medians for one number of tokens, and a warning if other programs disturbed the measurement."""
 
     own_ms: float
     torch_ms: float
@@ -60,13 +60,13 @@ class Agreement:
 
 
 class DemoLayer:
-    """Random weights of a shape, in bf16 and packed."""
+    """A layer with random weights, in bf16 and packed."""
 
     def __init__(self, shape: Shape, scheme: Scheme) -> None:
         self._shape, self._scheme = shape, scheme
         self._generator = generator = torch.Generator().manual_seed(0)
-        gate_up = torch.randn((shape.experts, 2 * shape.intermediate, shape.hidden), generator=generator) * 0.02
-        down = torch.randn((shape.experts, shape.hidden, shape.intermediate), generator=generator) * 0.02
+        gate_up = torch.randn((shape.num_experts, 2 * shape.intermediate, shape.hidden), generator=generator) * 0.02
+        down = torch.randn((shape.num_experts, shape.hidden, shape.intermediate), generator=generator) * 0.02
         self._gate_up, self._down = gate_up.bfloat16(), down.bfloat16()
         start = time.perf_counter()
         self.experts = Experts.quantize(self._gate_up, self._down, scheme)
@@ -75,7 +75,7 @@ class DemoLayer:
 
     def _routed(self, tokens: int) -> Inputs:
         x = torch.randn((tokens, self._shape.hidden), generator=self._generator)
-        logits = torch.randn((tokens, self._shape.experts), generator=self._generator)
+        logits = torch.randn((tokens, self._shape.num_experts), generator=self._generator)
         weights, ids = select_experts(logits, self._shape.topk, "renormalize")
         return x, ids, weights
 

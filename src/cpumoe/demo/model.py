@@ -16,22 +16,22 @@ FOLDER = Path(__file__).parent.parent / "data" / "python-stdlib-w4a8-g128"
 
 
 def quality() -> dict[str, Any]:
-    """What was measured on the held-out text: bits per byte by scheme, and the expert load."""
+    """Figures measured on the held-out text: bits per byte for each scheme, and the expert load."""
     measured: dict[str, Any] = json.loads((FOLDER / "measured.json").read_text())
     return measured
 
 
-def measured_load(experts: int) -> Tensor:
-    """Relative load of each of ``experts`` experts, distributed as this model's are on held-out text: fp32 [experts].
+def measured_load(num_experts: int) -> Tensor:
+    """Relative load of each of ``num_experts`` experts, distributed as in this model on held-out text: fp32 [experts].
 
-    The loads of a layer, sorted, are a curve; the mean curve of all layers is read at as many points as there are
-    experts. Hot and idle experts are spread over the numbers.
+    The sorted loads of a layer form a curve. The mean curve of all layers is read at ``num_experts`` points, and the
+    result is shuffled, so that hot and idle experts are mixed.
     """
     layers = [sorted(counts, reverse=True) for counts in quality()["expert_load"].values()]
     curve = torch.tensor(layers, dtype=torch.float32)
     curve = (curve / curve.sum(1, keepdim=True)).mean(0)  # [experts of the model]
-    at = torch.linspace(0, len(curve) - 1, experts)
+    at = torch.linspace(0, len(curve) - 1, num_experts)
     low = at.floor().long().clamp(max=len(curve) - 2)
     load = curve[low] + (at - low) * (curve[low + 1] - curve[low])
-    order = torch.randperm(experts, generator=torch.Generator().manual_seed(0))
+    order = torch.randperm(num_experts, generator=torch.Generator().manual_seed(0))
     return load[order] / load.sum()

@@ -1,1 +1,1 @@
-"""How good a model is, which experts it uses, and whether the kernels are right."""
+"""Measures how good a model is and which experts it uses, and checks the kernels."""

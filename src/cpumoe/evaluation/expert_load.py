@@ -1,8 +1,8 @@
-"""Which experts a model uses: counters and recordings that hang on its experts modules while a block runs.
+"""Which experts a model uses: counts or records the calls of its experts modules while a ``with`` block runs.
 
-Both are forward pre-hooks, put there on entry and taken away on exit. Outside the block the forward pass is the one it
-was before: there is no flag to test and nothing to switch off. A model that ``torch.compile`` has compiled before the
-block does not see the hooks; its counters stay zero.
+Both work with forward pre-hooks, which are added when the block begins and removed when it ends. Outside the block the
+forward pass is unchanged and costs nothing more. A model that was compiled with ``torch.compile`` before the block does
+not run the hooks; its counts stay zero.
 """
 
 from __future__ import annotations
@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cpumoe.tables import aligned
+
 
 def expert_count(module: nn.Module) -> int | None:
     """Number of experts of an experts module (of transformers, or :class:`cpumoe.Experts`); None for other modules."""
-    # In this order: experts of transformers have a config too, but it is that of the whole model.
+    # num_experts comes first: experts of transformers have a config too, but it is the one of the whole model.
     count = getattr(module, "num_experts", None)
     if count is None:
         count = getattr(getattr(module, "config", None), "experts", None)
@@ -28,9 +30,9 @@ def expert_count(module: nn.Module) -> int | None:
 
 
 def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The experts modules of a model whose calls carry ids, by qualified name, in the order of the layers.
+    """The experts modules of a model that are called with ids, by their qualified names, in the order of the layers.
 
-    They are the submodules named ``experts`` that are called as ``(hidden_states [T, H], ids [T, K], weights [T, K])``.
+    They are the submodules named ``experts`` that are called with (hidden_states [T, H], ids [T, K], weights [T, K]).
     """
     return {name: module for name, module in _named_experts(model) if _takes_ids(module)}
 
@@ -42,56 +44,57 @@ def _named_experts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _takes_ids(module: nn.Module) -> bool:
-    """Llama4's own experts take one argument: every token once per expert, scaled by zero where it was not chosen."""
+    """False for Llama4's own experts, which get every token once per expert, scaled by zero if it was not chosen."""
     return len(inspect.signature(module.forward).parameters) > 1
 
 
 class ExpertLoad:
     """How often each expert of each layer was chosen.
 
-    ``counts`` has an int64 tensor [experts] per layer (choices), ``tokens`` the number of tokens that the layer saw.
-    A token computed twice counts twice: this is the load on the experts, whatever the reason for it.
+    ``counts`` has for each layer an int64 tensor [experts] with the number of times that each expert was chosen, and
+    ``tokens`` the number of tokens that the layer got. A token that is computed twice counts twice, because this is the
+    load on the experts.
     """
 
-    def __init__(self, experts: Mapping[str, int]) -> None:
-        """``experts``: the number of experts of each layer, by the layer's name."""
-        self.counts = {layer: torch.zeros(count, dtype=torch.int64) for layer, count in experts.items()}
-        self.tokens = dict.fromkeys(experts, 0)
+    def __init__(self, num_experts: Mapping[str, int]) -> None:
+        """``num_experts``: the number of experts of each layer, by the layer's name."""
+        self.counts = {layer: torch.zeros(count, dtype=torch.int64) for layer, count in num_experts.items()}
+        self.tokens = dict.fromkeys(num_experts, 0)
 
     def add(self, layer: str, topk_ids: Tensor) -> None:
         """Counts one call of a layer. ``topk_ids``: [tokens, K] int32 or int64."""
         counts = self.counts[layer]
-        # Outside the range are -1 and, in transformers under expert parallelism, E: the expert is on another rank.
+        # Ids outside the range mean an expert on another rank: -1, or the number of experts in transformers.
         here = topk_ids[(topk_ids >= 0) & (topk_ids < len(counts))]
         counts += torch.bincount(here, minlength=len(counts)).to(counts.device)
         self.tokens[layer] += topk_ids.shape[0]
 
     def shares(self, layer: str) -> Tensor:
-        """Share of the choices that fell on each expert, [experts] float64; NaN when the layer saw nothing."""
+        """Share of the choices that fell on each expert, [experts] float64; NaN if the layer got no tokens."""
         counts = self.counts[layer].double()
         return counts / counts.sum()
 
     def imbalance(self, layer: str) -> float | None:
-        """Load of the hottest expert over the mean load; 1 is even. None when the layer saw nothing."""
+        """Load of the hottest expert divided by the mean load; 1 is even. None if the layer got no tokens."""
         counts = self.counts[layer].double()
         return float(counts.max() / counts.mean()) if counts.any() else None
 
     def never_used(self) -> dict[str, list[int]]:
-        """The experts of each layer that no token chose; layers that used all of theirs are left out."""
+        """The experts of each layer that no token chose, without the layers that used all of them."""
         unused = {layer: (counts == 0).nonzero().flatten().tolist() for layer, counts in self.counts.items()}
-        return {layer: experts for layer, experts in unused.items() if experts}
+        return {layer: numbers for layer, numbers in unused.items() if numbers}
 
     def table(self, hottest: int = 10) -> str:
         """A line per layer: imbalance, experts never used, and the ``hottest`` experts with their shares."""
         if hottest < 1:
             raise ValueError(f"hottest={hottest}; 1 or more is accepted")
         unused = self.never_used()
-        lines = [("layer", "tokens", "max/mean", "never used", "hottest experts (share of the choices)")]
+        rows = [("layer", "tokens", "max/mean", "never used", "hottest experts (share of the choices)")]
         for label, (layer, counts) in zip(self._labels(), self.counts.items(), strict=True):
             imbalance = self.imbalance(layer)
             order = counts.argsort(descending=True, stable=True)[:hottest].tolist()
             shares = self.shares(layer)
-            lines.append(
+            rows.append(
                 (
                     label,
                     str(self.tokens[layer]),
@@ -100,14 +103,10 @@ class ExpertLoad:
                     "  ".join(f"{i} ({float(shares[i]):.1%})" for i in order if counts[i] > 0) or "no tokens",
                 )
             )
-        widths = [max(len(line[column]) for line in lines) for column in range(4)]
-        return "\n".join(
-            "  ".join([line[0].ljust(widths[0]), *(line[i].rjust(widths[i]) for i in (1, 2, 3)), line[4]])
-            for line in lines
-        )
+        return "\n".join(aligned(rows, right=(1, 2, 3)))
 
     def to_json(self) -> dict[str, Any]:
-        """Everything, for ``json.dumps``: per layer its tokens, counts, imbalance and the experts never used."""
+        """All figures, for ``json.dumps``: for each layer its tokens, counts, imbalance and the experts never used."""
         unused = self.never_used()
         return {
             "layers": [
@@ -123,10 +122,10 @@ class ExpertLoad:
         }
 
     def heatmap(self, path: str | Path) -> None:
-        """Writes a PNG: a row per layer, a column per expert, the colour is the load relative to an even one."""
+        """Writes a PNG with a row per layer and a column per expert; the colour is the load relative to an even one."""
         try:
             from matplotlib.colors import TwoSlopeNorm
-            from matplotlib.figure import Figure  # not pyplot: the caller's choice of backend stays as it is
+            from matplotlib.figure import Figure  # pyplot would change the caller's choice of backend
         except ImportError:
             raise RuntimeError("a heat map needs matplotlib: pip install 'cpumoe[bench]'") from None
 
@@ -143,7 +142,7 @@ class ExpertLoad:
         image = axes.imshow(
             load.numpy(),
             aspect="auto",
-            interpolation="nearest",  # every cell is one expert: no blending with its neighbours
+            interpolation="nearest",  # every cell is one expert, not to be blended with its neighbours
             cmap="RdBu_r",
             norm=TwoSlopeNorm(vmin=0, vcenter=1, vmax=max(2.0, peak)),
         )
@@ -158,7 +157,7 @@ class ExpertLoad:
         figure.savefig(path, format="png")
 
     def _labels(self) -> list[str]:
-        """The layers' numbers; their whole names when a name has no number or two have the same."""
+        """The numbers of the layers, or their whole names if a name has no number or two have the same one."""
         numbers = [re.search(r"\.(\d+)\.", layer) for layer in self.counts]
         labels = [number[1] for number in numbers if number]
         return labels if len(set(labels)) == len(self.counts) else list(self.counts)
@@ -166,13 +165,13 @@ class ExpertLoad:
 
 @contextmanager
 def count_expert_load(model: nn.Module) -> Iterator[ExpertLoad]:
-    """Counts the experts that a model uses while the block runs.
+    """Counts which experts a model uses while the block runs.
 
     >>> with count_expert_load(model) as load:
     ...     model.generate(**inputs)
     >>> print(load.table())
 
-    Raises ValueError when the model has no experts modules that can be watched.
+    Raises ValueError if the model has no experts modules that can be watched.
     """
     modules = _watchable(model)
     load = ExpertLoad({name: expert_count(module) or 0 for name, module in modules.items()})
@@ -182,9 +181,9 @@ def count_expert_load(model: nn.Module) -> Iterator[ExpertLoad]:
 
 @contextmanager
 def record_routing(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """Records which experts were chosen: for every layer one tensor [T, K] of ids per call, in the order of the calls.
+    """Records which experts were chosen: for every layer, the ids [T, K] of each call in the order of the calls.
 
-    Raises ValueError when the model has no experts modules that can be watched.
+    Raises ValueError if the model has no experts modules that can be watched.
     """
     modules = _watchable(model)
     routing: dict[str, list[Tensor]] = {name: [] for name in modules}

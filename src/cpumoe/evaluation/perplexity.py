@@ -1,7 +1,7 @@
-"""How good a model is on a text: perplexity, and how far a quantised model is from the float one.
+"""Measures how good a model is on a text: its perplexity, and how far a quantised model is from the float one.
 
 The text is read in windows of tokens that overlap. Every token but the first is predicted exactly once, from all tokens
-of its window before it. Memory is bounded by the logits of one window, however long the text.
+before it in its window. However long the text is, memory only has to hold the logits of one window.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from cpumoe.evaluation.expert_load import experts_modules, record_routing
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-Progress = Callable[[int, int], None]  # predictions done, predictions in all
+Progress = Callable[[int, int], None]  # called with the predictions done and the predictions in all
 
-#: Tokens that a model sees at a time, unless it has fewer positions or the caller has chosen.
+#: Tokens that a model sees at a time, unless it has fewer positions or the caller chooses another number.
 DEFAULT_WINDOW = 1024
 
 # Rows of logits that are turned into float64 at a time: 16 x 200 000 tokens of vocabulary are 26 MB.
@@ -32,15 +32,15 @@ _ROWS = 16
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model made of a text.
+    """How well a model predicted a text.
 
     Attributes:
         nats: minus the sum of the log probabilities of the predicted tokens.
-        tokens: tokens predicted: all but the first.
-        bytes: of the text in UTF-8, all of them.
-        seconds: spent in the model's forward passes.
-        window: most tokens that the model saw at a time.
-        stride: tokens between the ends of two windows; what they overlap by is computed twice.
+        tokens: the number of tokens predicted, which is all but the first.
+        bytes: the length of the whole text in UTF-8.
+        seconds: the time spent in the model's forward passes.
+        window: the most tokens that the model saw at a time.
+        stride: tokens between the ends of two windows; where windows overlap, tokens are computed twice.
     """
 
     nats: float
@@ -88,8 +88,8 @@ class RoutingAgreement:
     """How far two models agree on the experts of one layer.
 
     Attributes:
-        shared: mean over the tokens of the share of the float model's experts that the other model chose too.
-        exact: share of the tokens for which both chose the same set.
+        shared: the share of the float model's experts that the other model chose too, as a mean over the tokens.
+        exact: the share of the tokens for which both models chose the same set.
     """
 
     shared: float
@@ -98,13 +98,13 @@ class RoutingAgreement:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A model beside the float model that it stands for, on one text.
+    """A model compared with the float model that it was made of, on one text.
 
     Attributes:
-        model, float_model: what each made of the text.
-        kl: mean over the tokens of KL(float || model), in nats.
-        top1_agreement: share of the tokens for which both find the same token most likely.
-        routing: agreement on the experts, by layer; without the layers whose routing cannot be seen in both models.
+        model, float_model: how well each predicted the text.
+        kl: KL(float || model) in nats, as a mean over the tokens.
+        top1_agreement: the share of the tokens for which both find the same token most likely.
+        routing: agreement on the experts, by layer; only layers whose routing can be seen in both models.
     """
 
     model: Evaluation
@@ -139,14 +139,14 @@ def perplexity(
 
     Args:
         model: a causal language model of transformers.
-        tokenizer: the model's; its special tokens (begin of text, where it has one) are used.
+        tokenizer: the model's tokenizer; it adds its special tokens, such as a begin-of-text token.
         text: at least two tokens long.
-        window: most tokens that the model sees at a time, 1 to its positions; None is 1024, or its positions if these
-            are fewer.
-        stride: tokens between the ends of two windows, 1 to ``window``; None is half a window. Every token is predicted
-            from more than ``window - stride`` tokens, once so many have gone before it. A smaller stride gives more
-            context and takes longer.
-        progress: called with (predictions done, predictions in all) after every window.
+        window: the most tokens that the model sees at a time, from 1 to its number of positions. None means 1024, or
+            the number of positions if that is smaller.
+        stride: tokens between the ends of two windows, from 1 to ``window``. None means half a window. Except at the
+            beginning of the text, every token is predicted from more than ``window - stride`` tokens. A smaller stride
+            gives more context and takes longer.
+        progress: called after every window with the predictions done and the predictions in all.
     """
     ids = _encode(model, tokenizer, text)
     window, stride = _window_and_stride([model], window, stride)
@@ -172,8 +172,8 @@ def compare(
 ) -> Comparison:
     """Measures how far a model is from the float model that it was made of.
 
-    Both read the same windows; each prediction, and the routing of the token that it is made from, counts once.
-    The arguments are those of :func:`perplexity`.
+    Both models read the same windows. Each prediction counts once, and so does the routing of the token that it is made
+    from. The arguments are the same as for :func:`perplexity`.
     """
     sizes = [m.config.get_text_config().vocab_size for m in (model, float_model)]
     if sizes[0] != sizes[1]:
@@ -198,7 +198,7 @@ def compare(
 
 
 class _Span(NamedTuple):
-    """Tokens ``begin`` to ``end - 1`` are read; the last ``scored`` of them predict the tokens up to ``end``."""
+    """One window: tokens ``begin`` to ``end - 1`` are read; the last ``scored`` predict the tokens up to ``end``."""
 
     begin: int
     end: int
@@ -206,7 +206,7 @@ class _Span(NamedTuple):
 
 
 def _spans(tokens: int, window: int, stride: int) -> Iterator[_Span]:
-    """All windows are full (but for a text shorter than one): what is left of the text does not shorten the last."""
+    """The windows of a text. All are full, even the last one, unless the whole text is shorter than a window."""
     done = 0
     while done < tokens - 1:
         end = min(done + (stride if done else window), tokens - 1)
@@ -215,7 +215,7 @@ def _spans(tokens: int, window: int, stride: int) -> Iterator[_Span]:
 
 
 def _read_span(model: PreTrainedModel, ids: Tensor, span: _Span) -> tuple[float, float]:
-    """Nats of the tokens that one window predicts, and seconds. On return its logits are gone: never two at a time."""
+    """Nats of the tokens that one window predicts, and seconds. Its logits are freed before the next window begins."""
     output = _forward(model, ids, span)
     nats = 0.0
     for log_q, targets in zip(_log_probabilities(output.logits), _targets(ids, span), strict=True):
@@ -226,7 +226,7 @@ def _read_span(model: PreTrainedModel, ids: Tensor, span: _Span) -> tuple[float,
 
 @dataclass
 class _Totals:
-    """Sums over the predictions; pairs are (model, float model)."""
+    """Sums over the predictions. Lists have two entries: for the model and for the float model."""
 
     nats: list[float] = field(default_factory=lambda: [0.0, 0.0])
     seconds: list[float] = field(default_factory=lambda: [0.0, 0.0])
@@ -239,15 +239,15 @@ class _Totals:
 def _compare_span(
     model: PreTrainedModel, float_model: PreTrainedModel, ids: Tensor, span: _Span, totals: _Totals
 ) -> None:
-    """Adds what the two models make of one window to the totals."""
-    # One after the other, each with a recording of its own: the two may be the same object.
+    """Runs both models on one window and adds the results to the totals."""
+    # One after the other, each with its own recording, because both may be the same object.
     outputs = [_forward(m, ids, span, routing=True) for m in (model, float_model)]
     pieces = (_log_probabilities(output.logits) for output in outputs)
     for log_q, log_p, targets in zip(*pieces, _targets(ids, span), strict=True):
         totals.nats[0] -= _total(log_q, targets)
         totals.nats[1] -= _total(log_p, targets)
         terms = log_p.exp() * (log_p - log_q)
-        # A token that the float model excludes (minus infinity) adds nothing, but 0 * inf is NaN.
+        # A token that the float model excludes (minus infinity) adds nothing, but the product would be NaN.
         totals.kl += float(terms.where(log_p > -math.inf, 0.0).sum())
         totals.top1 += float((log_p.argmax(-1) == log_q.argmax(-1)).sum())
     for i, output in enumerate(outputs):
@@ -282,13 +282,13 @@ def _forward(model: PreTrainedModel, ids: Tensor, span: _Span, *, routing: bool 
 
 
 def _log_probabilities(logits: Tensor) -> Iterator[Tensor]:
-    """[scored, vocabulary] in pieces of a few rows, float64: in float32 a small KL would drown in rounding."""
+    """Log probabilities [rows, vocabulary] of a few rows at a time, in float64: a small KL needs that precision."""
     for rows in logits.split(_ROWS):
         yield rows.double().log_softmax(-1)
 
 
 def _targets(ids: Tensor, span: _Span) -> Iterator[Tensor]:
-    """The tokens to predict, in the same pieces."""
+    """The tokens to predict, split in the same way as the log probabilities."""
     yield from ids[span.end - span.scored + 1 : span.end + 1].split(_ROWS)
 
 
@@ -307,7 +307,7 @@ def _check_finite(nats: float, span: _Span) -> None:
 
 def _encode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str) -> Tensor:
     """The tokens of a text, [tokens] int64."""
-    # verbose=False: that the text is longer than the model's positions is what windows are for.
+    # verbose=False: no warning about a text longer than the model's positions, since it is read in windows.
     ids = torch.tensor(tokenizer(text, verbose=False)["input_ids"], dtype=torch.int64)
     if len(ids) < 2:
         raise ValueError(f"the text has {len(ids)} tokens; 2 or more are accepted, since the first is not predicted")
@@ -318,7 +318,7 @@ def _encode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: st
 
 
 def _window_and_stride(models: list[PreTrainedModel], window: int | None, stride: int | None) -> tuple[int, int]:
-    """The window, or what it is by default for these models, and the stride that goes with it."""
+    """The window and the stride, with the defaults for these models where None was given; raises for bad values."""
     known = [getattr(model.config.get_text_config(), "max_position_embeddings", None) for model in models]
     positions = min((count for count in known if count is not None), default=None)
     if window is None:
@@ -335,7 +335,7 @@ def _window_and_stride(models: list[PreTrainedModel], window: int | None, stride
 
 @contextmanager
 def _inference(model: PreTrainedModel) -> Iterator[None]:
-    """No gradients and no dropout inside the block."""
+    """Switches off gradients and dropout inside the block."""
     was_training = model.training
     model.train(False)
     try:

@@ -1,4 +1,4 @@
-"""A quick check that every kernel this machine runs gives the scalar kernel's bits, for ``cpumoe doctor``."""
+"""A quick check, for ``cpumoe doctor``, that every kernel of this machine gives the same bits as the scalar one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def using_isa(name: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class SelfTest:
-    """Result of one kernel: the schemes whose output differs from the scalar kernel's."""
+    """The result for one kernel: the schemes whose output differs from that of the scalar kernel."""
 
     isa: str
     failed: tuple[str, ...]
@@ -41,14 +41,14 @@ class SelfTest:
 
 def _outputs(scheme: str) -> list[Tensor]:
     generator = torch.Generator().manual_seed(5)
-    experts, hidden, inner = 6, 256, 128
-    gate_up = torch.randn((experts, 2 * inner, hidden), generator=generator)
-    down = torch.randn((experts, hidden, inner), generator=generator)
+    num_experts, hidden, inner = 6, 256, 128
+    gate_up = torch.randn((num_experts, 2 * inner, hidden), generator=generator)
+    down = torch.randn((num_experts, hidden, inner), generator=generator)
     layer = Experts.quantize(gate_up, down, scheme, backend="native")
     outputs = []
-    for tokens in (1, 5, 70):  # decode, a few rows per expert, full tiles
+    for tokens in (1, 5, 70):  # one token, a few rows per expert, full tiles
         x = torch.randn((tokens, hidden), generator=generator)
-        weights, ids = select_experts(torch.randn((tokens, experts), generator=generator), 2)
+        weights, ids = select_experts(torch.randn((tokens, num_experts), generator=generator), 2)
         outputs.append(layer(x, ids, weights))
     return outputs
 

@@ -1,1 +1,1 @@
-"""Generating text: sampling, engines that run a model for many requests, and the OpenAI-compatible server on top."""
+"""Generates text: sampling, engines that run a model for many requests, and the OpenAI-compatible server."""

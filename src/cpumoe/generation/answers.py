@@ -1,4 +1,4 @@
-"""What a request gets: its jobs in the engine, and the bodies of chat and text completions made of their tokens."""
+"""The answers to a request: its jobs in the engine, and the bodies of chat and text completions."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Choice:
-    """One of the answers to a request, as far as it has come."""
+    """One of the answers to a request, as far as it is generated."""
 
     def __init__(
         self,
@@ -43,24 +43,25 @@ class Choice:
         self.tokens.append(token)
         if token.id in self._ends:
             return Delta()
-        delta = self._taken(self._message.add(self._pieces.add([token.id])))
+        delta = self._appended(self._message.add(self._pieces.add([token.id])))
         if self._stops.found:
             self.finish = "stop"
         return delta
 
     def end(self, finish: Finish) -> Delta:
-        delta = self._taken(self._message.add(self._pieces.rest()))
-        last = self._taken(self._message.rest())
-        held = "" if self._stops.found else self._stops.rest()
-        self.content += held
+        delta = self._appended(self._message.add(self._pieces.rest()))
+        last = self._appended(self._message.rest())
+        held_back = "" if self._stops.found else self._stops.rest()
+        self.content += held_back
         self.finish = "stop" if self._stops.found else "tool_calls" if self.tool_calls else finish
         return Delta(
-            delta.content + last.content + held,
+            delta.content + last.content + held_back,
             delta.reasoning + last.reasoning,
             delta.tool_calls + last.tool_calls,
         )
 
-    def _taken(self, delta: Delta) -> Delta:
+    def _appended(self, delta: Delta) -> Delta:
+        """Adds a delta to the answer, up to the first stop string; returns the part that was added."""
         delta = Delta(self._stops.add(delta.content), delta.reasoning, delta.tool_calls)
         self.content += delta.content
         self.reasoning += delta.reasoning
@@ -69,7 +70,7 @@ class Choice:
 
 
 class Answering:
-    """The choices of one request while the engine works on them."""
+    """The choices of one request while the engine works on them. ``on_end`` is called when nobody waits any more."""
 
     def __init__(
         self,
@@ -79,10 +80,13 @@ class Answering:
         lengths: Sequence[int],
         ends: frozenset[int],
         samplings: Sequence[Sampling],
+        *,
+        prompt_tokens: int,
         on_end: Callable[[], None],
     ) -> None:
+        """``prompts``, ``lengths`` and ``samplings`` are per choice; ``prompt_tokens`` counts each prompt once."""
         self.choices = list(choices)
-        self.prompt_tokens = 0  # set by whoever knows how many prompts there were
+        self._prompt_tokens = prompt_tokens
         self._engine = engine
         self._queue: asyncio.Queue[tuple[int, Token | Finish | Failure]] = asyncio.Queue()
         self._on_end = on_end
@@ -99,13 +103,13 @@ class Answering:
             engine.add(job)
 
     async def deltas(self) -> AsyncIterator[tuple[Choice, list[Token], Delta]]:
-        """What each token adds, and at the end of a choice what was held back. Raises ApiError for a failure."""
+        """What each token adds to its choice, and at the end the text held back. Raises ApiError on failure."""
         open_choices = len(self.choices)
         while open_choices:
             index, item = await self._queue.get()
             choice = self.choices[index]
             if choice.finish is not None:
-                continue  # a token that was on its way when a stop string was found
+                continue  # this token was already on its way when a stop string was found
             if isinstance(item, Failure):
                 raise ApiError(503 if item.sentence == ENDING else 500, item.sentence)
             if isinstance(item, Token):
@@ -121,7 +125,7 @@ class Answering:
             pass
 
     def end(self) -> None:
-        """Tells the engine that nobody waits any more; does nothing the second time."""
+        """Tells the engine that nobody waits any more. May be called more than once."""
         if self._ended:
             return
         self._ended = True
@@ -133,9 +137,9 @@ class Answering:
     def usage(self) -> dict[str, int]:
         generated = sum(len(choice.tokens) for choice in self.choices)
         return {
-            "prompt_tokens": self.prompt_tokens,
+            "prompt_tokens": self._prompt_tokens,
             "completion_tokens": generated,
-            "total_tokens": self.prompt_tokens + generated,
+            "total_tokens": self._prompt_tokens + generated,
         }
 
 
@@ -156,7 +160,7 @@ class ChatFormat:
             if choice.reasoning:
                 message["reasoning_content"] = choice.reasoning
             if choice.tool_calls:
-                message["tool_calls"] = [_tool_call(call) for call in choice.tool_calls]
+                message["tool_calls"] = [_tool_call_json(call) for call in choice.tool_calls]
             choices.append(
                 {
                     "index": choice.index,
@@ -179,7 +183,9 @@ class ChatFormat:
             out["reasoning_content"] = delta.reasoning
         if delta.tool_calls:
             first = len(choice.tool_calls) - len(delta.tool_calls)
-            out["tool_calls"] = [{"index": first + n, **_tool_call(call)} for n, call in enumerate(delta.tool_calls)]
+            out["tool_calls"] = [
+                {"index": first + n, **_tool_call_json(call)} for n, call in enumerate(delta.tool_calls)
+            ]
         return self._chunk(choice, out, tokens)
 
     def usage(self, answering: Answering) -> dict[str, Any]:
@@ -200,9 +206,8 @@ class ChatFormat:
 
         def entry(token: int, logprob: float | None) -> dict[str, Any]:
             text = self._text(token)
-            whole = (
-                "\N{REPLACEMENT CHARACTER}" not in text
-            )  # else it is a part of a character, whose bytes are not known
+            # Otherwise the token is a part of a character, and its bytes are not known.
+            whole = "\N{REPLACEMENT CHARACTER}" not in text
             return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
 
         content = [
@@ -212,7 +217,7 @@ class ChatFormat:
         return {"content": content, "refusal": None}
 
 
-def _tool_call(call: ToolCall) -> dict[str, Any]:
+def _tool_call_json(call: ToolCall) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
@@ -224,7 +229,7 @@ class CompletionFormat:
         self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._text = token_text
         self._logprobs = logprobs
-        self._echoes = echoes  # what each choice's text begins with
+        self._echoes = echoes  # the text that each choice begins with
         self._offsets: dict[int, int] = {}
 
     def whole(self, answering: Answering) -> dict[str, Any]:

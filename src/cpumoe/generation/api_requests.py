@@ -1,6 +1,6 @@
-"""The bodies of requests: every field that is served, with its range. Any other field is refused by name.
+"""The bodies of requests: every field that is supported, with its range. Any other field is refused by name.
 
-Fields whose absence is what we do anyway (``"store": false``, say) may be sent with that value.
+A field that is not supported may still be sent with the value that describes what happens anyway (``"store": false``).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _MAX_STOPS = 16
 _MAX_CHOICES = 64
 _MAX_NAME = 256
 
-# A list ends at the first wrong entry: a million errors would take seconds, on the thread that answers connections.
+# Checking a list ends at the first wrong entry: a million errors would take seconds, and block all connections.
 FAST = Field(fail_fast=True)
 
 Stop = Annotated[str, Field(min_length=1, max_length=1024)]
@@ -38,32 +38,32 @@ class ApiError(Exception):
 
 
 class _Part(BaseModel):
-    """Any part of a body: strict types, nothing that is not known."""
+    """Any part of a body: types are strict, and unknown fields are refused."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, part: Any) -> Any:
-        """null says nothing, in a field of any name: clients send back what they got with fields of their own."""
+        """Drops fields that are null, whatever their name: clients send back answers with null fields of their own."""
         return {name: value for name, value in part.items() if value is not None} if isinstance(part, dict) else part
 
 
 class _Body(_Part):
-    """What all three kinds of requests share."""
+    """The fields that all three kinds of requests share."""
 
-    #: Fields that are served with these values only.
+    #: Fields that may only have these values, because the values describe what happens anyway.
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     model: Annotated[str, Field(min_length=1)]
     stream: bool = False
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    user: str | None = None  # names the client's own user; by definition without effect on the answer
+    user: str | None = None  # the name of the client's own user, which by definition has no effect
 
     @classmethod
     def without_neutral_fields(cls, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Drops fields whose value means what happens anyway; raises ApiError where one asks for something else."""
+        """Drops fields that describe what happens anyway; raises ApiError if one asks for something else."""
         kept = {}
         for name, value in body.items():
             known = cls.neutral.get(name, ())
@@ -76,10 +76,10 @@ class _Body(_Part):
         return kept
 
 
-class _Generation(_Body):
-    """What chat and text completions share."""
+class _CompletionBody(_Body):
+    """The fields that chat and text completions share."""
 
-    top_k: Annotated[int, Field(ge=0, le=2**31)] | None = None  # 0: all
+    top_k: Annotated[int, Field(ge=0, le=2**31)] | None = None  # 0 means all tokens
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
     repetition_penalty: Annotated[float, Field(ge=0.01, le=10)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] = 0.0
@@ -99,7 +99,7 @@ class _Generation(_Body):
         return self.stream_options is not None and self.stream_options.include_usage
 
     @model_validator(mode="after")
-    def _stream_options_of_a_stream(self) -> _Generation:
+    def _stream_options_of_a_stream(self) -> _CompletionBody:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options has a meaning with stream only")
         return self
@@ -117,7 +117,7 @@ class TextPart(_Part):
 
     type: Literal["text", "input_text", "output_text"]
     text: str
-    # Parts of an earlier answer have these, empty, and may be sent back as they came.
+    # Parts of an earlier answer have these fields, always empty. They are accepted so that it can be sent back.
     annotations: Annotated[list[Any], Field(max_length=0)] = Field(default_factory=list)
     logprobs: Annotated[list[Any], Field(max_length=0)] = Field(default_factory=list)
 
@@ -170,7 +170,7 @@ class Tool(_Part):
     function: Function
 
 
-class ChatRequest(_Generation):
+class ChatRequest(_CompletionBody):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {
         "response_format": ({"type": "text"},),
         "tool_choice": ("auto", "none"),
@@ -221,7 +221,7 @@ class ChatRequest(_Generation):
 # ---- text ----------------------------------------------------------------------------------------------------------
 
 
-class CompletionRequest(_Generation):
+class CompletionRequest(_CompletionBody):
     neutral: ClassVar[dict[str, tuple[Any, ...]]] = {"suffix": ("",), "best_of": (1,)}
 
     prompt: str | Tokens | Annotated[list[str], FAST] | Annotated[list[Tokens], FAST]
@@ -247,7 +247,7 @@ class CompletionRequest(_Generation):
         if isinstance(self.prompt, str):
             return [self.prompt]
         if isinstance(self.prompt[0], int):
-            return [self.prompt]  # the first entry tells the type of all
+            return [self.prompt]  # the first entry shows the type of all
         return self.prompt
 
 
@@ -258,7 +258,7 @@ class InputMessage(_Part):
     type: Literal["message"] = "message"
     role: Literal["system", "developer", "user", "assistant"]
     content: Content
-    # What the items of an earlier answer carry besides, so that they can be sent back as they came.
+    # Items of an earlier answer have these fields. They are accepted so that it can be sent back.
     id: str | None = None
     status: str | None = None
 
@@ -300,7 +300,7 @@ Body = TypeVar("Body", bound=_Body)
 
 
 def parse_body(kind: type[Body], data: bytes) -> Body:
-    """The request in ``data``; raises ApiError with what is wrong with it."""
+    """Parses the request in ``data``; raises ApiError that says what is wrong with it."""
     try:
         body = from_json(data)
     except ValueError as problem:
@@ -311,7 +311,7 @@ def parse_body(kind: type[Body], data: bytes) -> Body:
         return kind.model_validate(kind.without_neutral_fields(body))
     except ValidationError as problem:
         errors = problem.errors(include_url=False, include_context=False)
-    # Of the alternatives that a field has, the one that went furthest is the one that was meant.
+    # A field may have several alternative types. The one whose check went furthest is taken for the one that was meant.
     first = max((e for e in errors if e["loc"][:1] == errors[0]["loc"][:1]), key=lambda e: len(e["loc"]))
     param = ".".join(str(part) for part in first["loc"] if part not in _ALTERNATIVES and "[" not in str(part))
     message = first["msg"].removeprefix("Value error, ")
@@ -327,10 +327,10 @@ def parse_body(kind: type[Body], data: bytes) -> Body:
     raise ApiError(400, message, param=param or None)
 
 
-# What pydantic puts into the place of an error besides names of fields and positions.
+# Words that pydantic puts into the location of an error besides the names of fields and positions.
 _ALTERNATIVES = ("str", "int", "bool", "constrained-str")
 
 
 def _shown(value: object) -> str:
-    text = reprlib.repr(value)  # of a long list, the beginning
+    text = reprlib.repr(value)  # shortens long lists
     return text if len(text) <= 80 else f"{text[:77]}..."

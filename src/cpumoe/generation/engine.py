@@ -1,7 +1,7 @@
 """Engines: one thread that owns the model and generates for all requests, together or one after another.
 
-An engine takes :class:`Job` objects and gives each its tokens. Nothing else may run the model while an engine has it:
-transformers' models carry settings that a call changes.
+An engine takes :class:`Job` objects and delivers their tokens. Nothing else may run the model while an engine has it,
+because a call changes settings inside a model of transformers.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 _log = logging.getLogger("cpumoe")
 
 _REQUESTS_PER_BATCH = 64
-_STOP_SECONDS = 3.0  # for the step that is being computed when an engine is told to end
+_STOP_SECONDS = 3.0  # how long an engine that is told to stop waits for the step that is being computed
 
 Finish = Literal["stop", "length"]
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a job got no further; a sentence for the client."""
+    """Why a job failed; the sentence is for the client."""
 
     sentence: str
 
 
 class Job:
-    """One sequence to be generated. ``deliver`` is called, on the engine's thread, with each token and then the end."""
+    """One sequence to generate. ``deliver`` gets each token and then the end; the engine's thread calls it."""
 
     _numbers = itertools.count()
 
@@ -64,7 +64,7 @@ class Job:
         self._count = 0
 
     def next_token(self, scores: torch.Tensor) -> int | None:
-        """Chooses by ``scores`` [vocabulary] and delivers; None if the job is over and needs no more."""
+        """Chooses a token by ``scores`` [vocabulary] and delivers it; returns None if the job is over."""
         if self.over:
             return None
         try:
@@ -72,7 +72,7 @@ class Job:
         except ValueError as problem:
             self.fail(str(problem))
             return None
-        except Exception:  # whatever it is, it must not end the thread that computes for all others
+        except Exception:  # an error in one job must not end the thread that computes for all others
             _log.exception("no token could be chosen")
             self.fail("the model could not compute this request; the log has more")
             return None
@@ -94,20 +94,20 @@ class Job:
 
 
 class Engine(Protocol):
-    """What the server needs of an engine."""
+    """The methods of an engine that the server uses."""
 
     def add(self, job: Job) -> None:
-        """Takes a job on; called on the event loop."""
+        """Begins a job. Called on the event loop."""
 
     def cancel(self, job: Job) -> None:
-        """Forgets a job whose tokens nobody wants any more."""
+        """Drops a job whose tokens nobody wants any more."""
 
     def stop(self) -> bool:
-        """Fails what is unfinished; whether nothing is being computed any more."""
+        """Fails all unfinished jobs. Returns whether all computing has ended."""
 
     @property
     def problem(self) -> str | None:
-        """Why this engine answers nothing any more, if so."""
+        """Why this engine can compute no more jobs, or None if it can."""
 
 
 ENDING = "the server is ending; ask again when it has been started anew"
@@ -116,11 +116,15 @@ ENDING = "the server is ending; ask again when it has been started anew"
 # ---- requests computed together ------------------------------------------------------------------------------------
 
 
-class BatchEngine:
-    """transformers' continuous batching, with each request's own way of choosing tokens.
+class CannotBatch(Exception):
+    """transformers cannot batch requests for this model; the message says why."""
 
-    transformers chooses by one configuration for a whole batch. Here a processor of scores, which sees them last,
-    chooses the token of each row by its job and leaves no other.
+
+class BatchEngine:
+    """transformers' continuous batching, with separate settings for choosing tokens in each request.
+
+    transformers itself uses one configuration for the whole batch. So the last step that processes the scores is ours:
+    it chooses the token of each row as the job of that row wants it, and leaves only that token possible.
     """
 
     def __init__(self, model: PreTrainedModel, blocks: int, block_tokens: int, batch_tokens: int) -> None:
@@ -131,18 +135,21 @@ class BatchEngine:
             num_blocks=blocks,
             max_batch_tokens=batch_tokens,
             max_requests_per_batch=_REQUESTS_PER_BATCH,
-            max_memory_percent=1.0,  # the blocks were counted by what is free
+            max_memory_percent=1.0,  # the number of blocks already depends on the free memory
         )
         greedy = GenerationConfig(do_sample=False, max_new_tokens=1, eos_token_id=-1)  # each job has its own ends
-        self._batches = model.init_continuous_batching(generation_config=greedy, continuous_batching_config=config)
+        try:
+            self._batches = model.init_continuous_batching(generation_config=greedy, continuous_batching_config=config)
+        except (ValueError, AttributeError, NotImplementedError) as problem:  # raised by transformers' own code
+            raise CannotBatch(str(problem)) from problem
         chain = self._batches.logit_processor
         chain.logits_processor = LogitsProcessorList([_Chooser(self._jobs)])
         chain.tensors_required = 1
         chain.do_processing = True
 
     def start(self) -> str | None:
-        """Starts the thread that computes and has it compute; what went wrong, if anything did."""
-        logging.disable(logging.ERROR)  # what goes wrong here is told in one line
+        """Starts the thread that computes and tries it out. Returns what went wrong, or None."""
+        logging.disable(logging.ERROR)  # the caller reports an error in one line
         try:
             self._batches.start()
             self._batches.add_request([0, 0], request_id="probe", max_new_tokens=2, eos_token_id=-1)
@@ -188,7 +195,7 @@ class BatchEngine:
         self._stopping = True
         if self._batches.is_running():
             self._batches.stop(block=True, timeout=_STOP_SECONDS, hard_stop=True)
-        for job in list(self._jobs.values()):  # their ends may not come through an event loop that is ending too
+        for job in list(self._jobs.values()):  # the event loop is ending too and may not hear of their ends
             job.fail(ENDING)
         return not self._batches.is_running()
 
@@ -200,7 +207,7 @@ class BatchEngine:
 
 
 class _Chooser(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]  # untyped base
-    """Chooses the token of each row of a batch; what follows in transformers then finds no other."""
+    """Chooses the token of each row of a batch, and makes all others impossible for the steps that follow."""
 
     supported_kwargs: ClassVar[dict[str, type]] = {}
     ignored_kwargs = ()
@@ -221,7 +228,7 @@ class _Chooser(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]  # unty
         for row, state in enumerate(self._states):
             job = self._jobs.get(state.request_id)
             token = None if job is None else job.next_token(scores[row])
-            chosen[row, token or 0] = 0  # 0 for a job that is over and about to leave the batch
+            chosen[row, token or 0] = 0  # token 0 if the job is over and about to leave the batch
         return chosen
 
 
@@ -229,7 +236,7 @@ class _Chooser(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]  # unty
 
 
 class SequentialEngine:
-    """``model.generate`` for one job after another: for models whose attention transformers does not batch."""
+    """Runs ``model.generate`` for one job after another, for models whose attention transformers cannot batch."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -254,7 +261,7 @@ class SequentialEngine:
         self._stopping = True
         self._waiting.put(None)
         self._thread.join(_STOP_SECONDS)
-        for job in list(self._unfinished):  # the step that is being computed may take longer than anyone waits
+        for job in list(self._unfinished):  # the step that is being computed may take longer than we wait
             job.fail(ENDING)
         return not self._thread.is_alive()
 
@@ -289,26 +296,26 @@ class SequentialEngine:
                 attention_mask=torch.ones_like(tokens),
                 generation_config=_PLAIN,
                 max_new_tokens=job.max_new_tokens,
-                stop_strings=None,  # the model's own are looked for in the text
+                stop_strings=None,  # those of the model are looked for in the text instead
                 logits_processor=LogitsProcessorList([choose]),
                 stopping_criteria=[is_over],
             )
-        except Exception:  # a job that fails, for whatever reason, must not end the thread of all others
+        except Exception:  # an error in one job must not end the thread that computes for all others
             _log.exception("a request failed")
             job.fail("the model could not compute this request; the log has more")
 
 
-# Whatever the model's own configuration says was taken into account when the job was made.
+# Neutral settings: those of the model's own configuration are part of the job.
 _PLAIN = GenerationConfig(do_sample=False, num_beams=1, repetition_penalty=1.0)
 
 
 def deliver_to(loop: asyncio.AbstractEventLoop, put: Callable[[Token | Finish | Failure], None]) -> Callable[..., None]:
-    """A ``deliver`` for jobs that hands over from the engine's thread to an event loop."""
+    """A ``deliver`` function for jobs that passes items from the engine's thread to an event loop."""
 
     def deliver(item: Token | Finish | Failure) -> None:
         try:
             loop.call_soon_threadsafe(put, item)
-        except RuntimeError:  # the loop is closed: the server has ended, and nobody waits
+        except RuntimeError:  # the loop is closed: the server has ended, and nobody waits for the token
             _log.debug("a token came after the end")
 
     return deliver

@@ -1,4 +1,4 @@
-"""Limits on what a client may send and how long it may take, which neither uvicorn nor Starlette has."""
+"""Limits on how much a client may send and how long that may take. Neither uvicorn nor Starlette has such limits."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cpumoe.generation.api_requests import ApiError
 
-HEAD_SECONDS = 20.0  # for the line and the headers of a request, from the first byte or the connection
+HEAD_SECONDS = 20.0  # for the first line and the headers of a request, counted from its first byte or the connection
 BODY_SECONDS = 60.0
 
-_PASSED_OVER_BYTES, _PASSED_OVER_SECONDS = 64 << 20, 5.0  # of a body that is too long
+_SKIPPED_BYTES, _SKIPPED_SECONDS = 64 << 20, 5.0  # how much of a too long body is read and dropped, and for how long
 
 
 class ImpatientProtocol(H11Protocol):
-    """HTTP as uvicorn speaks it, but a connection that does not get its request out in time is closed."""
+    """uvicorn's HTTP protocol, which in addition closes connections that do not send a request in time."""
 
     _deadline: asyncio.TimerHandle | None = None
 
@@ -58,7 +58,7 @@ class ImpatientProtocol(H11Protocol):
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:
-    """The whole body; raises ApiError for one that is too long or does not come."""
+    """Reads the whole body; raises ApiError if it is too long or does not come in time."""
     length = request.headers.get("content-length", "0")
     announced = int(length[:20]) if length.isdecimal() else 0
     parts: list[bytes] = []
@@ -74,22 +74,22 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
                 parts.append(part)
     except TimeoutError:
         raise ApiError(408, f"the body did not come within {BODY_SECONDS:.0f} seconds") from None
-    if announced <= _PASSED_OVER_BYTES:
-        await _pass_over(stream)
+    if announced <= _SKIPPED_BYTES:
+        await _skip(stream)
     raise ApiError(413, f"the body is longer than the {max_bytes} bytes that this server accepts")
 
 
-async def _pass_over(stream: AsyncIterator[bytes]) -> None:
-    """Lets a client get the rest of its body out, if that is not much: most look for an answer only then."""
+async def _skip(stream: AsyncIterator[bytes]) -> None:
+    """Reads the rest of a body, if it is not too long: most clients look for an answer only after they sent all."""
     size = 0
-    with anyio.move_on_after(_PASSED_OVER_SECONDS):
+    with anyio.move_on_after(_SKIPPED_SECONDS):
         async for part in stream:
             size += len(part)
-            if size > _PASSED_OVER_BYTES:
+            if size > _SKIPPED_BYTES:
                 return
 
 
 async def client_left(request: Request) -> None:
-    """Returns when the client of a request that was read whole has closed its connection."""
+    """Returns when the client has closed its connection. The body of the request must have been read."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

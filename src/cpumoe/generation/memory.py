@@ -1,4 +1,4 @@
-"""Memory for keys and values: how much there is, and what of it a server's cache may take."""
+"""How much memory there is, and how much of it the server's cache of keys and values takes."""
 
 from __future__ import annotations
 
@@ -9,36 +9,38 @@ from typing import TYPE_CHECKING
 import torch
 
 from cpumoe import cpu
+from cpumoe.tables import size_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-# Of the memory that the model leaves free. The rest is for the activations, for the page cache and for other programs.
+# The part of the memory left free by the model that the cache takes. The rest is for activations, the page cache and
+# other programs.
 _SHARE = 0.5
-_SEQUENCES = 8  # a cache for more sequences of full length than this would lie idle
+_SEQUENCES = 8  # the cache is no larger than for this many sequences of full length
 _BLOCK_TOKENS = 32
 _LEAST_BLOCKS = 16
-BATCH_TOKENS = 1024  # tokens that one step computes at most: a longer prompt is read in parts
+BATCH_TOKENS = 1024  # the most tokens that one step computes; a longer prompt is read in parts
 
 
 @dataclass(frozen=True)
-class CachePlan:
-    """How many blocks of keys and values there are, and the memory that they and what grows with them take."""
+class CacheSize:
+    """How many blocks of keys and values the cache has, and the memory for them and for all that grows with them."""
 
     blocks: int
     block_tokens: int
     total_bytes: int
 
 
-def plan_cache(config: PreTrainedConfig, dtype: torch.dtype, free_bytes: int, memory_gb: float | None) -> CachePlan:
-    """The cache for a model, where the model itself leaves ``free_bytes``."""
+def cache_size(config: PreTrainedConfig, dtype: torch.dtype, free_bytes: int, memory_gb: float | None) -> CacheSize:
+    """The size of the cache for a model that leaves ``free_bytes`` of memory; ``memory_gb`` is the user's choice."""
     config = config.get_text_config()
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     block_bytes = config.num_hidden_layers * kv_heads * head_dim * 2 * dtype.itemsize * _BLOCK_TOKENS
-    # transformers keeps a mask of [batch tokens, cache tokens + batch tokens] for each kind of attention, and while a
-    # layer is computed it holds a copy of that layer's keys and values, repeated for all heads.
+    # transformers keeps a mask of [batch tokens, cache tokens + batch tokens] for each kind of attention. While it
+    # computes a layer it also has a copy of the layer's keys and values, repeated for all heads.
     mask_row_bytes = BATCH_TOKENS * dtype.itemsize * len(set(getattr(config, "layer_types", None) or ["full"]))
     copy_bytes = (2 * heads + kv_heads) * head_dim * dtype.itemsize
     cost = block_bytes + (mask_row_bytes + copy_bytes) * _BLOCK_TOKENS
@@ -58,16 +60,11 @@ def plan_cache(config: PreTrainedConfig, dtype: torch.dtype, free_bytes: int, me
     context = getattr(config, "max_position_embeddings", None)
     if context is not None:
         blocks = min(blocks, -(-context * _SEQUENCES // _BLOCK_TOKENS))
-    return CachePlan(blocks, _BLOCK_TOKENS, fixed + blocks * cost)
-
-
-def size_text(count: float) -> str:
-    """Bytes for people, with a unit."""
-    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.2f} MB"
+    return CacheSize(blocks, _BLOCK_TOKENS, fixed + blocks * cost)
 
 
 def available_bytes() -> int:
-    """Memory that can be had without swapping, within the limit of the container, if there is one."""
+    """Memory that can be used without swapping, and within the limit of the container if there is one."""
     available = cpu.memory_bytes()["MemAvailable"]
     group = Path("/sys/fs/cgroup")
     try:
@@ -79,5 +76,5 @@ def available_bytes() -> int:
 
 
 def model_bytes(model: PreTrainedModel) -> int:
-    """Bytes of everything that a model holds."""
+    """Bytes of all parameters and buffers of a model."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))

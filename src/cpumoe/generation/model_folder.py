@@ -1,4 +1,4 @@
-"""A folder with a model as transformers reads it: its tokenizer, its chat template, the length of its context."""
+"""The folder of a model as transformers reads it: its files, its chat template, the length of its context."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _TOKENIZER_FILES = (
 
 
 def check_folder(folder: Path) -> None:
-    """Raises for what is no checkpoint with a tokenizer, before anything is loaded."""
+    """Raises ValueError if the folder is not a checkpoint with a tokenizer, before anything is loaded."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: there is no such folder; a downloaded checkpoint is needed")
-    refuse_special_files(folder)  # transformers would open, and wait for, whatever has a tokenizer's name
+    refuse_special_files(folder)  # transformers would open a pipe that has a tokenizer's name, and wait
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder}: there is no config.json, so this is no checkpoint")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
@@ -34,30 +34,23 @@ def check_folder(folder: Path) -> None:
 
 
 def prepare_transformers() -> None:
-    """Imports transformers so that it stays off the network and writes nothing between our lines."""
-    # Read once, when huggingface_hub and transformers are imported.
+    """Imports transformers so that it does not use the network and prints nothing between our lines."""
+    # These are read only once, when huggingface_hub and transformers are imported.
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     try:
         import transformers  # noqa: F401
         from huggingface_hub import constants
-    except ImportError:
+    except ModuleNotFoundError as problem:
+        if problem.name != "transformers":
+            raise
         raise RuntimeError("this command needs transformers: pip install 'cpumoe[transformers]'") from None
-    constants.HF_HUB_OFFLINE = True  # where a download has imported it before
-
-
-def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except Exception as problem:  # tokenizers raises plain Exception for a damaged file
-        raise ValueError(f"{folder}: the tokenizer cannot be read: {problem}") from problem
+    constants.HF_HUB_OFFLINE = True  # in case a download imported it before
 
 
 def context_length(folder: Path) -> int | None:
-    """Tokens that the model was made for, or None where its configuration does not say."""
+    """The number of tokens that the model was made for, or None if its configuration does not say."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -66,13 +59,13 @@ def context_length(folder: Path) -> int | None:
 
 
 def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """Tokens of a conversation up to where the answer begins."""
+    """The tokens of a conversation up to the place where the answer begins."""
     if not tokenizer.chat_template:
         raise ValueError("this model's tokenizer has no chat template; cpumoe generate takes plain text")
     try:
         tokens = tokenizer.apply_chat_template(
             [dict(message) for message in messages], add_generation_prompt=True, return_dict=False
         )
-    except Exception as problem:  # templates raise what they like: jinja's errors, TypeError, ...
+    except Exception as problem:  # a template is a program that comes with the model and may raise anything
         raise ValueError(f"the model's chat template refuses this conversation: {problem}") from problem
     return [token for token in tokens if isinstance(token, int)]

@@ -1,4 +1,4 @@
-"""From the messages of a request to the tokens that a model continues."""
+"""Turns the messages of a request into the tokens that a model continues."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from cpumoe.generation.text import PlainMessage, StructuredMessage
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# What a template is given in any case.
+# Variables that every template gets; requests may not set them.
 _GIVEN = {"messages", "tools", "documents", "raise_exception", "strftime_now"}
-_MAX_NUMBER, _MAX_TEXT = 1_000_000, 1000  # of a variable that a request sets in the template
+_MAX_NUMBER, _MAX_TEXT = 1_000_000, 1000  # limits for a variable of the template that a request sets
 
 
 class Prompts:
-    """Renders conversations with the model's own chat template and says how its answers are to be read.
+    """Renders conversations with the model's own chat template, and makes the readers of its answers.
 
-    Nothing of a request replaces the template or becomes an option of the tokenizer. What is here may take long and is
-    not for the thread that answers connections.
+    A request can neither replace the template nor set options of the tokenizer. Methods of this class may take long and
+    must not be called on the thread that answers connections.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -43,7 +43,7 @@ class Prompts:
     def of_chat(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), variables: Mapping[str, bool | int | str] = {}
     ) -> list[int]:
-        """Tokens of a conversation up to where the answer begins; ``variables`` are those of the template."""
+        """The tokens of a conversation up to where the answer begins; ``variables`` are variables of the template."""
         template = self._template(tools)
         self._check_variables(template, variables)
         try:
@@ -54,14 +54,14 @@ class Prompts:
                 return_dict=False,
                 **variables,
             )
-        except Exception as problem:  # templates raise what they like: jinja's errors, TypeError, ...
+        except Exception as problem:  # a template is a program that comes with the model and may raise anything
             raise ApiError(
                 400, f"the model's chat template refuses this conversation: {problem}", param="messages"
             ) from None
         return self._checked([token for token in tokens if isinstance(token, int)], "messages")
 
     def message(self, prompt: Sequence[int], tools: Sequence[Tool] = ()) -> PlainMessage | StructuredMessage:
-        """The reader of an answer to a chat's ``prompt``."""
+        """The reader of an answer to ``prompt``, which is a rendered chat."""
         if self._response_template is None:
             return PlainMessage()
         text = self._tokenizer.decode(prompt)
@@ -96,7 +96,7 @@ class Prompts:
 
     @staticmethod
     def _for_template(message: Message, template: str) -> dict[str, Any]:
-        # Templates of most families know the older name only.
+        # Most templates know only the older name of this role.
         role = "system" if message.role == "developer" and "developer" not in template else message.role
         out: dict[str, Any] = {"role": role, "content": message.text or ""}
         for name in ("name", "reasoning_content", "tool_call_id"):
@@ -107,7 +107,7 @@ class Prompts:
                 {
                     "id": call.id,
                     "type": call.type,
-                    # Templates iterate over the arguments.
+                    # Templates iterate over the arguments, so they must not be a string.
                     "function": {"name": call.function.name, "arguments": _arguments(call.function.arguments)},
                 }
                 for call in message.tool_calls

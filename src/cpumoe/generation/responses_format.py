@@ -1,4 +1,4 @@
-"""Bodies and events of /v1/responses: reasoning where there is any, then a message, as clients expect them."""
+"""Bodies and events of /v1/responses: an item for the reasoning, if there is any, and then a message."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Event = dict[str, Any]
 
 
 class ResponsesFormat:
-    """The response to one request."""
+    """Makes the body or the events of the response to one request."""
 
     def __init__(self, body: ResponsesRequest) -> None:
         self._head = {
@@ -63,7 +63,7 @@ class ResponsesFormat:
         }
 
     async def events(self, answering: Answering) -> AsyncIterator[Event]:
-        """The events of a stream, in their order; a failure is the last of them."""
+        """The events of a stream, in order; if something fails, that is the last one."""
         begun: dict[str, Any] = {**self._head, "status": "in_progress", "error": None, "incomplete_details": None}
         begun |= {"output": [], "usage": None}
         count = 0
@@ -88,7 +88,7 @@ class ResponsesFormat:
             error = {"code": "server_error", "message": str(problem)}
             yield "failed", {"response": {**begun, "status": "failed", "error": error}}
             return
-        if not items:  # an answer without a word is a message too
+        if not items:  # an empty answer is a message too
             for event in _turn(items, "message"):
                 yield event
         for event in items[-1].end(len(items) - 1):
@@ -98,7 +98,7 @@ class ResponsesFormat:
 
 
 def _turn(items: list[_Item], kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Ends the item that is being written, if there is one, and begins the next."""
+    """Ends the item that is being written, if there is one, and begins the next one."""
     if items:
         yield from items[-1].end(len(items) - 1)
     items.append(_Item(kind))

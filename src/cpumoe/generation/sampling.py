@@ -1,4 +1,4 @@
-"""How the next token is chosen from a model's scores."""
+"""Chooses the next token by the scores of a model."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch import Tensor
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-_COLDEST = 1e-5  # below it the scores overflow; nothing but the likeliest token has a chance there anyway
+_COLDEST = 1e-5  # at lower temperatures the scores overflow, and only the likeliest token has a chance anyway
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The settings of one request. A temperature of 0 takes the likeliest token; the other values are neutral."""
+    """The settings of one request. Temperature 0 takes the likeliest token; all other defaults change nothing."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -29,11 +29,11 @@ class Sampling:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     seed: int | None = None
-    logprobs: int | None = None  # None: none; 0: of the chosen token; N: of the N likeliest too
+    logprobs: int | None = None  # None: none; 0: for the chosen token; N: for the N likeliest too
 
     @classmethod
     def of_model(cls, config: GenerationConfig) -> Sampling:
-        """What a model's generation_config.json says; greedy where it does not sample, as in transformers."""
+        """The settings in a model's generation_config.json; greedy unless it asks for sampling, as in transformers."""
 
         def value(name: str, neutral: float) -> float:
             found = getattr(config, name, None)
@@ -53,7 +53,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Token:
-    """One chosen token. ``likeliest`` has (token, log probability) pairs, the best first, where they were asked for."""
+    """One chosen token. ``likeliest`` has pairs of token and log probability, the best first, if they were wanted."""
 
     id: int
     logprob: float | None = None
@@ -61,7 +61,7 @@ class Token:
 
 
 class TokenChooser:
-    """Chooses the tokens of one sequence, with random numbers of its own."""
+    """Chooses the tokens of one sequence, with its own random numbers."""
 
     def __init__(self, sampling: Sampling, prompt: Sequence[int]) -> None:
         self._sampling = sampling
@@ -77,7 +77,7 @@ class TokenChooser:
             self._random.manual_seed(sampling.seed)
 
     def choose(self, scores: Tensor) -> Token:
-        """The next token by the model's ``scores`` [vocabulary]. Raises ValueError where they are not numbers."""
+        """The next token by the model's ``scores`` [vocabulary]. Raises ValueError if they are not finite numbers."""
         scores = scores.to(torch.float32)
         if bool(scores.isnan().any()) or bool((best := scores.max()).isinf()):
             raise ValueError("the model's scores are not finite numbers, so no token can be chosen")
@@ -121,9 +121,9 @@ class TokenChooser:
             scores, ids = scores.sort(descending=True)
         probabilities = scores.softmax(-1)
         if sampling.top_p < 1:
-            # What lies before a token has not yet reached the share, so the token belongs to it; the first always does.
+            # A token is kept if the tokens before it have not yet reached the share.
             inside = probabilities.cumsum(-1) - probabilities < sampling.top_p
-            inside[0] = True  # also for a share that is nothing in fp32
+            inside[0] = True  # the first one is kept even if the share is zero in fp32
             probabilities = probabilities.where(inside, 0)
         if sampling.min_p > 0:
             probabilities = probabilities.where(probabilities >= sampling.min_p * probabilities.max(), 0)

@@ -1,4 +1,4 @@
-"""Answering a prompt piece by piece: text as it comes, where it ends, and what is kept for the next prompt."""
+"""Answers prompts piece by piece, and keeps the cache of keys and values for the next prompt."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Answer:
-    """What came of a prompt. ``prefilled`` counts the prompt's tokens that were not in the cache already."""
+    """The answer to a prompt. ``prefilled`` counts the tokens of the prompt that were not in the cache already."""
 
     prompt_tokens: int
     prefilled: int
@@ -32,12 +32,12 @@ class Answer:
 
     @property
     def prefill_rate(self) -> float | None:
-        """Tokens a second; None where nothing was measured."""
+        """Tokens a second; None if nothing was measured."""
         return self.prefilled / self.prefill_seconds if self.prefill_seconds > 0 else None
 
     @property
     def decode_rate(self) -> float | None:
-        # The first token comes with the prefill.
+        # The first token is part of the prefill.
         return (len(self.tokens) - 1) / self.decode_seconds if self.decode_seconds > 0 else None
 
     def summary(self) -> str:
@@ -53,7 +53,7 @@ def peak_memory_bytes() -> int:
 
 
 class Session:
-    """A model, and the keys and values of what it read last, so that a prompt that begins alike is not read twice."""
+    """A model with the keys and values of its last prompt, so that the same beginning is not computed again."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Session:
         options: Mapping[str, Any],
         stops: Sequence[str] = (),
     ) -> None:
-        """``options`` are those of ``generate``; what they leave out is as the model's generation_config has it."""
+        """``options`` are arguments of ``generate``; the model's generation_config has the defaults."""
         self._model = model
         self._tokenizer = tokenizer
         self._options = options
@@ -100,7 +100,10 @@ class Session:
                     past_key_values=cache,
                     max_new_tokens=max_new_tokens,
                     stopping_criteria=[_EachToken(len(prompt), see)],
-                    **{**self._options, "stop_strings": None},  # the text tells where they are, and not only tokens
+                    **{
+                        **self._options,
+                        "stop_strings": None,
+                    },  # they are looked for in the text, where tokens need not end with them
                 )
             if answer.tokens and answer.tokens[-1] in self._ends:
                 answer.finish = "stop"
@@ -115,13 +118,13 @@ class Session:
         return answer
 
     def _take_cache(self, prompt: list[int]) -> tuple[Cache, int]:
-        """The cache cut to what it has in common with ``prompt``, and that length."""
+        """The cache, cut to the beginning that it shares with ``prompt``, and the length of that."""
         from transformers import DynamicCache
 
         cache, cached = self._cache, self._cached
-        self._cache, self._cached = None, []  # whatever goes wrong from here on leaves no stale cache behind
+        self._cache, self._cached = None, []  # so that an error leaves no wrong cache behind
         common = 0
-        # The last token is always computed: its logits are needed.
+        # The last token is always computed, because its logits are needed.
         for mine, theirs in zip(cached, prompt[:-1], strict=False):
             if mine != theirs:
                 break
@@ -131,7 +134,7 @@ class Session:
         return DynamicCache(config=self._model.config), 0
 
     def _keep_cache(self, cache: Cache, tokens: list[int], *, whole: bool) -> None:
-        # An interrupt may come between two layers, and only a cache that can be cut can be made whole again.
+        # An interrupt may come between two layers. Then the cache must be cut so that all layers have the same length.
         if not whole and _key_value_layers(cache) is None:
             return
         lengths = [layer.get_seq_length() for layer in cache.layers if hasattr(layer, "get_seq_length")]
@@ -141,7 +144,7 @@ class Session:
 
 
 def _key_value_layers(cache: Cache) -> list[DynamicLayer] | None:
-    """The layers, where all of them keep keys and values: states that are carried forward cannot be taken back."""
+    """The layers if all of them keep keys and values, else None: a running state cannot be cut to fewer tokens."""
     from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
 
     layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
@@ -150,7 +153,7 @@ def _key_value_layers(cache: Cache) -> list[DynamicLayer] | None:
 
 
 def _cut(cache: Cache, length: int) -> bool:
-    """Cuts every layer to ``length`` tokens; False where that cannot be done and the cache is of no more use."""
+    """Cuts every layer to ``length`` tokens. Returns False if that is impossible; the cache is then useless."""
     if all(layer.get_seq_length() == length for layer in cache.layers if hasattr(layer, "get_seq_length")):
         return True
     layers = _key_value_layers(cache)
@@ -159,13 +162,13 @@ def _cut(cache: Cache, length: int) -> bool:
     try:
         for layer in layers:
             layer.crop(length - layer.get_seq_length())
-    except RuntimeError:  # a sliding window that has moved on has forgotten what a shorter text would need
+    except RuntimeError:  # a sliding window no longer has the tokens that a shorter text needs
         return False
     return True
 
 
 class _Clock:
-    """Seconds until the first token, and from there to the last."""
+    """Seconds up to the first token (prefill), and from the first to the last (decode)."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -180,7 +183,7 @@ class _Clock:
 
 
 class _EachToken:
-    """What ``generate`` asks after each token whether to stop: hands it on, and asks ``see``."""
+    """A stopping criterion for ``generate``: calls ``see`` with each new token, which says whether to stop."""
 
     def __init__(self, prompt_tokens: int, see: Callable[[list[int]], bool]) -> None:
         self._seen = prompt_tokens

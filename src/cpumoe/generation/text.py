@@ -1,4 +1,4 @@
-"""Tokens to text, piece by piece: unfinished characters, stop strings, and the parts of an assistant's message."""
+"""Turns tokens into text piece by piece: unfinished characters, stop strings, and the parts of a message."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("cpumoe")
 
-# Stands for bytes that are no character yet; the rest of it may be in the next token.
+# Takes the place of bytes that are not a whole character; the next token may complete it.
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"
 
 
 class TextPieces:
-    """Turns tokens into text as they come, so that the pieces joined are the text of all tokens.
+    """Turns tokens into text as they come. All pieces joined are the text of all tokens.
 
-    A character may be spread over several tokens. Whatever ends in an unfinished one is held back until it is finished
-    or until ``rest`` is called.
+    A character may be spread over several tokens. An unfinished character is held back until it is finished or until
+    ``rest`` is called.
     """
 
-    _WINDOW = 64  # tokens decoded again for each new one, at most while all characters are finished
-    _LONGEST = 256  # tokens decoded again in any case
-    _CONTEXT = 8  # tokens kept before a cut, since what a token means depends on its neighbours
+    _WINDOW = 64  # the most tokens that are decoded again for each new one, as long as all characters are finished
+    _LONGEST = 256  # the most tokens that are decoded again in any case
+    _CONTEXT = (
+        8  # tokens that are kept when older ones are dropped, since the text of a token depends on its neighbours
+    )
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, *, special_tokens: bool = False) -> None:
         self._tokenizer = tokenizer
-        self._special_tokens = special_tokens  # whether they are part of the text
+        self._special_tokens = special_tokens  # whether special tokens are part of the text
         self._tokens: list[int] = []
-        self._shown = 0  # characters of these tokens' text that have been given out
+        self._shown = 0  # characters of the text of these tokens that were returned already
 
     def add(self, tokens: Sequence[int]) -> str:
         self._tokens.extend(tokens)
@@ -45,12 +47,12 @@ class TextPieces:
             context_text = self._decode(context)
             if _UNFINISHED not in context_text and text.endswith(context_text):
                 self._tokens, self._shown = context, len(context_text)
-        if len(self._tokens) >= self._LONGEST:  # bytes that never become characters: decoding them again has no end
+        if len(self._tokens) >= self._LONGEST:  # bytes that never become a character would be decoded again for ever
             piece += self.rest()
         return piece
 
     def rest(self) -> str:
-        """What was held back, with replacement characters for what never became one."""
+        """The text that was held back, with replacement characters for unfinished characters."""
         piece = self._decode(self._tokens)[self._shown :]
         self._tokens, self._shown = [], 0
         return piece
@@ -62,38 +64,38 @@ class TextPieces:
 
 
 class StopStrings:
-    """Passes text on up to the first of some strings, whatever pieces it comes in.
+    """Passes text on until one of the stop strings comes, whatever pieces the text comes in.
 
-    The string that is complete first ends the text; neither it nor anything behind it is passed on. Whatever may become
-    such a string is held back until it does not.
+    The stop string that is complete first ends the text; neither it nor the text after it is passed on. Text that may
+    be the beginning of a stop string is held back until that is decided.
     """
 
     def __init__(self, stops: Iterable[str]) -> None:
         self._stops = tuple(stops)
-        self._held = ""
+        self._held_back = ""
         self.found = False
 
     def add(self, piece: str) -> str:
-        """What can be shown by now; nothing more after a stop string was found."""
+        """The text that can be shown now; nothing after a stop string was found."""
         if self.found:
             return ""
-        text = self._held + piece
+        text = self._held_back + piece
         ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if ends:
-            self.found, self._held = True, ""
+            self.found, self._held_back = True, ""
             return text[: min(ends)[1]]
         keep = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held = text[len(text) - keep :]
+        self._held_back = text[len(text) - keep :]
         return text[: len(text) - keep]
 
     def rest(self) -> str:
-        """What was held back and did not become a stop string."""
-        held, self._held = self._held, ""
-        return held
+        """The text that was held back and did not become a stop string."""
+        text, self._held_back = self._held_back, ""
+        return text
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` with which ``stop`` begins."""
+    """Length of the longest end of ``text`` that is a beginning of ``stop``, and not all of it."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
@@ -107,7 +109,7 @@ class ToolCall:
 
 @dataclass
 class Delta:
-    """What a piece of an answer adds to the message."""
+    """What a piece of an answer adds to a message."""
 
     content: str = ""
     reasoning: str = ""
@@ -118,7 +120,7 @@ class Delta:
 
 
 class PlainMessage:
-    """A message that is all content."""
+    """A message that has content only."""
 
     special_tokens = False
 
@@ -130,32 +132,32 @@ class PlainMessage:
 
 
 class StructuredMessage:
-    """A message whose reasoning and tool calls are told apart by the marks that its family of models uses.
+    """A message with reasoning and tool calls, which are recognised by the marks that its family of models uses.
 
     Args:
-        template: transformers' ``response_template``: the marks of the family.
-        prompt: the text that the model continues. It may have begun the message already, with an opening mark of the
-            reasoning for instance.
-        tools: the client's tools, whose schemas say how arguments are to be read.
+        template: transformers' ``response_template``, which has the marks of the family.
+        prompt: the text that the model continues. It may contain the beginning of the message, such as the opening mark
+            of the reasoning.
+        tools: the client's tools; their schemas say how arguments are to be read.
     """
 
-    special_tokens = True  # they are the marks
+    special_tokens = True  # the marks are special tokens
 
     def __init__(self, template: Mapping[str, Any], prompt: str, tools: Sequence[Mapping[str, Any]]) -> None:
         from transformers.utils.chat_parsing import ResponseParser
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
         fields = dict(template["fields"])
-        if not tools:  # then a call is a text like any other
+        if not tools:  # then a call is text like any other
             fields.pop("tool_calls", None)
         spec = load_response_template({**template, "fields": fields})
         begun = spec.truncate_past_last_anchor(prompt) or ""
-        # Without its anchor the parser would take the whole prompt for the beginning of the answer; and white space
-        # that the template has put behind its marks is no part of it either.
+        # Without the anchor the parser would take the whole prompt for the beginning of the answer. White space that
+        # the template puts after its marks is not part of the answer either.
         at = len(prompt) - len(begun)
         prefix = prompt[:at] + begun.rstrip() if at > 0 and begun != prompt else ""
         self._parser = ResponseParser(spec, prefix=prefix, tools=[dict(tool) for tool in tools] or None)
-        self._call = ""  # what was written of a tool call that has not ended
+        self._call = ""  # the text of a tool call that has not ended
         self._calling = False
         self._broken = False
 
@@ -164,34 +166,39 @@ class StructuredMessage:
             return Delta(content=piece)
         self._call += piece
         try:
-            return self._read(self._parser.feed(piece))
-        except Exception as problem:  # of whatever a model may write between marks
+            events = self._parser.feed(piece)
+        except Exception as problem:  # a model may write anything between marks, and the parser raise anything
             return self._give_up(problem)
+        return self._read(events)
 
     def rest(self) -> Delta:
         if self._broken:
             return Delta()
         try:
-            delta = self._read(self._parser.finalize()[1])
-        except Exception as problem:
+            _, events = self._parser.finalize()
+        except Exception as problem:  # as above
             return self._give_up(problem)
-        if self._calling:  # cut in the middle of a call
+        delta = self._read(events)
+        if self._calling and not self._broken:  # the answer was cut in the middle of a call
             delta.content += self._call
         return delta
 
     def _read(self, events: Sequence[Mapping[str, Any]]) -> Delta:
-        delta = self._delta(events)
+        try:
+            delta = self._delta(events)
+        except _MalformedCall as problem:
+            return self._give_up(problem)
         for event in events:
             if event.get("field") == "tool_calls":
                 self._calling = event["type"] != "region_close"
-        if not self._calling:  # what the parser holds back may be the beginning of a call
+        if not self._calling:  # the text that the parser holds back may be the beginning of a call
             self._call = self._parser._buffer[self._parser._pos :]
-        elif delta.content:  # was written before the call began
+        elif delta.content:  # it was written before the call began
             self._call = self._call.partition(delta.content)[2]
         return delta
 
     def _give_up(self, problem: Exception) -> Delta:
-        """A model may write marks that do not fit; what it wrote is given as it is rather than lost."""
+        """Passes on what the model wrote as plain content from now on, so that nothing of it is lost."""
         _log.warning("an answer does not keep to its model's format (%s); it is given as it is", problem)
         self._broken = True
         return Delta(content=self._call)
@@ -201,17 +208,29 @@ class StructuredMessage:
         delta = Delta()
         for event in events:
             kind, region = event["type"], event.get("field")
-            if kind == "region_chunk" and not event.get("dirty"):  # dirty ones are read as a whole when they close
+            if kind == "region_chunk" and not event.get("dirty"):  # a dirty one is read as a whole when it closes
                 text = event.get("text") or ""
                 if region == "content":
                     delta.content += text
                 elif region in ("reasoning_content", "thinking", "reasoning"):
                     delta.reasoning += text
             elif kind == "region_close" and region == "tool_calls":
-                function = event["value"]["function"]
-                name, arguments = function["name"], function.get("arguments", {})
-                if not isinstance(name, str):
-                    raise ValueError(f"a call of {name!r:.80}, which is no name")
-                text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-                delta.tool_calls += (ToolCall(name, text),)
+                delta.tool_calls += (_parsed_call(event.get("value")),)
         return delta
+
+
+class _MalformedCall(Exception):
+    """A model wrote a tool call that has not the parts of one."""
+
+
+def _parsed_call(value: object) -> ToolCall:
+    """The call that a model wrote, as the parser of transformers read it."""
+    function = value.get("function") if isinstance(value, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(function, dict) or not isinstance(name, str):
+        raise _MalformedCall(f"a call of {name!r:.80}, which is no name")
+    arguments = function.get("arguments", {})
+    try:
+        return ToolCall(name, arguments if isinstance(arguments, str) else json.dumps(arguments))
+    except (ValueError, TypeError, RecursionError) as problem:  # what the parser made of it need not be JSON
+        raise _MalformedCall(f"a call with arguments that are not JSON: {problem}") from None

@@ -1,1 +1,1 @@
-"""Other software that cpumoe plugs into."""
+"""Plug-ins of cpumoe for other software."""

@@ -1,8 +1,8 @@
-"""lm-evaluation-harness: its command line with one more kind of model, ``cpumoe``.
+"""The command line of lm-evaluation-harness with one more kind of model, ``cpumoe``.
 
     python -m cpumoe.integrations.lm_eval run --model cpumoe --model_args pretrained=MODEL,scheme=w4a8-g128 --tasks ...
 
-The harness finds no plug-ins by itself, so this module registers the model and hands over to it.
+The harness does not look for plug-ins, so this module registers the model and then runs the harness.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lm_eval.models.huggingface import HFLM
 
 from cpumoe.integrations.transformers.plugin import load_model
 
-#: Options of the harness's own transformers model that mean something for a model that is loaded already.
+#: Options of the harness's own transformers model that still have a meaning when the model is already loaded.
 _TAKEN_OVER = {
     "add_bos_token",
     "batch_size",
@@ -31,7 +31,7 @@ _TAKEN_OVER = {
     "truncation",
 }
 
-_DEFAULT_DEVICE = "cuda:0"  # what the harness passes where no device was named
+_DEFAULT_DEVICE = "cuda:0"  # what the harness passes if the user named no device
 
 
 @register_model("cpumoe")
@@ -41,8 +41,8 @@ class PackedModel(HFLM):  # type: ignore[misc]  # untyped base
     Args:
         pretrained: folder of the checkpoint.
         scheme, linears, cache: as in ``load_model``.
-        device: ``cpu``, or nothing.
-        options: of the harness's ``hf`` model, as far as they do not concern loading.
+        device: ``cpu`` or None.
+        options: options of the harness's ``hf`` model that do not concern loading.
     """
 
     def __init__(

@@ -1,14 +1,14 @@
-"""Text for calibration: sequences of tokens from a file of any size, spread over all of it.
+"""Text for calibration: sequences of tokens from a file of any size, spread over the whole file.
 
-A file is a text, or with the ending ``.jsonl`` one JSON object a line: ``{"text": "..."}``, or ``{"messages": [...]}``,
-which goes through the chat template of the tokenizer.
+The file is plain text, or, if its name ends in ``.jsonl``, one JSON object per line: ``{"text": "..."}``, or
+``{"messages": [...]}``, which goes through the chat template of the tokenizer.
 
-- A small file (4 MiB, or 16 bytes for every token wanted if that is more) is read whole. The tokens of its texts, one
-  text after another, are cut into sequences, and of these as many as are wanted are taken, evenly spaced.
-- Of a larger one, as many places as sequences are wanted are taken, evenly spaced by bytes; each sequence is what
-  follows from the beginning of the next line on. Nothing else is read, however large the file is.
+- A small file (up to 4 MiB, or up to 16 bytes for every token wanted if that is more) is read whole. The tokens of its
+  texts, one text after another, are cut into sequences, and the wanted number of sequences is taken, evenly spaced.
+- In a larger file, as many places are chosen as sequences are wanted, evenly spaced by bytes. Each sequence starts at
+  the first line that begins after its place. Nothing else is read, however large the file is.
 
-Memory does not grow with the file: long texts go to the tokenizer in pieces, cut where a line or a word ends.
+Memory does not grow with the file: long texts go to the tokenizer in pieces, which are cut where a line or a word ends.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ from torch import Tensor
 
 _MIN_TOKENS = 2
 
-_SMALL_BYTES = 4 << 20  # read whole
-_BYTES_PER_TOKEN = 16  # several times what tokenizers need: a larger file has more tokens than are wanted
+_SMALL_BYTES = 4 << 20  # a file up to this size is read whole
+_BYTES_PER_TOKEN = 16  # several times what a token has on average, so a larger file has more tokens than are wanted
 
-_PIECE_BYTES = 256 << 10  # to the tokenizer at once, at most: it takes some 200 times the memory of the text
-_LONGEST_LINE = 64 << 20  # of a .jsonl file: JSON cannot be read in pieces
+_PIECE_BYTES = 256 << 10  # most that the tokenizer gets at once: it uses about 200 times the memory of the text
+_LONGEST_LINE = 64 << 20  # in a .jsonl file: a line of JSON has to be read as a whole
 
 _ACCEPTED = 'accepted is {"text": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
 
 
 @dataclass(frozen=True)
 class _Piece:
-    """Part of a text; ``begins`` if the tokenizer is to put the token there with which texts begin."""
+    """Part of a text. With ``begins`` the tokenizer puts its begin-of-text token in front."""
 
     raw: bytes
     begins: bool
-    offset: int  # of its line, or of itself, in the file
+    offset: int  # where the piece, or the JSON line it comes from, begins in the file
 
 
-#: From a byte of the file on, pieces of at most so many bytes.
+#: Called with the file, the byte to start at and the most bytes of a piece; yields the pieces that follow.
 _Reader = Callable[[BinaryIO, int, int], Iterator[_Piece]]
 
 
 def read_sequences(path: Path, tokenizer: Any, samples: int, length: int) -> Tensor:
-    """Token ids [samples, length] int64; fewer, or one that is shorter, if the file has no more.
+    """Token ids [samples, length] int64. A file with too few tokens gives fewer sequences, or a single shorter one.
 
     Args:
-        path: the file; how it is read is told above.
-        tokenizer: of transformers.
-        samples, length: how many sequences of how many tokens.
+        path: the file; the text at the top of this module says how it is read.
+        tokenizer: a tokenizer of transformers.
+        samples, length: how many sequences of how many tokens to take.
 
-    Raises ValueError for a file that is not text, has no tokens, or has lines that are not as above.
+    Raises ValueError if the file is not text, has no tokens, or has lines in another form than described above.
     """
     if samples < 1 or length < _MIN_TOKENS:
         raise ValueError(f"{samples} sequences of {length} tokens; 1 or more of {_MIN_TOKENS} or more are accepted")
@@ -68,11 +68,13 @@ def read_sequences(path: Path, tokenizer: Any, samples: int, length: int) -> Ten
     small = size <= max(_SMALL_BYTES, _BYTES_PER_TOKEN * samples * length)
     with path.open("rb") as file:
         if small:
-            return _of_all(file, path, reader, tokenizer, samples, length)
-        return _of_places(file, path, reader, tokenizer, samples, length, size)
+            return _sequences_of_whole_file(file, path, reader, tokenizer, samples, length)
+        return _sequences_of_places(file, path, reader, tokenizer, samples, length, size)
 
 
-def _of_all(file: BinaryIO, path: Path, reader: _Reader, tokenizer: Any, samples: int, length: int) -> Tensor:
+def _sequences_of_whole_file(
+    file: BinaryIO, path: Path, reader: _Reader, tokenizer: Any, samples: int, length: int
+) -> Tensor:
     ids = array("q")
     for piece in reader(file, 0, _PIECE_BYTES):
         ids.extend(_tokens(piece, path, tokenizer))
@@ -84,12 +86,12 @@ def _of_all(file: BinaryIO, path: Path, reader: _Reader, tokenizer: Any, samples
     return whole[::step][:samples].clone()
 
 
-def _of_places(
+def _sequences_of_places(
     file: BinaryIO, path: Path, reader: _Reader, tokenizer: Any, samples: int, length: int, size: int
 ) -> Tensor:
     sequences: list[list[int]] = []
     at_once = min(_PIECE_BYTES, _BYTES_PER_TOKEN * length)
-    done = 0  # bytes: where the last sequence has ended
+    done = 0  # the byte at which the last sequence ended
     for number in range(samples):
         ids: list[int] = []
         for piece in reader(file, max(done, number * size // samples), at_once):
@@ -117,7 +119,7 @@ def _tokens(piece: _Piece, path: Path, tokenizer: Any) -> list[int]:
 
 
 def _plain_text(file: BinaryIO, start: int, at_once: int) -> Iterator[_Piece]:
-    """A file that is one text, from the first line that begins at ``start`` or behind it."""
+    """The pieces of a plain text, from the first line that begins at ``start`` or later."""
     _go_to_line(file, start, furthest=at_once)
     while raw := file.read(at_once):
         offset = file.tell() - len(raw)
@@ -128,10 +130,10 @@ def _plain_text(file: BinaryIO, start: int, at_once: int) -> Iterator[_Piece]:
 
 
 def _json_lines(path: Path, tokenizer: Any, file: BinaryIO, start: int, at_once: int) -> Iterator[_Piece]:
-    """The texts of a file of JSON lines, from the first line that begins at ``start`` or behind it."""
+    """The pieces of the texts in a file of JSON lines, from the first line that begins at ``start`` or later."""
     file.seek(max(0, start - 1))
     if start > 0:
-        file.readline(_LONGEST_LINE)  # to the end of the line before; there may be none behind it
+        file.readline(_LONGEST_LINE)  # skips the rest of the line that begins before ``start``
     while line := file.readline(_LONGEST_LINE):
         offset = file.tell() - len(line)
         if len(line) == _LONGEST_LINE:
@@ -150,12 +152,12 @@ def _json_lines(path: Path, tokenizer: Any, file: BinaryIO, start: int, at_once:
 
 
 def _text_of(line: bytes, path: Path, offset: int, tokenizer: Any) -> tuple[str, bool]:
-    """The text of a line, and whether the tokenizer is to mark its beginning: a chat template does that itself."""
+    """The text of a line, and whether the tokenizer must mark its beginning (a chat template does that itself)."""
     try:
         value = json.loads(line)
     except UnicodeDecodeError as problem:
         raise ValueError(f"{_place(path, offset)} is not UTF-8 text: {problem.reason}; save it as UTF-8") from None
-    except (ValueError, RecursionError) as problem:  # also for numbers of thousands of digits
+    except (ValueError, RecursionError) as problem:  # ValueError also stands for numbers with thousands of digits
         raise ValueError(f"{_place(path, offset)} is not JSON ({problem}); {_ACCEPTED}") from None
     text, messages = (value.get("text"), value.get("messages")) if isinstance(value, dict) else (None, None)
     if isinstance(text, str):
@@ -170,14 +172,14 @@ def _text_of(line: bytes, path: Path, offset: int, tokenizer: Any) -> tuple[str,
         )
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False), False
-    except Exception as problem:  # a template is a program of the model's own, and fails in its own ways
+    except Exception as problem:  # a template is a program that comes with the model and may raise anything
         raise ValueError(
             f"{_place(path, offset)}: the chat template does not take its messages ({problem!r:.200}); {_ACCEPTED}"
         ) from None
 
 
 def _go_to_line(file: BinaryIO, start: int, furthest: int) -> None:
-    """Goes to the first line that begins at ``start`` or behind it, or without one to the next character."""
+    """Goes to the first line that begins at ``start`` or up to ``furthest`` bytes later, else to the next character."""
     file.seek(max(0, start - 1))
     if start == 0 or file.readline(furthest).endswith(b"\n"):
         return
@@ -191,7 +193,7 @@ def _end_of_words(raw: bytes) -> int:
     if (line := raw.rfind(b"\n") + 1) > 0:
         return line
     if (space := raw.rfind(b" ")) > 0:
-        return space  # tokenizers put it before the word
+        return space  # the space stays with the next word: tokenizers expect it there
     cut = len(raw) - 1
     while cut > len(raw) - 4 and _continues(raw[cut]):
         cut -= 1
@@ -199,12 +201,12 @@ def _end_of_words(raw: bytes) -> int:
 
 
 def _continues(byte: int) -> bool:
-    """Whether a byte of UTF-8 is inside a character."""
+    """Whether a byte of UTF-8 is inside a character, and not its first byte."""
     return byte & 0xC0 == 0x80
 
 
 def _place(path: Path, offset: int) -> str:
-    """Names the line that begins at a byte, whose number is only known by counting."""
+    """Names the line that begins at a byte, for messages. Its number is found by counting the lines before it."""
     number = 1
     with path.open("rb") as file:
         while offset > 0 and (part := file.read(min(offset, 1 << 20))):

@@ -1,9 +1,10 @@
-"""Quantising a checkpoint on disk: from a float folder to a compressed-tensors one, an expert at a time.
+"""Quantising a checkpoint on disk, one expert at a time: from a float folder to one in the compressed-tensors format.
 
-The work is done in ``DST.partial``, one file per decoder layer, each of which appears when it is whole; a run that was
-killed goes on after the last whole one. ``DST`` itself appears at the end, by one rename. Without calibration no more
-than one expert (or one linear) is in memory; with it, the float linears of one layer and the calibration activations
-besides. The float model itself is run by the :class:`Calibration` that the caller hands in.
+The work is done in ``DST.partial``, which gets one file per decoder layer. A file appears only when it is complete, so
+a run that was killed goes on after the last complete file. ``DST`` itself appears at the end, by one rename. Without
+calibration no more than one expert (or one linear) is in memory. With calibration the float linears of one layer and
+the activations of the calibration text are in memory too. The float model is run by the :class:`Calibration` that the
+caller passes in.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cpumoe.checkpoints.checkpoint import INDEX_FILE, Checkpoint
-from cpumoe.checkpoints.formats.compressed_tensors import FORMS
+from cpumoe.checkpoints.formats.compressed_tensors import FORMATS
 from cpumoe.checkpoints.tensor_file import TensorFile, TensorFileWriter
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.layers.scheme import Scheme
 from cpumoe.quantization.layer_writer import LayerWriter
-from cpumoe.quantization.quantization_plan import QuantizationPlan, Report
-from cpumoe.quantization.source_watch import SourceWatch, watched
+from cpumoe.quantization.quantization_plan import QuantizationPlan, QuantizationReport
+from cpumoe.quantization.source_watch import SourceWatch, open_watched
 from cpumoe.quantization.unfinished_work import (
     NOTES,
     clear_notes,
@@ -39,7 +40,7 @@ from cpumoe.quantization.unfinished_work import (
 
 _log = logging.getLogger("cpumoe")
 
-#: What ``linears`` takes to leave all linears but those of the experts in float.
+#: The value of ``linears`` that leaves every linear outside the experts in float.
 FLOAT = "float"
 
 _REPORT_FILE = "quantization_report.json"
@@ -47,15 +48,21 @@ _EXISTS = "{} exists already; name a folder that does not"
 
 
 class Calibration(Protocol):
-    """Runs the float model for the quantiser, which knows no model."""
+    """Runs the float model on behalf of the quantiser, which itself works on files only."""
 
     def ids(self, checkpoint: Checkpoint) -> Tensor:
-        """The sequences to calibrate with, [samples, length]; raises for all that can be wrong with their text."""
+        """The sequences to calibrate with, [samples, length]; raises for anything that is wrong with their text."""
 
     def quantize_layers(
-        self, plan: QuantizationPlan, shards: list[Path], work: Path, report: Report, ids: Tensor, watch: SourceWatch
+        self,
+        plan: QuantizationPlan,
+        shards: list[Path],
+        work: Path,
+        report: QuantizationReport,
+        ids: Tensor,
+        watch: SourceWatch,
     ) -> None:
-        """Quantises every layer whose file is not there yet, with the inputs that it meets."""
+        """Quantises every layer that has no file yet, using the inputs that the layer gets."""
 
 
 def quantize_folder(
@@ -65,12 +72,12 @@ def quantize_folder(
     linears: Scheme | str | None,
     form: str,
     calibration: Calibration | None,
-) -> Report:
-    """What :func:`cpumoe.quantize_checkpoint` says, with the calibration made."""
+) -> QuantizationReport:
+    """Does what :func:`cpumoe.quantize_checkpoint` describes; ``calibration`` is ready to run."""
     scheme = Scheme.parse(scheme)
     linear_scheme = None if linears == FLOAT else scheme if linears is None else Scheme.parse(linears)
-    if form not in FORMS:
-        raise ValueError(f"form={form!r}; {' and '.join(FORMS)} are accepted")
+    if form not in FORMATS:
+        raise ValueError(f"form={form!r}; {' and '.join(FORMATS)} are accepted")
     stopped_at_the_end = (dst / NOTES).is_dir()
     if dst.exists() and not stopped_at_the_end:
         raise FileExistsError(_EXISTS.format(dst))
@@ -78,7 +85,7 @@ def quantize_folder(
         folder = dst.absolute().parent
         raise FileNotFoundError(f"{dst}: there is no folder {folder}; make it: mkdir -p {shlex.quote(str(folder))}")
     work = dst.with_name(dst.name + ".partial")
-    with watched(src, work) as (checkpoint, watch):
+    with open_watched(src, work) as (checkpoint, watch):
         if checkpoint.quantization_section is not None:
             raise UnsupportedScheme(
                 f"{src} is quantised already; a float checkpoint is accepted: "
@@ -93,9 +100,8 @@ def quantize_folder(
                 checkpoint.text_config["model_type"],
                 dst,
             )
-        ids = None  # before anything is written: what is wrong with the text must not be in the way of a better one
-        if calibration is not None:
-            ids = calibration.ids(checkpoint)
+        # The text is read before anything is written: a bad text must leave no unfinished work behind.
+        ids = None if calibration is None else calibration.ids(checkpoint)
         settings = {
             "source": watch.fingerprint,
             "scheme": str(scheme),
@@ -105,7 +111,7 @@ def quantize_folder(
             "calibration_size": None if ids is None else list(ids.shape),
         }
         if stopped_at_the_end:
-            return _clear_up(dst, settings)
+            return _finish_clearing(dst, settings)
         with work_folder(work, settings):
             report = _quantize_layers(plan, work, watch, calibration, ids)
             _finish(plan, work, watch, report)
@@ -115,18 +121,18 @@ def quantize_folder(
     return report
 
 
-def _clear_up(dst: Path, settings: dict[str, Any]) -> Report:
-    """What a run has left that was stopped when everything was done but to clear its notes away."""
+def _finish_clearing(dst: Path, settings: dict[str, Any]) -> QuantizationReport:
+    """Clears away the notes of a run that had done everything else when it was stopped; returns its report."""
     if not only_notes_left(dst, settings):
         raise FileExistsError(_EXISTS.format(dst))
     clear_notes(dst)
-    return Report.from_json(json.loads((dst / _REPORT_FILE).read_text()))
+    return QuantizationReport.from_json(json.loads((dst / _REPORT_FILE).read_text()))
 
 
 def _quantize_layers(
     plan: QuantizationPlan, work: Path, watch: SourceWatch, calibration: Calibration | None, ids: Tensor | None
-) -> Report:
-    report = Report()
+) -> QuantizationReport:
+    report = QuantizationReport()
     shards = [work / plan.shard_name(index) for index in range(len(plan.layers) + 1)]
     if not shards[0].exists():
         with TensorFileWriter(shards[0], plan.stored(plan.outside), {"format": "pt"}) as shard:
@@ -144,13 +150,13 @@ def _quantize_layers(
         with LayerWriter(layer, path, report, watch) as writer:
             for name in layer.linears:
                 writer.quantize_linear(name, None)
-            for expert in range(layer.experts_count):
+            for expert in range(layer.num_experts):
                 writer.quantize_expert(expert, None)
     return report
 
 
-def _finish(plan: QuantizationPlan, work: Path, watch: SourceWatch, report: Report) -> None:
-    """Writes what makes a folder a checkpoint, config.json last."""
+def _finish(plan: QuantizationPlan, work: Path, watch: SourceWatch, report: QuantizationReport) -> None:
+    """Writes the files that turn the folder into a checkpoint; config.json comes last."""
     weight_map: dict[str, str] = {}
     total = 0
     for index in range(len(plan.layers) + 1):
@@ -160,7 +166,7 @@ def _finish(plan: QuantizationPlan, work: Path, watch: SourceWatch, report: Repo
             total += sum(info.bytes for info in file.tensors.values())
     for path in watch.copied:
         copy_durably(path, work / path.name)
-    watch.check()  # once more, for what was copied, and for layers that an earlier run has left
+    watch.check()  # once more, for the copied files and for the layers that an earlier run wrote
     index_json = {"metadata": {"total_size": total}, "weight_map": weight_map}
     config = dict(plan.checkpoint.config) | {"quantization_config": plan.quantization_config()}
     for name, content in ((INDEX_FILE, index_json), (_REPORT_FILE, report.to_json()), ("config.json", config)):

@@ -5,17 +5,18 @@ d = W - Q and H the mean of x^T x. Inputs are quantised one after another, and t
 weights of the inputs still to come: with U upper triangular and U^T U the inverse of H, quantising input i with error
 d_i leaves the least error if the weight of every later input j is reduced by d_i U_ij / U_ii.
 
-Where this differs from the paper, the figures are relative errors of outputs over inputs that were not used to quantise
-(w4a8-g128, 256 x 1024 Gaussian weights, 8192 tokens unless said; round to nearest gives 0.11, with clip search 0.10).
+This differs from the paper in three points. The figures are relative errors of the outputs for inputs that were not
+used to quantise (w4a8-g128, 256 x 1024 Gaussian weights, 8192 tokens unless another number is given; rounding to
+nearest gives 0.11, and 0.10 with a clip search).
 
-- Scales come from a clip search weighed by the diagonal of H. Inputs of which 8 are 50 times the others: 0.022, and
-  0.051 if every input weighs the same.
-- Correlations are shrunk by what may be chance (``_shrinkage``), since few tokens reach an expert. Independent inputs,
-  512 tokens: 0.101, and 0.177 without. Products as of SwiGLU, 512 tokens: 0.097, and 0.153 without.
-- Inputs go in the order of falling diagonal of H, so that the costly ones are quantised while most others can still
-  make up for them; the scales of all groups are therefore set first. Against the order of storage with the scale of a
-  group set when it is reached: spectrum 1/i 0.057 and 0.062, spectrum 1/i^2 0.0087 and 0.0116, SwiGLU and large
-  inputs the same.
+- Scales come from a clip search weighted by the diagonal of H. With 8 inputs 50 times as large as the others: 0.022,
+  against 0.051 if every input has the same weight.
+- Correlations are shrunk by the part that may be chance (``_shrinkage``), since few tokens reach an expert. Independent
+  inputs, 512 tokens: 0.101, against 0.177 without shrinking. Products as in SwiGLU, 512 tokens: 0.097 against 0.153.
+- Inputs are quantised in the order of falling diagonal of H, so that the costly ones come while most others can still
+  make up for them. The scales of all groups are therefore set first. Compared with the order of storage, where the
+  scale of a group is set when the group is reached: spectrum 1/i 0.057 instead of 0.062, spectrum 1/i^2 0.0087 instead
+  of 0.0116, SwiGLU and large inputs the same.
 """
 
 from __future__ import annotations
@@ -31,9 +32,9 @@ from cpumoe.layers.scheme import Scheme
 
 _log = logging.getLogger("cpumoe")
 
-#: Tokens from which statistics are worth using. The number of inputs matters little, since correlations are shrunk to
-#: what the tokens support; what needs tokens is the diagonal. Output error against that of the clip search alone, 512
-#: and 2048 inputs, w4a8, w4a8-g32 and w8a8:
+#: The number of tokens from which statistics are worth using. The number of inputs matters little, since correlations
+#: are shrunk to what the tokens support; it is the diagonal that needs tokens. Output error divided by that of the clip
+#: search alone, for 512 and 2048 inputs and w4a8, w4a8-g32 and w8a8:
 #: - correlated inputs (spectrum 1/i, SwiGLU, squared ReLU): 0.84 to 1.07 at 16 tokens, 0.75 to 1.00 at 64, 0.68 to
 #:   0.97 at 256;
 #: - independent inputs, which have nothing to gain (Gaussian, Student's t with 3 degrees of freedom, Gaussian in 5 % of
@@ -49,7 +50,7 @@ class InputStatistics:
             raise ValueError(f"in_features={in_features}; a positive number is accepted")
         self.in_features = in_features
         self.tokens = 0
-        #: Mean of x^T x over the tokens (not twice that, and not centred): fp32 [in, in], zero before the first token.
+        #: Mean of x^T x over the tokens, neither doubled nor centred: fp32 [in, in], zero before the first token.
         self.hessian = torch.zeros(in_features, in_features)
 
     def add(self, x: Tensor) -> None:
@@ -84,15 +85,15 @@ def quantize_with_statistics(
     damping: float = 0.01,
     block: int = 128,
 ) -> tuple[Tensor, Tensor]:
-    """Quantises [out, in] float weights so that outputs over inputs like those of the statistics change little.
+    """Quantises float weights [out, in] so that the outputs change little for inputs like those in the statistics.
 
-    Where that cannot be done (statistics that are not those of any inputs, or overflow), weights are rounded to nearest
+    If that is impossible (no inputs can have such statistics, or a number overflows), weights are rounded to nearest
     with ``clip_search`` and a warning is logged.
 
     Args:
         damping: added to the diagonal of the Hessian, as a share of its mean.
-        block: inputs after which the weights of all later inputs are updated; changes the time, not the result
-            beyond rounding.
+        block: the weights of all later inputs are updated after every so many inputs. This changes the time that it
+            takes, and the result no more than by rounding.
 
     Returns:
         values [out, in] int8 and scales [out, groups], of the dtypes of ``quantize_weight``.
@@ -126,9 +127,9 @@ def quantize_with_statistics(
 
 
 def _estimated_hessian(statistics: InputStatistics) -> Tensor:
-    """[in, in]: the Hessian to expect of further tokens, its mean diagonal over inputs that were seen being 1.
+    """The Hessian [in, in] to expect for further tokens, scaled to a mean diagonal of 1 over the inputs that were seen.
 
-    An input that was never seen counts as an average one without correlation to others: it is rounded to nearest.
+    An input that was always zero counts as an average one without correlation to others, so it is rounded to nearest.
     """
     diagonal = statistics.hessian.diagonal()
     seen = diagonal > 0
@@ -140,7 +141,7 @@ def _estimated_hessian(statistics: InputStatistics) -> Tensor:
 
 
 def _shrinkage(hessian: Tensor, tokens: int) -> float:
-    """Factor in 0 to 1 by which to shrink the correlations between inputs, for so few tokens show some by chance.
+    """Share (0 to 1) of the correlations between inputs to take away, because few tokens show some by chance.
 
     The correlation of two independent inputs over N tokens has a variance of 1/N. The ratio of the sum of those
     variances to the sum of the squared correlations seen is the factor with the least squared error of the correlations
@@ -154,10 +155,10 @@ def _shrinkage(hessian: Tensor, tokens: int) -> float:
     by_chance = inputs * (inputs - 1) / max(1, tokens)
     if squares <= by_chance:
         return 1.0
-    # What counts here is the inverse, in which noise weighs more. Three times the ratio of noise to signal, measured
-    # against once with 1536 inputs and 1024 tokens: inputs of a spectrum 1/i 7 % less output error, products as of
-    # SwiGLU 5 % less, squared ReLU 9 % less, 96 directions in noise 9 % more. Six times against three: 3, 1 and 6 %
-    # less, and 13 % more.
+    # The inverse is what is used, and noise weighs more in it. So the ratio of noise to signal counts three times.
+    # Output error against counting it once, with 1536 inputs and 1024 tokens: spectrum 1/i 7 % less, products as in
+    # SwiGLU 5 % less, squared ReLU 9 % less, 96 directions in noise 9 % more. Counting it six times instead of three:
+    # 3, 1 and 6 % less, and 13 % more.
     return 3 * by_chance / (squares + 2 * by_chance)
 
 
@@ -165,8 +166,8 @@ def _inverse_factor(hessian: Tensor, damping: float) -> Tensor | None:
     """[in, in] -> U [in, in], upper triangular with U^T U the inverse of the damped Hessian; None if there is none."""
     if not bool(torch.isfinite(hessian).all()):
         return None
-    # With rows and columns reversed, the lower factor of the Hessian is the upper one that the inverse needs: one
-    # factorisation and one triangular inverse, and the inverse of the Hessian is never formed.
+    # With rows and columns reversed, the lower factor of the Hessian becomes the upper factor that the inverse needs.
+    # This takes one factorisation and one triangular inverse, and the inverse of the Hessian is never formed.
     reverse = hessian.flip(0, 1)
     diagonal = reverse.diagonal().clone()
     for attempt in range(5):
@@ -184,7 +185,7 @@ def _compensated_values(
 ) -> Tensor | None:
     """fp32 weights [out, in] and scales [out, groups] -> int8 [out, in]; None if a number overflows.
 
-    ``order`` [in] says which input is quantised when, and ``factor`` is in that order.
+    ``order`` [in] lists the inputs in the order in which they are quantised, and ``factor`` has the same order.
     """
     outputs, inputs = weight.shape
     group = inputs // scales.shape[1]

@@ -1,4 +1,4 @@
-"""One layer of a checkpoint that is being quantised: its linears and experts, in order, into the layer's file."""
+"""Writes the file of one quantised layer: its linears and experts, in order."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ import torch
 from torch import Tensor
 
 from cpumoe.checkpoints.expert_sources import Buffers
-from cpumoe.checkpoints.formats.compressed_tensors import LinearFormat
+from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.checkpoints.tensor_file import TensorFileWriter
 from cpumoe.layers import reference
 from cpumoe.layers.rounding import quantize_weight
 from cpumoe.layers.scheme import Scheme
 from cpumoe.quantization.gptq import InputStatistics, quantize_with_statistics
-from cpumoe.quantization.quantization_plan import LayerPlan, Report
+from cpumoe.quantization.quantization_plan import PlannedLayer, QuantizationReport
 from cpumoe.quantization.source_watch import SourceWatch
 from cpumoe.quantization.unfinished_work import notes_of, write_durably
 
 
 class LayerWriter:
-    """Quantises the linears and experts of one layer, in the order of its plan, into the layer's file."""
+    """Quantises the linears and experts of one layer, in the order of the plan, and writes them to the layer's file."""
 
-    def __init__(self, layer: LayerPlan, path: Path, report: Report, watch: SourceWatch) -> None:
+    def __init__(self, layer: PlannedLayer, path: Path, report: QuantizationReport, watch: SourceWatch) -> None:
         self._layer = layer
         self._watch = watch
         self._report = report
-        self._told: dict[str, Any] = {"matrices": 0, "calibrated": 0, "uncovered": []}
+        self._counts: dict[str, Any] = {"matrices": 0, "calibrated": 0, "uncovered": []}
         self._buffers = Buffers()
         self._path = path
         self._writer = TensorFileWriter(path, layer.stored(), {"format": "pt"})
@@ -42,31 +42,31 @@ class LayerWriter:
         if error is not None:
             self._writer.__exit__(kind, error, trace)
             if isinstance(error, Exception):
-                self._watch.check()  # if a file was changed under our hands, that is the reason to be told
+                self._watch.check()  # if a source file was changed meanwhile, that is the error to report
             return
         with self._writer:
             for name in self._layer.copied:
                 self._writer.write(name, self._layer.checkpoint.read(name))
-            self._watch.check()  # all that this file is made from has been read
-            write_durably(notes_of(self._path), self._told)  # before the file that says the layer is done
-        self._layer.add_to(self._report, self._told)
+            self._watch.check()  # everything that goes into this file has been read by now
+            write_durably(notes_of(self._path), self._counts)  # before the layer's file, which marks it as done
+        self._layer.add_to(self._report, self._counts)
 
     def quantize_linear(self, name: str, statistics: InputStatistics | None) -> Tensor:
-        """Quantises and writes the next linear; returns what it stands for, [rows, columns] fp32."""
-        form = self._layer.linear_format
-        assert form is not None  # there are no linears without it
+        """Quantises and writes the next linear; returns the weight that it represents, [rows, columns] fp32."""
+        storage = self._layer.linear_storage
+        assert storage is not None  # there are no linears without it
         values, scales = self._quantized(
-            self._layer.checkpoint.read(f"{name}.weight"), statistics, form.scheme, f"{name}.weight"
+            self._layer.checkpoint.read(f"{name}.weight"), statistics, storage.scheme, f"{name}.weight"
         )
-        self._write(form, name, values, scales)
+        self._write(storage, name, values, scales)
         if f"{name}.bias" in self._layer.checkpoint:
             self._writer.write(f"{name}.bias", self._layer.checkpoint.read(f"{name}.bias"))
         return reference.dequantize(values, scales)
 
     def quantize_expert(self, expert: int, inputs: Tensor | None) -> Tensor | None:
         """Quantises and writes the next expert; with inputs [rows, H], returns its outputs [rows, H] fp32."""
-        source, form = self._layer.experts, self._layer.expert_format
-        assert source is not None  # the caller has counted them
+        source, storage = self._layer.expert_source, self._layer.expert_storage
+        assert source is not None  # the caller has counted its experts
         config, inner = source.config, source.config.intermediate_size
         gate_up, down, gate_up_bias, down_bias = source.read_float(expert, 1, self._buffers)
         gate_name, up_name, down_name = source.linear_names(expert)
@@ -74,11 +74,11 @@ class LayerWriter:
         if seen is not None and inputs is not None:
             seen.add(inputs)
             if not seen.sufficient:
-                self._told["uncovered"].append(expert)
+                self._counts["uncovered"].append(expert)
         values, scales = self._quantized(gate_up[0], seen, config.scheme, gate_name)
         biases = None if gate_up_bias is None else gate_up_bias[0].to(torch.float32)
         for name, rows in ((gate_name, slice(0, inner)), (up_name, slice(inner, None))):
-            self._write(form, name, values[rows], scales[rows])
+            self._write(storage, name, values[rows], scales[rows])
             if biases is not None:
                 self._writer.write(f"{name}.bias", biases[rows])
         second_bias = None if down_bias is None else down_bias[0].to(torch.float32)
@@ -91,7 +91,7 @@ class LayerWriter:
             if seen is not None:
                 seen.add(hidden)
         values, scales = self._quantized(down[0], seen, config.scheme, down_name)
-        self._write(form, down_name, values, scales)
+        self._write(storage, down_name, values, scales)
         if second_bias is not None:
             self._writer.write(f"{down_name}.bias", second_bias)
         if hidden is None:
@@ -101,12 +101,12 @@ class LayerWriter:
     def _quantized(
         self, weight: Tensor, statistics: InputStatistics | None, scheme: Scheme, name: str
     ) -> tuple[Tensor, Tensor]:
-        self._told["matrices"] += 1
+        self._counts["matrices"] += 1
         if statistics is None or not statistics.sufficient:
             return quantize_weight(weight, scheme, name, clip_search=True)
-        self._told["calibrated"] += 1
+        self._counts["calibrated"] += 1
         return quantize_with_statistics(weight, statistics, scheme, name)
 
-    def _write(self, form: LinearFormat, name: str, values: Tensor, scales: Tensor) -> None:
-        for key, tensor in form.encode(values, scales).items():
-            self._writer.write(f"{name}.{key}", tensor)
+    def _write(self, storage: LinearStorage, name: str, values: Tensor, scales: Tensor) -> None:
+        for suffix, tensor in storage.encode(values, scales).items():
+            self._writer.write(f"{name}.{suffix}", tensor)

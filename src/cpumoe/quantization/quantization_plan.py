@@ -1,4 +1,4 @@
-"""What becomes of which tensor when a checkpoint is quantised: layer by layer, and what lies outside the layers."""
+"""What happens to each tensor when a checkpoint is quantised: in the decoder layers, and outside of them."""
 
 from __future__ import annotations
 
@@ -8,25 +8,27 @@ from typing import Any, cast
 import torch
 
 from cpumoe.checkpoints.checkpoint import Checkpoint
-from cpumoe.checkpoints.expert_sources import FLOAT_DTYPES, FloatExpertSource
-from cpumoe.checkpoints.formats.compressed_tensors import Form, LinearFormat, write_config
-from cpumoe.checkpoints.loading import experts_of, layers_prefix
-from cpumoe.checkpoints.tensor_file import DTYPES
+from cpumoe.checkpoints.expert_sources import FloatExpertSource
+from cpumoe.checkpoints.formats.compressed_tensors import Format, IntegerStorage, write_config
+from cpumoe.checkpoints.layer_names import layers_prefix
+from cpumoe.checkpoints.loading import experts_of
+from cpumoe.checkpoints.storage import LinearStorage
+from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES
 from cpumoe.errors import CheckpointError
 from cpumoe.layers.rounding import scale_dtype_of
 from cpumoe.layers.scheme import Scheme
 
-_HEAD = "lm_head"  # in every architecture that is served
+_HEAD = "lm_head"  # the name in every architecture that is supported
 
 
 @dataclass
-class Report:
+class QuantizationReport:
     """What a run did: how many matrices were quantised, and which experts calibration did not reach."""
 
     matrices: int = 0
     calibrated: int = 0
     tokens: int = 0
-    uncovered: dict[str, list[int]] = field(default_factory=dict)  # layer's experts -> numbers of the experts
+    uncovered: dict[str, list[int]] = field(default_factory=dict)  # prefix of a layer's experts -> their numbers
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -37,72 +39,72 @@ class Report:
         }
 
     @classmethod
-    def from_json(cls, told: dict[str, Any]) -> Report:
+    def from_json(cls, content: dict[str, Any]) -> QuantizationReport:
         return cls(
-            told["matrices"],
-            told["calibrated_matrices"],
-            told["calibration_tokens"],
-            told["experts_with_too_few_tokens"],
+            content["matrices"],
+            content["calibrated_matrices"],
+            content["calibration_tokens"],
+            content["experts_with_too_few_tokens"],
         )
 
 
 @dataclass(frozen=True)
-class LayerPlan:
-    """One decoder layer: the linears that are quantised, the experts, and what is copied."""
+class PlannedLayer:
+    """One decoder layer: which linears are quantised, where its experts come from, and which tensors are copied."""
 
     checkpoint: Checkpoint
     index: int
     prefix: str  # of its names on disk, such as "model.layers.3."
     linears: dict[str, tuple[int, int]]  # name -> rows and columns
-    experts: FloatExpertSource | None
+    expert_source: FloatExpertSource | None
     copied: tuple[str, ...]
-    linear_format: LinearFormat | None
-    expert_format: LinearFormat
+    linear_storage: IntegerStorage | None
+    expert_storage: IntegerStorage
 
     @property
-    def experts_count(self) -> int:
-        return 0 if self.experts is None else self.experts.config.local_experts
+    def num_experts(self) -> int:
+        return 0 if self.expert_source is None else self.expert_source.config.local_experts
 
     def stored(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        """Every tensor of this layer's file, in the order in which it is written."""
+        """Dtype and shape of every tensor in this layer's file, in the order in which they are written."""
         out: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {}
         for name, (rows, columns) in self.linears.items():
-            assert self.linear_format is not None  # there are no linears without it
+            assert self.linear_storage is not None  # there are no linears without it
             scale = scale_dtype_of(DTYPES[self.checkpoint.info(f"{name}.weight").dtype])
-            out |= _announced(self.linear_format, name, rows, columns, scale)
+            out |= _announced(self.linear_storage, name, rows, columns, scale)
             if f"{name}.bias" in self.checkpoint:
                 out |= _announced_copy(self.checkpoint, f"{name}.bias")
-        if self.experts is not None:
-            config, bias = self.experts.config, self.experts.config.has_bias
+        if self.expert_source is not None:
+            config, bias = self.expert_source.config, self.expert_source.config.has_bias
             for expert in range(config.local_experts):
-                gate, up, down = self.experts.linear_names(expert)
+                gate, up, down = self.expert_source.linear_names(expert)
                 for name, rows, columns in (
                     (gate, config.intermediate_size, config.hidden_size),
                     (up, config.intermediate_size, config.hidden_size),
                     (down, config.hidden_size, config.intermediate_size),
                 ):
-                    out |= _announced(self.expert_format, name, rows, columns, config.scale_dtype)
+                    out |= _announced(self.expert_storage, name, rows, columns, config.scale_dtype)
                     if bias:
                         out[f"{name}.bias"] = (torch.float32, (rows,))
         for name in self.copied:
             out |= _announced_copy(self.checkpoint, name)
         return out
 
-    def add_to(self, report: Report, told: dict[str, Any]) -> None:
-        """Adds what quantising this layer found."""
-        report.matrices += told["matrices"]
-        report.calibrated += told["calibrated"]
-        if told["uncovered"] and self.experts is not None:
-            report.uncovered[self.experts.prefix] = told["uncovered"]
+    def add_to(self, report: QuantizationReport, counts: dict[str, Any]) -> None:
+        """Adds what was counted while this layer was quantised."""
+        report.matrices += counts["matrices"]
+        report.calibrated += counts["calibrated"]
+        if counts["uncovered"] and self.expert_source is not None:
+            report.uncovered[self.expert_source.prefix] = counts["uncovered"]
 
 
 class QuantizationPlan:
-    """The whole checkpoint, cut into what lies outside the decoder layers and the layers."""
+    """The whole checkpoint, divided into its decoder layers and the tensors outside of them."""
 
-    def __init__(self, checkpoint: Checkpoint, scheme: Scheme, linears: Scheme | None, form: Form) -> None:
+    def __init__(self, checkpoint: Checkpoint, scheme: Scheme, linears: Scheme | None, format_name: Format) -> None:
         self.checkpoint = checkpoint
-        self.expert_format = LinearFormat(scheme, form)
-        self.linear_format = None if linears is None else LinearFormat(linears, form)
+        self.expert_storage = IntegerStorage(scheme, format_name)
+        self.linear_storage = None if linears is None else IntegerStorage(linears, format_name)
         architecture = checkpoint.architecture
         prefix = layers_prefix(checkpoint)
         sources = {source.prefix: source for source in experts_of(checkpoint, scheme).values()}
@@ -111,11 +113,11 @@ class QuantizationPlan:
         self.outside: list[str] = []
         for name in sorted(checkpoint.names):
             number = name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
-            # Layers behind the last one (for predicting several tokens) are copied as they are.
+            # Layers after the last one, which predict further tokens, are copied as they are.
             (by_layer[int(number)] if number.isdigit() and int(number) < count else self.outside).append(name)
         self.left_in_float: list[str] = [n.removesuffix(".weight") for n in self.outside if self._is_matrix(n)]
         self.left_in_float += self._tied_heads(prefix)
-        self.layers: list[LayerPlan] = []
+        self.layers: list[PlannedLayer] = []
         for index, names in by_layer.items():
             layer_prefix = f"{prefix}{index}."
             if not names:
@@ -126,29 +128,29 @@ class QuantizationPlan:
             chosen: dict[str, tuple[int, int]] = {}
             for name in matrices:
                 rows, columns = checkpoint.info(f"{name}.weight").shape
-                if linears is None or name.endswith(architecture.routers) or not linears.fits(columns):
+                if linears is None or name.endswith(architecture.unquantized) or not linears.fits(columns):
                     self.left_in_float.append(name)
                 else:
                     chosen[name] = (rows, columns)
             done = {f"{name}.{part}" for name in chosen for part in ("weight", "bias")}
             self.layers.append(
-                LayerPlan(
+                PlannedLayer(
                     checkpoint,
                     index,
                     layer_prefix,
                     chosen,
                     cast("FloatExpertSource | None", source),
                     tuple(n for n in rest if n not in done),
-                    self.linear_format,
-                    self.expert_format,
+                    self.linear_storage,
+                    self.expert_storage,
                 )
             )
 
     def _tied_heads(self, layers: str) -> list[str]:
-        """Heads without a tensor of their own: they are linears all the same, and other readers must leave them alone.
+        """Names of heads that have no tensor of their own. Other readers must be told not to quantise them either.
 
-        Where the language model is part of a larger one, with ``language_model.model.layers.`` in front of its layers,
-        transformers calls the head of the whole ``lm_head`` or that of the part ``language_model.lm_head``.
+        If the language model is part of a larger model, so that its layers are ``language_model.model.layers.``,
+        transformers calls the head either ``lm_head`` or ``language_model.lm_head``.
         """
         wrapper = layers.removesuffix("model.layers.") if layers.endswith(".model.layers.") else ""
         heads = sorted({_HEAD, wrapper + _HEAD})
@@ -168,22 +170,19 @@ class QuantizationPlan:
         return out
 
     def quantization_config(self) -> dict[str, Any]:
-        if self.linear_format is None or self.linear_format == self.expert_format:
-            return write_config({"Linear": self.expert_format}, self.left_in_float)
-        formats = {"re:.*[.]experts[.]": self.expert_format, "Linear": self.linear_format}
-        return write_config(formats, self.left_in_float)
+        if self.linear_storage is None or self.linear_storage == self.expert_storage:
+            return write_config({"Linear": self.expert_storage}, self.left_in_float)
+        storages = {"re:.*[.]experts[.]": self.expert_storage, "Linear": self.linear_storage}
+        return write_config(storages, self.left_in_float)
 
 
 def _announced(
-    form: LinearFormat, name: str, rows: int, columns: int, scale: torch.dtype
+    storage: LinearStorage, name: str, rows: int, columns: int, scale: torch.dtype
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    dtypes = {
-        "weight": torch.int8,
-        "weight_packed": torch.int32,
-        "weight_scale": scale,
-        "weight_shape": torch.int64,
+    return {
+        f"{name}.{suffix}": (scale if suffix == storage.scale_suffix else DTYPES[stored.dtypes[0]], stored.shape)
+        for suffix, stored in storage.tensors(rows, columns).items()
     }
-    return {f"{name}.{key}": (dtypes[key], stored.shape) for key, stored in form.tensors(rows, columns).items()}
 
 
 def _announced_copy(checkpoint: Checkpoint, name: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

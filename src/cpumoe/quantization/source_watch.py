@@ -1,4 +1,4 @@
-"""Whether the checkpoint that is being read is still the one that was opened."""
+"""Watches that the files of a checkpoint do not change while it is being quantised."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from cpumoe.checkpoints.checkpoint import INDEX_FILE, Checkpoint, listed
 from cpumoe.errors import CheckpointError
 from cpumoe.quantization.unfinished_work import removal
 
-# Weights are read by name, or not at all; what else is in a folder (tokenizer, templates, licences) is copied.
+# Files of weights are read through the checkpoint. All other files (tokenizer, templates, licences) are copied.
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 
-#: For each file its name, and what tells whether it has changed: that of ``Checkpoint.fingerprint``.
+#: For each file its name and the numbers that differ when it has changed, as in ``Checkpoint.fingerprint``.
 Fingerprint = list[list[str | int]]
 
 
 class SourceWatch:
-    """The files of a checkpoint as they were when it was opened: weights, configuration, and all that is copied."""
+    """The files of a checkpoint as they were when it was opened: weights, configuration, and the files to copy."""
 
     def __init__(self, checkpoint: Checkpoint, work: Path) -> None:
         self._checkpoint = checkpoint
@@ -30,12 +30,12 @@ class SourceWatch:
 
     @property
     def copied(self) -> list[Path]:
-        """The files that go with the weights as they are."""
+        """The files that are copied unchanged."""
         made_anew = ("config.json", INDEX_FILE)
         return [self._checkpoint.folder / name for name in self._others if name not in made_anew]
 
     def check(self) -> None:
-        """Raises CheckpointError with the names of the files that have changed or gone since."""
+        """Raises CheckpointError with the names of the files that have changed or vanished since then."""
         if names := changed_files(self.fingerprint, self._now()):
             raise CheckpointError(
                 f"{self._checkpoint.folder}: {listed(names)} changed while the model was being quantised; "
@@ -54,12 +54,12 @@ class SourceWatch:
 
 
 @contextmanager
-def watched(folder: Path, work: Path) -> Iterator[tuple[Checkpoint, SourceWatch]]:
+def open_watched(folder: Path, work: Path) -> Iterator[tuple[Checkpoint, SourceWatch]]:
     """Opens a checkpoint and watches it.
 
-    It is opened twice: files that are the same before and after the second time are those that are open, also if
-    another process is just then putting new ones in their places. ``work`` is where the unfinished work is, for
-    messages.
+    It is opened twice, and the two fingerprints are compared. If they are equal, the open files are the ones in the
+    fingerprint, even if another process is replacing files at that moment. ``work`` is the folder of unfinished work,
+    which messages name.
     """
     with Checkpoint.open(folder) as first:
         before = SourceWatch(first, work).fingerprint
@@ -71,7 +71,7 @@ def watched(folder: Path, work: Path) -> Iterator[tuple[Checkpoint, SourceWatch]
 
 
 def changed_files(before: Fingerprint, after: Fingerprint) -> list[str]:
-    """Names of the files that differ, or that only one of the two has."""
+    """Names of the files that differ, or that only one of the two fingerprints has."""
     one, other = ({str(name): stamp for name, *stamp in fingerprint} for fingerprint in (before, after))
     return sorted(name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
 

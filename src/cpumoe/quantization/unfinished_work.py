@@ -1,4 +1,4 @@
-"""A folder in which work is done that may be interrupted: one process at a time, notes aside, files whole or absent."""
+"""A folder for work that may be interrupted: one process at a time, and every file in it complete or absent."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from typing import Any
 
 _log = logging.getLogger("cpumoe")
 
-# What is for the work alone is in a folder of its own, which goes when everything else is in its place.
+# Files that only the work itself needs are in a folder of their own, which is removed when everything else is done.
 NOTES = ".work"
 _SETTINGS_FILE = "settings.json"
 _LOCK_FILE = "lock"
 
-# Settings that are hashes and lists: their names say enough in a message.
+# Settings whose values are hashes or long lists: messages give only their names.
 _LONG_SETTINGS = ("source", "calibration")
 
 
 @contextmanager
 def work_folder(work: Path, settings: dict[str, Any]) -> Iterator[None]:
-    """Makes or takes up the folder of unfinished work, for this process alone."""
+    """Makes the folder of unfinished work, or goes on with the one that is there; locked for this process alone."""
     notes = work / NOTES
     notes.mkdir(parents=True, exist_ok=True)
     with (notes / _LOCK_FILE).open("w") as lock:
@@ -40,13 +40,13 @@ def work_folder(work: Path, settings: dict[str, Any]) -> Iterator[None]:
             _log.info("going on with the unfinished work in %s", work)
         else:
             write_durably(path, settings)
-        for left in work.rglob("*.partial"):  # of a process that was killed
-            left.unlink()
+        for leftover in work.rglob("*.partial"):  # of a process that was killed
+            leftover.unlink()
         yield
 
 
 def clear_notes(folder: Path) -> None:
-    """Removes what was for the work alone; the settings last, by which ``only_notes_left`` knows."""
+    """Removes the notes. The settings go last, because ``only_notes_left`` looks for them."""
     notes = folder / NOTES
     for path in sorted(notes.iterdir(), key=lambda path: path.name == _SETTINGS_FILE):
         path.unlink(missing_ok=True)
@@ -54,7 +54,7 @@ def clear_notes(folder: Path) -> None:
 
 
 def only_notes_left(folder: Path, settings: dict[str, Any]) -> bool:
-    """Whether a run with these settings had finished ``folder``, and was stopped while it cleared its notes away."""
+    """Whether a run with these settings finished ``folder`` and was stopped while it removed its notes."""
     path = folder / NOTES / _SETTINGS_FILE
     return path.exists() and _read_settings(path) == settings
 
@@ -70,7 +70,7 @@ def _read_settings(path: Path) -> dict[str, Any]:
 
 
 def _refuse_other_settings(work: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Work of one run goes on only with what that run was asked to do."""
+    """Raises RuntimeError if the work was begun with other settings than those of this run."""
     names = [name for name in now | before if before.get(name) != now.get(name)]
     if not names:
         return
@@ -80,22 +80,22 @@ def _refuse_other_settings(work: Path, before: dict[str, Any], now: dict[str, An
         f"{name} ({before.get(name)} there, {now.get(name)} now)" for name in names if name not in _LONG_SETTINGS
     )
     others = ", ".join(name for name in names if name in _LONG_SETTINGS)
-    told = "; ".join(part for part in (differences, others) if part)
-    raise RuntimeError(f"{work} holds the work of a run with other settings: {told}; use those, or {removal(work)}")
+    changes = "; ".join(part for part in (differences, others) if part)
+    raise RuntimeError(f"{work} holds the work of a run with other settings: {changes}; use those, or {removal(work)}")
 
 
 def removal(work: Path) -> str:
-    """The command that makes way for a new start."""
+    """The end of a message: the command that clears the way for a new start."""
     return f"to start anew, remove that work: rm -r {shlex.quote(str(work))}"
 
 
 def notes_of(shard: Path) -> Path:
-    """Where what was found while a layer was quantised is kept until the end."""
+    """The file that keeps what was counted for a layer until the report is written."""
     return shard.parent / NOTES / f"{shard.stem}.json"
 
 
 def write_durably(path: Path, content: object) -> None:
-    """Writes JSON that is on disk, whole, before its name is."""
+    """Writes JSON so that its name appears only after its whole content is on disk."""
     temporary = path.with_name(f"{path.name}.partial")
     with naming_file(temporary):
         temporary.write_text(json.dumps(content, indent=2) + "\n")
@@ -105,7 +105,7 @@ def write_durably(path: Path, content: object) -> None:
 
 
 def copy_durably(source: Path, path: Path) -> None:
-    """Copies the content of a file; the copy is on disk, whole, before its name is."""
+    """Copies a file so that the name of the copy appears only after its whole content is on disk."""
     temporary = path.with_name(f"{path.name}.partial")
     with naming_file(temporary):
         shutil.copyfile(source, temporary)
@@ -114,7 +114,7 @@ def copy_durably(source: Path, path: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file or the names in a folder are on disk."""
+    """Waits until a file, or the list of names in a folder, is on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         with naming_file(path):
@@ -125,7 +125,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def naming_file(path: Path) -> Iterator[None]:
-    """What goes wrong when an open file is written (a full disk) says how, and not where; here it is told that too."""
+    """Adds the path to errors that come without one, as those of writing to an open file do (a full disk)."""
     try:
         yield
     except OSError as problem:

@@ -1,1 +1,32 @@
-"""What lies on disk: one file per family, each a set of functions and values without state."""
+"""On-disk formats: one file each. A new one implements ``storage.py`` and gets a row in the table below."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cpumoe.checkpoints.formats.compressed_tensors import QuantizationConfig as CompressedTensors
+from cpumoe.checkpoints.storage import Quantization
+from cpumoe.errors import CheckpointError, UnsupportedScheme
+
+#: ``quant_method`` of a quantization_config -> what parses it.
+QUANT_METHODS: dict[str, type[Quantization]] = {
+    "compressed-tensors": CompressedTensors,
+}
+
+#: Suffixes that only tensors of quantised linears have, in any format.
+QUANTIZED_SUFFIXES = frozenset(suffix for method in QUANT_METHODS.values() for suffix in method.suffixes)
+
+
+def parse_quantization(section: object) -> Quantization:
+    """Parses the ``quantization_config`` of a config.json.
+
+    Raises UnsupportedScheme for what is well-formed and not served, CheckpointError for what is not well-formed.
+    """
+    if not isinstance(section, Mapping):
+        raise CheckpointError(f"quantization_config is {section!r:.80}; a JSON object is accepted")
+    method = section.get("quant_method")
+    if not isinstance(method, str) or method not in QUANT_METHODS:
+        known = " and ".join(map(repr, QUANT_METHODS))
+        served = "is" if len(QUANT_METHODS) == 1 else "are"
+        raise UnsupportedScheme(f"quant_method {method!r} is not served; {known} {served}")
+    return QUANT_METHODS[method].parse(section)

@@ -1,81 +1,114 @@
-"""compressed-tensors checkpoints: their ``quantization_config``, and integers and scales as they hold them.
+"""compressed-tensors checkpoints: their ``quantization_config``, and how their linears are stored.
 
 Parsed here and not with the package of that name: it refuses files that its own earlier versions wrote.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 from torch import Tensor
 
 from cpumoe.checkpoints.formats.name_patterns import NamePatterns, TimeBudget
+from cpumoe.checkpoints.storage import LinearStorage, Quantization, StoredTensor
+from cpumoe.checkpoints.tensor_file import FLOAT_DTYPES, TensorInfo
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers.rounding import pack_nibbles, unpack_nibbles
 from cpumoe.layers.scheme import Scheme
 
-Form = Literal["int-quantized", "pack-quantized"]
-FORMS: tuple[Form, ...] = get_args(Form)
+Format = Literal["int-quantized", "pack-quantized"]
+FORMATS: tuple[Format, ...] = get_args(Format)
+
+_WORD_BITS = 32  # weights of few bits are packed into words of this size
 
 
 @dataclass(frozen=True)
-class StoredTensor:
-    """One tensor of a linear as it must lie in the file: accepted safetensors dtypes and the shape."""
+class IntegerStorage(LinearStorage):
+    """Symmetric integers with a scale per row or per group.
 
-    dtypes: tuple[str, ...]
-    shape: tuple[int, ...]
+    ``int-quantized`` has a byte for each of them in ``weight``. ``pack-quantized`` has as many as fit into words in
+    ``weight_packed``, where the last word of a row may be filled up, and the size of the linear in ``weight_shape``.
+    """
 
+    scale_suffix: ClassVar[str] = "weight_scale"
 
-@dataclass(frozen=True)
-class LinearFormat:
-    """How the linears that a configuration group targets are held."""
-
-    scheme: Scheme
-    form: Form
+    format: Format
 
     @property
-    def weight_name(self) -> str:
-        return "weight" if self.form == "int-quantized" else "weight_packed"
+    def _is_packed(self) -> bool:
+        return self.format == "pack-quantized"
+
+    @property
+    def _per_word(self) -> int:
+        return _WORD_BITS // self.scheme.weights.bits
 
     def tensors(self, rows: int, columns: int) -> dict[str, StoredTensor]:
-        """The tensors of a [rows, columns] linear by the last part of their names; a bias is not among them."""
-        scale = StoredTensor(("BF16", "F32", "F16"), self.scheme.weights.group.scale_shape(rows, columns))
-        if self.form == "int-quantized":
+        scale = StoredTensor(FLOAT_DTYPES, self.scheme.weights.group.scale_shape(rows, columns))
+        if not self._is_packed:
             return {"weight": StoredTensor(("I8",), (rows, columns)), "weight_scale": scale}
-        per_word = 32 // self.scheme.weights.bits
         return {
-            "weight_packed": StoredTensor(("I32",), (rows, -(-columns // per_word))),
+            "weight_packed": StoredTensor(("I32",), (rows, -(-columns // self._per_word))),
             "weight_scale": scale,
-            "weight_shape": StoredTensor(("I64", "I32"), (2,)),
+            "weight_shape": StoredTensor(("I64", "I32"), (2,), by_rows=False, values=(rows, columns)),
         }
 
-    def held(self, stored: Tensor, columns: int) -> Tensor:
-        """[..., rows, stored columns] as read -> int8 values [..., rows, columns], or uint8 nibbles with half of them.
+    def size(self, found: Mapping[str, TensorInfo], read: Callable[[str], Tensor]) -> tuple[int, int]:
+        def matrix(suffix: str) -> tuple[int, ...]:
+            shape = found[suffix].shape if suffix in found else ()
+            return shape if len(shape) == 2 else ()
 
-        No copy for the forms that matter: int32 words seen as bytes are nibbles in the order that packing takes.
-        """
-        if self.form == "int-quantized":
-            return stored
-        stored_bytes = stored.view(torch.uint8)
+        weight, scale = matrix("weight_packed" if self._is_packed else "weight"), matrix("weight_scale")
+        if self._is_packed and "weight_shape" in found and str(found["weight_shape"]) in ("I64 [2]", "I32 [2]"):
+            rows, columns = read("weight_shape").tolist()
+            expected = self.tensors(rows, columns)
+            # It comes first because the last word of a row may be filled up, and only if one of the others agrees.
+            if weight == expected["weight_packed"].shape or scale == expected["weight_scale"].shape:
+                return rows, columns
+        if weight:
+            return weight[0], weight[1] * (self._per_word if self._is_packed else 1)
+        return (scale[0], scale[1] * (self.scheme.group_size or 1)) if scale else (0, 0)
+
+    def scale_dtype(self, dtypes: Mapping[str, str]) -> torch.dtype:
+        return torch.bfloat16 if dtypes.get("weight_scale") == "BF16" else torch.float32
+
+    def decode(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        scales = tensors["weight_scale"]
+        if scales.dtype == torch.float16:  # packing takes bf16 and fp32
+            scales = scales.to(torch.float32)
+        return self._integers(tensors, columns), scales
+
+    def _integers(self, tensors: Mapping[str, Tensor], columns: int) -> Tensor:
+        """No copy in the cases that matter: int32 words seen as bytes are nibbles in the order that packing takes."""
+        if not self._is_packed:
+            return tensors["weight"]
+        stored_bytes = tensors["weight_packed"].view(torch.uint8)
         if self.scheme.weights.bits == 4:
             nibbles = stored_bytes[..., : -(-columns // 2)]
             return nibbles if columns % 2 == 0 else unpack_nibbles(nibbles)[..., :columns]
         # q + 128 as an unsigned byte is q with its sign bit flipped
         return (stored_bytes[..., :columns] ^ 0x80).view(torch.int8)
 
+    def decode_plainly(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        scales = tensors["weight_scale"]
+        if not self._is_packed:
+            return tensors["weight"], scales
+        # Element j is in word j / (32 / bits), low bits first, stored plus half the range.
+        bits, columns = self.scheme.weights.bits, int(tensors["weight_shape"][1])
+        shifts = torch.arange(0, _WORD_BITS, bits, dtype=torch.int32)
+        elements = (tensors["weight_packed"].unsqueeze(-1) >> shifts) & (2**bits - 1)
+        return (elements.flatten(1)[:, :columns] - 2 ** (bits - 1)).to(torch.int8), scales
+
     def encode(self, values: Tensor, scales: Tensor) -> dict[str, Tensor]:
-        """int8 values [rows, columns] and scales [rows, groups] -> the tensors that are stored, by name."""
-        if self.form == "int-quantized":
+        if not self._is_packed:
             return {"weight": values, "weight_scale": scales}
         rows, columns = values.shape
-        bits = self.scheme.weights.bits
-        padded = torch.zeros((rows, -(-columns // (32 // bits)) * (32 // bits)), dtype=torch.int8)
+        padded = torch.zeros((rows, -(-columns // self._per_word) * self._per_word), dtype=torch.int8)
         padded[:, :columns] = values
-        stored = pack_nibbles(padded) if bits == 4 else padded.view(torch.uint8) ^ 0x80
+        stored = pack_nibbles(padded) if self.scheme.weights.bits == 4 else padded.view(torch.uint8) ^ 0x80
         return {
             "weight_packed": stored.contiguous().view(torch.int32),
             "weight_scale": scales,
@@ -86,26 +119,21 @@ class LinearFormat:
 @dataclass(frozen=True)
 class _Group:
     targets: tuple[str, ...]
-    format: LinearFormat
+    storage: IntegerStorage
 
 
 @dataclass(frozen=True)
-class QuantizationConfig:
-    """Which modules of a checkpoint are quantised, and how."""
+class QuantizationConfig(Quantization):
+    """Which modules of a compressed-tensors checkpoint are quantised, and how."""
+
+    suffixes: ClassVar[frozenset[str]] = frozenset(("weight_packed", "weight_scale", "weight_shape"))
 
     groups: tuple[_Group, ...]
     ignore: tuple[str, ...]
 
     @classmethod
-    def parse(cls, config: object) -> QuantizationConfig:
-        """Parses the ``quantization_config`` of a config.json.
-
-        Raises UnsupportedScheme for what is well-formed and not served, CheckpointError for what is not well-formed.
-        """
-        top = _mapping(config, "quantization_config")
-        method = top.get("quant_method")
-        if method != "compressed-tensors":
-            raise UnsupportedScheme(f"quant_method {method!r} is not served; 'compressed-tensors' is")
+    def parse(cls, section: object) -> QuantizationConfig:
+        top = _mapping(section, "quantization_config")
         status = top.get("quantization_status", "compressed")
         if status != "compressed":
             raise UnsupportedScheme(f"quantization_status {status!r} is not served; 'compressed' is")
@@ -120,17 +148,18 @@ class QuantizationConfig:
         if not groups:
             raise CheckpointError("quantization_config has no config_groups")
         parsed = cls(tuple(groups), _strings(top.get("ignore"), "ignore"))
-        _ = parsed._patterns  # refuses those that are none
+        _ = parsed._patterns  # compiles them, which refuses what is no pattern
         return parsed
 
     @classmethod
-    def _parse_group(cls, name: str, group: Mapping[str, Any], default_form: object) -> _Group:
-        form = group.get("format") or default_form
+    def _parse_group(cls, name: str, group: Mapping[str, Any], default_format: object) -> _Group:
+        format_name = group.get("format") or default_format
         weights = _mapping(group.get("weights"), f"{name}.weights")
         activations = group.get("input_activations")
         described = _describe(weights, activations)
-        if form not in FORMS:
-            raise UnsupportedScheme(f"{name}: format {form!r} ({described}) is not served; {' and '.join(FORMS)} are")
+        if format_name not in FORMATS:
+            accepted = " and ".join(FORMATS)
+            raise UnsupportedScheme(f"{name}: format {format_name!r} ({described}) is not served; {accepted} are")
         if group.get("output_activations"):
             raise UnsupportedScheme(f"{name}: quantised output activations are not served")
         inputs = _mapping(activations, f"{name}.input_activations") if activations else {}
@@ -153,10 +182,10 @@ class QuantizationConfig:
         if strategy == "group" and not (isinstance(size, int) and size > 0):
             raise CheckpointError(f"{name}: strategy 'group' with group_size={size!r}; a positive number is accepted")
         scheme = Scheme.parse(f"w{bits}a8" + (f"-g{size}" if strategy == "group" else ""))
-        return _Group(_strings(group.get("targets"), f"{name}.targets"), LinearFormat(scheme, form))
+        return _Group(_strings(group.get("targets"), f"{name}.targets"), IntegerStorage(scheme, format_name))
 
-    def format_of(self, module: str) -> LinearFormat | None:
-        """Format of the linear named ``module``; None when it was left in float.
+    def storage_of(self, module: str) -> IntegerStorage | None:
+        """How the linear named ``module`` is stored; None if it was left in float.
 
         A group that names the module itself comes before one that names the class of all linears.
         """
@@ -165,46 +194,46 @@ class QuantizationConfig:
             return None
         for group, targets in zip(self.groups, targeted, strict=True):
             if targets.match(module):
-                return group.format
-        return next((group.format for group in self.groups if "Linear" in group.targets), None)
+                return group.storage
+        return next((group.storage for group in self.groups if "Linear" in group.targets), None)
 
     @cached_property
     def _patterns(self) -> tuple[NamePatterns, list[NamePatterns]]:
-        """Of ``ignore``, and of each group's targets."""
+        """The patterns of ``ignore``, and those of each group's targets."""
         budget = TimeBudget()
         return NamePatterns(self.ignore, budget), [NamePatterns(group.targets, budget) for group in self.groups]
 
     @property
     def schemes(self) -> tuple[Scheme, ...]:
-        return tuple(group.format.scheme for group in self.groups)
+        return tuple(group.storage.scheme for group in self.groups)
 
 
-def write_config(formats: Mapping[str, LinearFormat], ignore: list[str]) -> dict[str, Any]:
+def write_config(storages: Mapping[str, IntegerStorage], ignore: list[str]) -> dict[str, Any]:
     """The ``quantization_config`` of a checkpoint.
 
     Args:
-        formats: target (``"Linear"``, a name, or a ``re:`` pattern) -> format.
+        storages: target (``"Linear"``, a name, or a ``re:`` pattern) -> how the linears that it means are stored.
         ignore: names of the linears that are left in float.
     """
-    targets: dict[LinearFormat, list[str]] = {}
-    for target, held_as in formats.items():
-        targets.setdefault(held_as, []).append(target)
-    forms = {f.form for f in targets}
+    targets: dict[IntegerStorage, list[str]] = {}
+    for target, storage in storages.items():
+        targets.setdefault(storage, []).append(target)
+    formats = {storage.format for storage in targets}
     return {
         "quant_method": "compressed-tensors",
-        "format": forms.pop() if len(forms) == 1 else "mixed-precision",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
         "quantization_status": "compressed",
         "config_groups": {
             f"group_{index}": {
-                "targets": of_format,
-                "format": f.form,
+                "targets": targets_of_group,
+                "format": storage.format,
                 "weights": {
-                    "num_bits": f.scheme.weights.bits,
+                    "num_bits": storage.scheme.weights.bits,
                     "type": "int",
                     "symmetric": True,
                     "dynamic": False,
-                    "strategy": "channel" if f.scheme.group_size is None else "group",
-                    "group_size": f.scheme.group_size,
+                    "strategy": "channel" if storage.scheme.group_size is None else "group",
+                    "group_size": storage.scheme.group_size,
                 },
                 "input_activations": {
                     "num_bits": 8,
@@ -215,7 +244,7 @@ def write_config(formats: Mapping[str, LinearFormat], ignore: list[str]) -> dict
                 },
                 "output_activations": None,
             }
-            for index, (f, of_format) in enumerate(targets.items())
+            for index, (storage, targets_of_group) in enumerate(targets.items())
         },
         "ignore": ignore,
         "kv_cache_scheme": None,

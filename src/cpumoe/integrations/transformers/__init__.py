@@ -1,1 +1,1 @@
-"""The plug-in for transformers, and calibration, which runs its float models."""
+"""The plug-in for transformers, and calibration, which runs float models with it."""

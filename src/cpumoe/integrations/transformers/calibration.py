@@ -1,9 +1,9 @@
-"""Calibration: what the linears and experts of a float checkpoint meet when it reads text.
+"""Calibration: finds the inputs that the linears and experts of a float checkpoint get when it reads text.
 
-The model runs one decoder layer at a time, each for all sequences before the next, with only that layer's float linears
-in memory and experts read one by one. A layer runs three times: to see the inputs of its linears, then with those
-quantised to see which tokens go to which expert, and then with the quantised experts' results, which are what the next
-layer meets.
+The model runs one decoder layer at a time: all sequences go through a layer before the next one begins. Only the float
+linears of that layer are in memory, and its experts are read one by one. A layer runs three times: first to see the
+inputs of its linears, then with the linears quantised to see which tokens go to which expert, and last with the results
+of the quantised experts, which give the inputs of the next layer.
 """
 
 from __future__ import annotations
@@ -16,31 +16,38 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.tensor_file import TensorFile, TensorFileWriter
 from cpumoe.errors import CheckpointError
 from cpumoe.integrations.transformers.llama4 import adapt_llama4
-from cpumoe.integrations.transformers.model_plan import Pending, replace_module
+from cpumoe.integrations.transformers.packed_modules import PendingModule, replace_module
+from cpumoe.integrations.transformers.tokenizer import load_tokenizer
 from cpumoe.quantization.calibration_text import read_sequences
 from cpumoe.quantization.gptq import InputStatistics
 from cpumoe.quantization.layer_writer import LayerWriter
-from cpumoe.quantization.quantization_plan import LayerPlan, QuantizationPlan, Report
+from cpumoe.quantization.quantization_plan import PlannedLayer, QuantizationPlan, QuantizationReport
 from cpumoe.quantization.source_watch import SourceWatch
 from cpumoe.quantization.unfinished_work import NOTES
 
-_SEQUENCES_AT_ONCE = 8  # through a layer: bounds the memory of attention
+_SEQUENCES_AT_ONCE = 8  # that go through a layer together: this bounds the memory of attention
 
 
 def calibration_ids(checkpoint: Checkpoint, text: Path, samples: int, length: int) -> Tensor:
-    """Token ids [samples, length] int64 of the text, by the checkpoint's own tokenizer; fewer if there are no more.
+    """Token ids [samples, length] int64 of the text, from the checkpoint's own tokenizer; fewer if the text is short.
 
-    Everything that can be wrong with the text or the tokenizer is found here.
+    Raises for everything that can be wrong with the text or the tokenizer.
     """
     source = checkpoint.folder
     config = _text_config(checkpoint)
-    tokenizer = _tokenizer(source)
+    try:
+        tokenizer = load_tokenizer(source)
+    except CheckpointError as problem:
+        raise CheckpointError(
+            f"{source} has no tokenizer that transformers can read, which calibration needs ({problem}); copy "
+            f"tokenizer.json and tokenizer_config.json of the model into {source}, or leave the calibration out"
+        ) from None
     length = min(length, getattr(config, "max_position_embeddings", length))
     ids = read_sequences(text, tokenizer, samples, length)
     if (largest := int(ids.max())) >= (known := config.vocab_size):
@@ -51,27 +58,12 @@ def calibration_ids(checkpoint: Checkpoint, text: Path, samples: int, length: in
     return ids
 
 
-def _tokenizer(source: Path) -> Any:
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True)
-        # Where there are no files of a tokenizer, transformers makes one that knows nothing but special tokens.
-        problem = None if len(tokenizer) > len(tokenizer.added_tokens_decoder) else "it has no vocabulary"
-    except (OSError, ValueError) as found:
-        problem = str(found)
-    if problem is not None:
-        raise CheckpointError(
-            f"{source} has no tokenizer that transformers can read, which calibration needs ({problem}); copy "
-            f"tokenizer.json and tokenizer_config.json of the model into {source}, or leave the calibration out"
-        )
-    return tokenizer
-
-
 def _text_config(checkpoint: Checkpoint) -> Any:
     return AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True).get_text_config()
 
 
-class ExpertRecorder(Pending):
-    """Stands where a layer's experts are: notes who was called with what, and later answers with given results."""
+class ExpertRecorder(PendingModule):
+    """Takes the place of a layer's experts: records the calls, and later returns results that were made for them."""
 
     def __init__(self, top_level: nn.Module) -> None:
         super().__init__()
@@ -95,13 +87,16 @@ class ExpertRecorder(Pending):
             self.weight_on_input = apply_router_weight_on_input
         return torch.zeros_like(hidden_states)
 
-    def answer(self, expert: Callable[[int, Tensor], Tensor], experts: int) -> None:
-        """Asks ``expert(number, its tokens [rows, H])`` for every expert in turn, also those that no token chose."""
+    def compute_answers(self, expert: Callable[[int, Tensor], Tensor], num_experts: int) -> None:
+        """Makes the results of the recorded calls; ``expert(number, tokens [rows, H])`` gives [rows, H].
+
+        Every expert is called once, in order, even if no token chose it.
+        """
         lengths = [len(part) for part in self.inputs]
         x, ids, weights = torch.cat(self.inputs), torch.cat(self.ids), torch.cat(self.weights).to(torch.float32)
-        self.inputs, self.ids, self.weights = [], [], []  # they are the largest that is held
+        self.inputs, self.ids, self.weights = [], [], []  # frees the largest tensors of all as early as possible
         out = torch.zeros(x.shape, dtype=torch.float32)
-        for number in range(experts):
+        for number in range(num_experts):
             token, slot = torch.where(ids == number)
             weight = weights[token, slot].unsqueeze(-1)
             rows = x[token].to(torch.float32)
@@ -113,17 +108,17 @@ class ExpertRecorder(Pending):
 
 
 def run_calibrated(
-    plan: QuantizationPlan, shards: list[Path], work: Path, report: Report, ids: Tensor, watch: SourceWatch
+    plan: QuantizationPlan, shards: list[Path], work: Path, report: QuantizationReport, ids: Tensor, watch: SourceWatch
 ) -> None:
-    """Quantises every layer whose file is not there yet, with the inputs that it meets for ids [samples, length]."""
+    """Quantises every layer that has no file yet, using the inputs that it gets for ids [samples, length]."""
     config = _text_config(plan.checkpoint)
     report.tokens = ids.numel()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.eval()
     decoder = model.model
-    decoder.rotary_emb = type(decoder.rotary_emb)(config=config)  # again, on the CPU: its buffers are not stored
-    decoder.norm = nn.Identity()  # only the layers are of interest
+    decoder.rotary_emb = type(decoder.rotary_emb)(config=config)  # made again on the CPU: its buffers are in no file
+    decoder.norm = nn.Identity()  # nothing after the layers is needed
     run = _Run(plan, shards, work, report, watch)
     with tqdm(total=len(plan.layers), desc="Calibrating", unit="layer", disable=None) as bar:
         for index, layer in enumerate(decoder.layers):
@@ -133,7 +128,7 @@ def run_calibrated(
 
 
 def _embeddings(plan: QuantizationPlan, ids: Tensor) -> Tensor:
-    """What the first layer meets, [samples, length, H] fp32."""
+    """The input of the first layer, [samples, length, H] fp32."""
     name = next((n for n in plan.outside if n.endswith("embed_tokens.weight")), None)
     if name is None:
         raise CheckpointError(f"{plan.checkpoint.folder} has no embed_tokens.weight")
@@ -144,7 +139,7 @@ class _Run:
     """The state of one pass over the layers."""
 
     def __init__(
-        self, plan: QuantizationPlan, shards: list[Path], work: Path, report: Report, watch: SourceWatch
+        self, plan: QuantizationPlan, shards: list[Path], work: Path, report: QuantizationReport, watch: SourceWatch
     ) -> None:
         self._plan = plan
         self._watch = watch
@@ -156,24 +151,24 @@ class _Run:
     def layer(
         self, index: int, layer: nn.Module, forward: Callable[..., Tensor], bar: Any, hidden: Tensor, **options: Any
     ) -> Tensor:
-        """Takes the place of a decoder layer: [samples, length, H] -> the same, from the quantised layer."""
+        """The forward of a decoder layer: quantises the layer and returns its output, both [samples, length, H]."""
         bar.update()
-        if index < self._done:  # by an earlier run, which has left its result
+        if index < self._done:  # an earlier run did this layer and kept the result
             return self._read_hidden(index) if index == self._done - 1 else hidden
-        plan = self._plan.layers[index]
-        _materialize(layer, plan)
-        recorder = self._place_recorder(layer, plan)
+        planned = self._plan.layers[index]
+        _materialize(layer, planned)
+        recorder = self._place_recorder(layer, planned)
         run = partial(_in_parts, forward, hidden, options)
-        with LayerWriter(plan, self._shards[index], self._report, self._watch) as writer:
-            statistics = _observe(layer, plan, run)
-            for name in plan.linears:
-                linear = layer.get_submodule(_in_layer(plan, name))
+        with LayerWriter(planned, self._shards[index], self._report, self._watch) as writer:
+            statistics = _observe(layer, planned, run)
+            for name in planned.linears:
+                linear = layer.get_submodule(_in_layer(planned, name))
                 linear.weight = nn.Parameter(writer.quantize_linear(name, statistics[name]), requires_grad=False)
             if recorder is not None:
                 recorder.recording = True
                 run()
                 recorder.recording = False
-                recorder.answer(partial(_outputs, writer), plan.experts_count)
+                recorder.compute_answers(partial(_outputs, writer), planned.num_experts)
             result = run()
             self._write_hidden(index, result)
         if index > 0:
@@ -181,12 +176,12 @@ class _Run:
         layer.to("meta")
         return result
 
-    def _place_recorder(self, layer: nn.Module, plan: LayerPlan) -> ExpertRecorder | None:
-        if plan.experts is None:
+    def _place_recorder(self, layer: nn.Module, planned: PlannedLayer) -> ExpertRecorder | None:
+        if planned.expert_source is None:
             return None
-        path = plan.checkpoint.architecture.experts[0]
-        recorder = ExpertRecorder(layer.get_submodule(path))
-        replace_module(layer, path, recorder)
+        experts_path = planned.checkpoint.architecture.experts_paths[0]
+        recorder = ExpertRecorder(layer.get_submodule(experts_path))
+        replace_module(layer, experts_path, recorder)
         adapt_llama4(layer)
         return recorder
 
@@ -205,7 +200,7 @@ class _Run:
 
 def _outputs(writer: LayerWriter, number: int, inputs: Tensor) -> Tensor:
     out = writer.quantize_expert(number, inputs)
-    assert out is not None  # it was given inputs
+    assert out is not None  # there are outputs whenever inputs are given
     return out
 
 
@@ -225,16 +220,16 @@ def _in_parts(forward: Callable[..., Tensor], hidden: Tensor, options: dict[str,
     return torch.cat(results)
 
 
-def _observe(layer: nn.Module, plan: LayerPlan, run: Callable[[], Tensor]) -> dict[str, InputStatistics]:
-    """Runs a layer and gathers the inputs of the linears that are to be quantised, by their names on disk."""
-    statistics = {name: InputStatistics(columns) for name, (_, columns) in plan.linears.items()}
+def _observe(layer: nn.Module, planned: PlannedLayer, run: Callable[[], Tensor]) -> dict[str, InputStatistics]:
+    """Runs a layer and gathers statistics of the inputs of its linears to be quantised, by their names on disk."""
+    statistics = {name: InputStatistics(columns) for name, (_, columns) in planned.linears.items()}
 
     def hook(name: str, _: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         statistics[name].add(inputs[0].reshape(-1, inputs[0].shape[-1]))
 
     handles = [
-        layer.get_submodule(_in_layer(plan, name)).register_forward_pre_hook(partial(hook, name))
-        for name in plan.linears
+        layer.get_submodule(_in_layer(planned, name)).register_forward_pre_hook(partial(hook, name))
+        for name in planned.linears
     ]
     try:
         run()
@@ -244,25 +239,25 @@ def _observe(layer: nn.Module, plan: LayerPlan, run: Callable[[], Tensor]) -> di
     return statistics
 
 
-def _in_layer(plan: LayerPlan, name: str) -> str:
-    """Name inside transformers' layer of something named ``name`` on disk."""
-    inside = name.removeprefix(plan.prefix)
-    paths = plan.checkpoint.architecture.experts
-    block = paths[0].rpartition(".")[0]
-    for path in paths[1:]:  # other names for the block that holds the experts
-        if inside.startswith(other := path.rpartition(".")[0] + "."):
+def _in_layer(planned: PlannedLayer, name: str) -> str:
+    """The name that transformers has inside its layer for what is called ``name`` on disk."""
+    inside = name.removeprefix(planned.prefix)
+    experts_paths = planned.checkpoint.architecture.experts_paths
+    block = experts_paths[0].rpartition(".")[0]
+    for experts_path in experts_paths[1:]:  # other names of the block that holds the experts
+        if inside.startswith(other := experts_path.rpartition(".")[0] + "."):
             return f"{block}.{inside.removeprefix(other)}"
     return inside
 
 
-def _materialize(layer: nn.Module, plan: LayerPlan) -> None:
-    """Reads everything of a layer but its routed experts into memory, as fp32."""
-    checkpoint: Checkpoint = plan.checkpoint
-    names = [n for n in checkpoint.names if n.startswith(plan.prefix)]
-    if plan.experts is not None:
-        names = [n for n in names if not n.startswith(f"{plan.experts.prefix}.")]
+def _materialize(layer: nn.Module, planned: PlannedLayer) -> None:
+    """Reads all tensors of a layer except its routed experts into memory, as fp32."""
+    checkpoint, source = planned.checkpoint, planned.expert_source
+    names = [n for n in checkpoint.names if n.startswith(planned.prefix)]
+    if source is not None:
+        names = [n for n in names if not n.startswith(f"{source.prefix}.")]
     for name in names:
-        owner, _, attribute = _in_layer(plan, name).rpartition(".")
+        owner, _, attribute = _in_layer(planned, name).rpartition(".")
         module = layer.get_submodule(owner)
         value = checkpoint.read(name)
         value = value.to(torch.float32) if value.is_floating_point() else value
@@ -272,7 +267,11 @@ def _materialize(layer: nn.Module, plan: LayerPlan) -> None:
             module._buffers[attribute] = value
         else:
             raise CheckpointError(f"{name} has no place in the layer that transformers makes")
-    experts = "" if plan.experts is None else checkpoint.architecture.experts[0] + "."
-    left = [n for n, p in layer.named_parameters() if p.is_meta and not (experts and n.startswith(experts))]
-    if left:
-        raise CheckpointError(f"{plan.checkpoint.folder} lacks {plan.prefix}{left[0]}")
+    experts_path = None if source is None else checkpoint.architecture.experts_paths[0]
+    missing = [
+        n
+        for n, p in layer.named_parameters()
+        if p.is_meta and not (experts_path is not None and n.startswith(f"{experts_path}."))
+    ]
+    if missing:
+        raise CheckpointError(f"{checkpoint.folder} lacks {planned.prefix}{missing[0]}")

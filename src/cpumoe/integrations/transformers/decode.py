@@ -1,8 +1,8 @@
-"""What surrounds the experts when a model decodes: attention of one token, routers and norms in one step each.
+"""Faster parts around the experts when a model decodes: attention of one token, routers and norms, one operator each.
 
-transformers writes each of them as several PyTorch operators. At one token their cost is that of calling operators,
-and PyTorch's attention in bf16 is more than ten times slower than reading the keys and values. The results are those
-of the code that is replaced, with sums in another order.
+transformers writes each of them as several PyTorch operators. For one token nearly all the time goes into calling these
+operators, and PyTorch's attention in bf16 takes more than ten times as long as reading the keys and values. The results
+are the same as those of the replaced code, apart from the order of sums.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from cpumoe.ops import SCORING, wants_gradient
 #: Name of the attention in transformers' registry.
 ATTENTION = "cpumoe"
 
-_FEW_TOKENS = 8  # up to here each token may read the router's whole weight; above, PyTorch's product shares it
+_FEW_TOKENS = 8  # up to here our router is faster, which reads the whole weight for each token; PyTorch reads it once
 
 
 def register_attention() -> None:
-    """Makes ``attn_implementation="cpumoe"`` known to transformers (once)."""
+    """Makes ``attn_implementation="cpumoe"`` known to transformers. Called once."""
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
     from transformers.modeling_utils import AttentionInterface
 
@@ -34,7 +34,7 @@ def register_attention() -> None:
     AttentionMaskInterface.register(ATTENTION, sdpa_mask)
 
 
-#: What transformers passes to every attention and this one needs not look at, with the reason.
+#: Options that transformers passes to every attention and this one may ignore, each with the reason.
 _PASSED_OVER = {
     "sliding_window": "is in the mask",
     "position_ids": "are in queries, keys and the mask",
@@ -52,7 +52,7 @@ _PASSED_OVER = {
     "num_items_in_batch": "is for the loss",
 }
 
-# Elements of the largest piece of a mask with a column for the sinks.
+# Most elements of a mask that has a column for the sinks; longer inputs are computed in parts.
 _MASK_ELEMENTS = 1 << 24
 
 
@@ -73,8 +73,9 @@ def attention_forward(
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [B, heads, T, D], key and value [B, kv_heads, S, D] -> [B, T, heads, D].
 
-    One new token of each sequence goes to our kernel, everything else to PyTorch's attention. ``s_aux`` [heads] are
-    attention sinks (gpt-oss). What would change the result and is not served (soft-capping, say) is refused by name.
+    If there is one new token per sequence our kernel computes it, and otherwise PyTorch's attention. ``s_aux`` [heads]
+    are attention sinks (gpt-oss). Options that would change the result and are not supported, such as soft-capping, are
+    refused by name.
     """
     for name, option in options.items():
         if name not in _PASSED_OVER and option is not None and option is not False:
@@ -96,7 +97,7 @@ def attention_forward(
         return _with_sinks(query, key, value, attention_mask, s_aux, dropout, scale, causal), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-    extras = {"position_bias": position_bias, "cache": cache}  # older releases of transformers know neither
+    extras = {"position_bias": position_bias, "cache": cache}  # older releases of transformers know neither of them
     out: tuple[Tensor, None] = sdpa_attention_forward(
         module,
         query,
@@ -132,13 +133,14 @@ def _with_sinks(
 ) -> Tensor:
     """Attention of many tokens with a sink for each head: [B, T, heads, D].
 
-    A sink is one more key whose score is the sink's for every query, and whose value is zero: a key of zeros, with the
-    sink in the mask. Some queries at a time: such a mask has a row for every head and query.
+    A sink acts like one more key that has the same score for every query and a value of zero. So a key of zeros is
+    added, and the sink goes into the mask. A few queries are computed at a time, because such a mask has a row for
+    every head and query.
     """
     batch, heads, tokens, _ = query.shape
     share = heads // key.shape[1]
     if mask is None and causal and tokens > 1:
-        # No mask stands for a causal one from the first key on; keys after the last query are room in the cache.
+        # No mask means a causal one that starts at the first key. Keys after the last query are unused cache space.
         key, value = key[:, :, :tokens], value[:, :, :tokens]
         mask = torch.ones((tokens, key.shape[2]), dtype=torch.bool, device=query.device).tril()[None, None]
     elif mask is None:
@@ -151,11 +153,12 @@ def _with_sinks(
     step = max(1, _MASK_ELEMENTS // (batch * heads * key.shape[2]))
     parts = []
     for first in range(0, tokens, step):
-        some = slice(first, first + step)
-        rows = mask[:, :, some]
+        queries = slice(first, first + step)
+        rows = mask[:, :, queries]
         sizes = (rows.shape[0], heads, rows.shape[2], -1)
-        sunk = torch.cat((rows.expand(sizes), column.expand(sizes)), -1)
-        parts.append(F.scaled_dot_product_attention(query[:, :, some], key, value, sunk, dropout, scale=scale))
+        with_sinks = torch.cat((rows.expand(sizes), column.expand(sizes)), -1)
+        part = F.scaled_dot_product_attention(query[:, :, queries], key, value, with_sinks, dropout, scale=scale)
+        parts.append(part)
     return torch.cat(parts, 2).transpose(1, 2).contiguous()
 
 
@@ -168,7 +171,7 @@ def _additive(mask: Tensor, batch: int, tokens: int) -> Tensor:
 
 
 def speed_up(model: nn.Module) -> None:
-    """Gives the routers in front of packed experts, and the norms, of a model their one-step forms."""
+    """Replaces the forward of a model's norms, and of the routers in front of packed experts, by one operator each."""
     for module in model.modules():
         experts = getattr(module, "experts", None)
         if isinstance(experts, Experts):
@@ -180,7 +183,7 @@ def speed_up(model: nn.Module) -> None:
 
 
 def _norm(module: Any, round_first: bool, hidden_states: Tensor) -> Tensor:
-    # Of another dtype, the product with the weight would widen the result.
+    # With two dtypes the product with the weight has the wider one, which our operator does not imitate.
     if hidden_states.dtype != module.weight.dtype or wants_gradient(hidden_states, module.weight):
         normed: Tensor = type(module).forward(module, hidden_states)
         return normed
@@ -188,7 +191,7 @@ def _norm(module: Any, round_first: bool, hidden_states: Tensor) -> Tensor:
     return out
 
 
-#: Norms that are known: whether the normalised row is rounded to its dtype before the product with the weight.
+#: The norms that are replaced. True: the normalised row is rounded to its dtype before it is multiplied by the weight.
 _NORMS = {
     **dict.fromkeys(
         (
@@ -218,7 +221,7 @@ def _router(
     groups: tuple[int, int] = (0, 0),
     scale: float = 1.0,
 ) -> Route:
-    """The one-step form of a router. A partial and not a closure: models are pickled and copied with it."""
+    """The new forward of a router. It is a partial, not a closure, so that models can be pickled and copied with it."""
     return partial(_route, module, scoring, score_chosen, renormalize, in_fp32, groups, scale)
 
 
@@ -232,9 +235,9 @@ def _route(
     scale: float,
     hidden_states: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """[..., H] -> logits [tokens, experts], weights and ids [tokens, K], from a router's own tensors."""
+    """[..., H] -> logits [tokens, experts], weights and ids [tokens, K], computed from the router's own tensors."""
     weight, bias = module.weight, getattr(module, "bias", None)
-    if wants_gradient(hidden_states, weight, bias):  # there is none through our operators; the code they replace has it
+    if wants_gradient(hidden_states, weight, bias):  # our operators have no gradient, the replaced code has
         routed: tuple[Tensor, Tensor, Tensor] = type(module).forward(module, hidden_states)
         return routed
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -284,7 +287,7 @@ def _gpt_oss_router(module: Any) -> Route:
     return _router(module, "softmax", score_chosen=True)
 
 
-#: Routers that are known, by the name of their class.
+#: The routers that are replaced, by the name of their class.
 _ROUTERS: dict[str, Callable[[Any], Route]] = {
     "Qwen2MoeTopKRouter": _softmax_router,
     "Qwen3MoeTopKRouter": _softmax_router,

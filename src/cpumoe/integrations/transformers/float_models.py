@@ -1,4 +1,4 @@
-"""Float models in transformers: experts (and linears) quantised in place, or behind transformers' own switch."""
+"""Float models of transformers: quantises their experts and linears in place, or through ``experts_implementation``."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from transformers import PreTrainedModel
 
 from cpumoe import ops
 from cpumoe.checkpoints.architectures import ARCHITECTURES, Architecture, ExpertsFacts, known_architecture, text_config
-from cpumoe.checkpoints.formats.compressed_tensors import QuantizationConfig
-from cpumoe.checkpoints.loading import naming
+from cpumoe.checkpoints.checkpoint import naming
+from cpumoe.checkpoints.formats import parse_quantization
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.integrations.transformers.decode import speed_up
 from cpumoe.integrations.transformers.llama4 import adapt_llama4
-from cpumoe.integrations.transformers.model_plan import (
-    expert_modules,
+from cpumoe.integrations.transformers.packed_modules import (
+    experts_paths,
     float_linears,
     model_architecture,
-    quantize_linear,
+    pack_float_linear,
     replace_module,
 )
 from cpumoe.integrations.transformers.plugin import DEFAULT_SCHEME, PackedConfig, PackedQuantizer
@@ -45,8 +45,8 @@ def accelerate(
 
     Args:
         model: a transformers model of a known architecture.
-        scheme: what to quantise the experts to.
-        linears: what to quantise the other linears to; None leaves them.
+        scheme: the scheme to quantise the experts to.
+        linears: the scheme to quantise the other linears to; None leaves them in float.
 
     Returns:
         The same model. ``save_pretrained`` writes it as a compressed-tensors checkpoint.
@@ -55,7 +55,7 @@ def accelerate(
     architecture = model_architecture(model)
     if architecture is None:
         raise _not_known(model.config.get_text_config().model_type)
-    names = [n for n in expert_modules(model, architecture) if not isinstance(model.get_submodule(n), Experts)]
+    names = [n for n in experts_paths(model, architecture) if not isinstance(model.get_submodule(n), Experts)]
     if not names and packed_linears is None:
         raise ValueError("this model has no float experts to accelerate; linears='w8a8' quantises its other linears")
     facts = architecture.facts(text_config(model.config.to_dict()))
@@ -64,13 +64,13 @@ def accelerate(
         for name in tqdm(names, desc="Quantising", unit="layer", disable=None):
             with naming(name):
                 module = model.get_submodule(name)
-                experts = quantize_module(module, architecture, scheme, facts)
+                experts = pack_float_experts(module, architecture, scheme, facts)
             replace_module(model, name, experts)
             quantized = True
         if packed_linears is not None:
             _accelerate_linears(model, architecture, packed_linears)
             quantized = True
-    finally:  # a model that was done in part must describe itself too, or it would be saved as something else
+    finally:  # a model that was quantised in part must describe itself too, or it would be saved wrongly
         if quantized:
             _finish_acceleration(model)
     return model
@@ -93,7 +93,7 @@ def _accelerate_linears(model: PreTrainedModel, architecture: Architecture, sche
         bias = None if linear.bias is None else linear.bias.detach()
         rows = partial(_rows, linear.weight.detach())
         with naming(name):
-            packed = quantize_linear(rows, linear.out_features, linear.in_features, scheme, bias)
+            packed = pack_float_linear(rows, linear.out_features, linear.in_features, scheme, bias)
         replace_module(model, name, packed)
         model.all_tied_weights_keys.pop(f"{name}.weight", None)
 
@@ -113,13 +113,13 @@ def _rows(weight: Tensor, first: int, last: int) -> Tensor:
     return weight[first:last]
 
 
-def quantize_module(module: nn.Module, architecture: Architecture, scheme: Scheme, facts: ExpertsFacts) -> Experts:
-    """Packs the float experts of one layer, a few at a time: ``gate_up_proj`` and ``down_proj`` of a module."""
+def pack_float_experts(module: nn.Module, architecture: Architecture, scheme: Scheme, facts: ExpertsFacts) -> Experts:
+    """Packs the ``gate_up_proj`` and ``down_proj`` of one layer's float experts, a few experts at a time."""
     fused = architecture.fused
     gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()  # type: ignore[operator]
     layer = MoEConfig(
         scheme,
-        facts.experts,
+        facts.expert_count,
         facts.hidden_size,
         facts.intermediate_size,
         facts.activation,
@@ -129,14 +129,14 @@ def quantize_module(module: nn.Module, architecture: Architecture, scheme: Schem
 
     def chunks() -> Iterator[QuantizedExperts]:
         step = max(1, (64 << 20) // (gate_up[0].numel() * 16))
-        for first in range(0, facts.experts, step):
-            some = slice(first, first + step)
-            rows, columns = gate_up[some], down[some]
+        for first in range(0, facts.expert_count, step):
+            chunk = slice(first, first + step)
+            rows, columns = gate_up[chunk], down[chunk]
             if fused is not None:
                 rows, columns = rows.transpose(1, 2), columns.transpose(1, 2)
             biases = (None, None)
             if architecture.has_bias:
-                biases = module.gate_up_proj_bias.detach()[some], module.down_proj_bias.detach()[some]  # type: ignore
+                biases = module.gate_up_proj_bias.detach()[chunk], module.down_proj_bias.detach()[chunk]  # type: ignore
             yield QuantizedExperts(
                 *quantize_weight(rows, scheme, "gate_up"),
                 *quantize_weight(columns, scheme, "down"),
@@ -152,8 +152,8 @@ def experts_forward(
 ) -> Tensor:
     """transformers' experts interface: [tokens, H], [tokens, K], [tokens, K] -> [tokens, H].
 
-    The packed copy is made at the first call, and again when the float weights have changed since; a change through
-    ``parameter.data`` is not seen.
+    The packed copy is made at the first call, and made again when the float weights have changed since then. A change
+    through ``parameter.data`` is not noticed.
     """
     if module.training:
         raise RuntimeError(
@@ -161,28 +161,30 @@ def experts_forward(
             "or train with model.set_experts_implementation('eager')"
         )
     wanted = scheme or os.environ.get("CPUMOE_SCHEME", DEFAULT_SCHEME)
-    # Tensors that were made in inference mode count no changes.
-    weights_seen = ((p.data_ptr(), 0 if p.is_inference() else p._version) for p in module.parameters())
-    state = (wanted, *weights_seen)
-    held = module.__dict__.get("_cpumoe_packed")
-    if held is None or held[0] != state:
+    # Tensors that were made in inference mode do not count their changes.
+    versions = ((p.data_ptr(), 0 if p.is_inference() else p._version) for p in module.parameters())
+    state = (wanted, *versions)
+    state_and_packed = module.__dict__.get("_cpumoe_packed")
+    if state_and_packed is None or state_and_packed[0] != state:
         config = text_config(module.config.to_dict())  # type: ignore[union-attr, operator]
         architecture = known_architecture(config)
         if architecture is None:
             raise _not_known(config.get("model_type"))
-        held = (state, quantize_module(module, architecture, Scheme.parse(wanted), architecture.facts(config)))
-        _tell_that_floats_stay(wanted)
-        module.__dict__["_cpumoe_packed"] = held  # not a submodule: state_dict stays that of the float model
-    packed: Experts = held[1]
+        packed = pack_float_experts(module, architecture, Scheme.parse(wanted), architecture.facts(config))
+        state_and_packed = (state, packed)
+        _warn_that_floats_stay(wanted)
+        # In __dict__ it is no submodule, so state_dict stays the one of the float model.
+        module.__dict__["_cpumoe_packed"] = state_and_packed
+    packed = state_and_packed[1]
     with torch.no_grad():
         out: Tensor = packed(hidden_states, ids, weights)
-    if ops.wants_gradient(hidden_states, weights):  # models are called without no_grad by many who mean nothing by it
+    if ops.wants_gradient(hidden_states, weights):  # many call a model without no_grad and want no gradient
         out = _RefusedGradient.apply(out, hidden_states, weights)  # type: ignore[no-untyped-call]
     return out
 
 
 class _RefusedGradient(torch.autograd.Function):
-    """Hands a result on; whoever asks for its gradient is told that there is none."""
+    """Returns a result unchanged; raises if its gradient is asked for."""
 
     @staticmethod
     def forward(_: Any, out: Tensor, *inputs: Tensor) -> Tensor:
@@ -197,8 +199,8 @@ class _RefusedGradient(torch.autograd.Function):
 
 
 @cache
-def _tell_that_floats_stay(scheme: str) -> None:
-    """Once: what they are kept for is state_dict, save_pretrained, and going back to another implementation."""
+def _warn_that_floats_stay(scheme: str) -> None:
+    """Warns once that float weights stay in memory: for state_dict, save_pretrained and other implementations."""
     _log.warning(
         "experts_implementation='cpumoe' packs experts to %s and keeps their float weights in memory as well, for "
         "save_pretrained and for other implementations; cpumoe.accelerate(model, %r) frees them, and "
@@ -210,7 +212,7 @@ def _tell_that_floats_stay(scheme: str) -> None:
 
 
 def check_experts_implementation(model: PreTrainedModel, requested: str) -> None:
-    """Refuses a scheme that the experts of a quantised checkpoint do not have; says where a request has no effect."""
+    """Refuses a scheme that the experts of a quantised checkpoint do not have; warns if the request has no effect."""
     config = getattr(model.config, "quantization_config", None)
     if isinstance(config, PackedConfig):
         if config.section is not None and (scheme := requested.partition("-")[2]):
@@ -229,14 +231,14 @@ def _refuse_other_scheme(model: PreTrainedModel, section: dict[str, Any], scheme
     architecture = known_architecture(config)
     if architecture is None:
         return
-    formats = QuantizationConfig.parse(section)
-    experts = (
-        f"model.layers.{layer}.{path}.0.{names.gate}"
+    quantization = parse_quantization(section)
+    gate_names = (
+        f"model.layers.{layer}.{experts_path}.0.{names.gate}"
         for layer in architecture.facts(config).layers
-        for path in architecture.experts
+        for experts_path in architecture.experts_paths
         for names in architecture.projections
     )
-    found = {str(form.scheme) for name in experts if (form := formats.format_of(name)) is not None}
+    found = {str(storage.scheme) for name in gate_names if (storage := quantization.storage_of(name)) is not None}
     if found and scheme not in found:
         raise UnsupportedScheme(
             f"experts_implementation={requested!r}, and the experts of this checkpoint are quantised to "

@@ -1,8 +1,8 @@
 """Registers the plug-in with transformers as soon as transformers is imported, and costs nothing until then.
 
-``import cpumoe`` must be enough for ``AutoModelForCausalLM.from_pretrained`` to read quantised checkpoints, and must
-not import transformers (seconds) for those who only want a layer. ``CPUMOE_TRANSFORMERS=0`` leaves transformers as it
-is; what is asked of cpumoe itself (``cpumoe.load_model``) works nevertheless.
+``import cpumoe`` must be enough for ``AutoModelForCausalLM.from_pretrained`` to read quantised checkpoints. But it must
+not import transformers, which takes seconds, for a user who only wants a layer. ``CPUMOE_TRANSFORMERS=0`` leaves
+transformers as it is; ``cpumoe.load_model`` works nevertheless.
 """
 
 from __future__ import annotations
@@ -13,8 +13,10 @@ import importlib.util
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -22,32 +24,44 @@ from typing import Any
 _log = logging.getLogger("cpumoe")
 
 _SWITCH = "CPUMOE_TRANSFORMERS"
+_METHOD = "compressed-tensors"  # what transformers calls the kind of quantisation that we read
 
-# Names that transformers accepts as experts_implementation; the scheme is in the name, or in CPUMOE_SCHEME.
+# Names that transformers accepts as experts_implementation. A name without a scheme takes that of CPUMOE_SCHEME.
 EXPERTS_IMPLEMENTATIONS = ("cpumoe", *(f"cpumoe-{s}" for s in ("w4a8", "w4a8-g32", "w4a8-g64", "w4a8-g128", "w8a8")))
 
 
-def _add_quantizer(auto: ModuleType) -> None:
-    """compressed-tensors files go through our reader, or on to transformers' own if we do not serve their scheme."""
-    stock_quantizer = auto.AUTO_QUANTIZER_MAPPING["compressed-tensors"]
-    stock_config = auto.AUTO_QUANTIZATION_CONFIG_MAPPING["compressed-tensors"]
+def _always() -> bool:
+    return True
+
+
+def _add_quantizer(auto: ModuleType, is_wanted: Callable[[], bool] = _always) -> None:
+    """Lets compressed-tensors files go through our reader, which leaves schemes that we do not support to transformers.
+
+    ``is_wanted`` is asked each time; if it says no, transformers' own reader is used.
+    """
+    stock_quantizer = auto.AUTO_QUANTIZER_MAPPING[_METHOD]
+    stock_config = auto.AUTO_QUANTIZATION_CONFIG_MAPPING[_METHOD]
 
     def make_quantizer(config: Any, **options: Any) -> Any:
+        if not is_wanted():
+            return stock_quantizer(config, **options)
         from cpumoe.integrations.transformers import plugin
 
         return plugin.make_quantizer(config, stock_quantizer, **options)
 
     class ConfigOfCompressedTensors:
-        """Stands where transformers looks for the configuration class."""
+        """Takes the place of the configuration class, of which transformers calls ``from_dict`` only."""
 
         @staticmethod
         def from_dict(section: dict[str, Any], **options: Any) -> Any:
+            if not is_wanted():
+                return stock_config.from_dict(section, **options)
             from cpumoe.integrations.transformers import plugin
 
             return plugin.make_config(section, stock_config, **options)
 
-    auto.AUTO_QUANTIZER_MAPPING["compressed-tensors"] = make_quantizer
-    auto.AUTO_QUANTIZATION_CONFIG_MAPPING["compressed-tensors"] = ConfigOfCompressedTensors
+    auto.AUTO_QUANTIZER_MAPPING[_METHOD] = make_quantizer
+    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[_METHOD] = ConfigOfCompressedTensors
 
 
 def _add_experts(moe: ModuleType) -> None:
@@ -63,7 +77,7 @@ def _add_experts(moe: ModuleType) -> None:
 
 
 def _check_experts_implementation(modeling_utils: ModuleType) -> None:
-    """transformers accepts experts_implementation for models that never look at it, and for packed experts too."""
+    """Checks experts_implementation: transformers accepts it even if the model ignores it or its experts are packed."""
     stock = modeling_utils.PreTrainedModel.get_correct_experts_implementation
 
     def get_correct_experts_implementation(self: Any, requested: str | None) -> Any:
@@ -85,11 +99,11 @@ _AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
 
 def _take_over(name: str, module: ModuleType) -> None:
     _AFTER_IMPORT.pop(name)(module)
-    _say()
+    _log_take_over()
 
 
-@cache  # once
-def _say() -> None:
+@cache  # logged once
+def _log_take_over() -> None:
     _log.info(
         "transformers loads compressed-tensors checkpoints through cpumoe from here on and knows "
         "experts_implementation=%r and others; %s=0 switches this off",
@@ -99,7 +113,7 @@ def _say() -> None:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules above as usual, and adds a step behind their execution."""
+    """Finds the modules of ``_AFTER_IMPORT`` as usual, and calls our function after a module was executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -118,9 +132,9 @@ class _Finder(importlib.abc.MetaPathFinder):
         return spec
 
 
-@cache  # what holds when cpumoe is imported
+@cache  # the value at the time when cpumoe is imported counts
 def is_on() -> bool:
-    """Whether transformers is to know of cpumoe."""
+    """Whether the plug-in is switched on."""
     value = os.environ.get(_SWITCH, "1")
     if value not in ("0", "1"):
         raise ValueError(f"{_SWITCH}={value!r}; 0 (transformers is left as it is) and 1 (the default) are accepted")
@@ -138,19 +152,40 @@ def install() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
+# ---- load_model while the plug-in is switched off ------------------------------------------------------------------
+
+_in_own_reader: ContextVar[bool] = ContextVar("cpumoe_in_own_reader", default=False)
+_own_reader_lock = threading.Lock()
+_own_reader_blocks: list[object] = []  # one entry for each block that is running, in any thread
+_MAPPINGS = ("AUTO_QUANTIZER_MAPPING", "AUTO_QUANTIZATION_CONFIG_MAPPING")
+_stock_readers: dict[str, Any] = {}  # what these mappings have for compressed-tensors without us
+
+
 @contextmanager
-def taken_over() -> Iterator[None]:
-    """Inside the block compressed-tensors files go through our reader even where the plug-in is switched off."""
+def own_reader() -> Iterator[None]:
+    """Inside the block compressed-tensors files go through our reader even if the plug-in is switched off.
+
+    Several threads may be inside such blocks: the first to enter changes the mappings of transformers and the last to
+    leave restores them. Meanwhile threads outside of a block still get transformers' own reader.
+    """
     if is_on():
         yield
         return
     from transformers.quantizers import auto
 
-    mappings = (auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING)
-    before = [mapping["compressed-tensors"] for mapping in mappings]
-    _add_quantizer(auto)
+    block = object()
+    with _own_reader_lock:
+        if not _own_reader_blocks:
+            _stock_readers.update((name, getattr(auto, name)[_METHOD]) for name in _MAPPINGS)
+            _add_quantizer(auto, is_wanted=_in_own_reader.get)
+        _own_reader_blocks.append(block)
+    token = _in_own_reader.set(True)
     try:
         yield
     finally:
-        for mapping, stock in zip(mappings, before, strict=True):
-            mapping["compressed-tensors"] = stock
+        _in_own_reader.reset(token)
+        with _own_reader_lock:
+            _own_reader_blocks.remove(block)
+            if not _own_reader_blocks:
+                for name, stock in _stock_readers.items():
+                    getattr(auto, name)[_METHOD] = stock

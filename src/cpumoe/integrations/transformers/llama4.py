@@ -1,4 +1,4 @@
-"""Llama 4 in transformers calls its experts with all tokens for every expert; packed ones are called with a routing."""
+"""Llama 4: transformers runs every token through every expert; here each token goes to the experts it is routed to."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpumoe.integrations.transformers.model_plan import Pending, replace_module
+from cpumoe.integrations.transformers.packed_modules import PendingModule, replace_module
 from cpumoe.layers.experts import Experts
 
 
 class Llama4Moe(nn.Module):
-    """Llama 4's mixture of experts for routed tokens only; the weight multiplies the token before the first product."""
+    """Llama 4's mixture of experts with routing. The routing weight multiplies the token before the first product."""
 
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Llama4Moe(nn.Module):
 
 
 def adapt_llama4(model: nn.Module) -> None:
-    """Puts Llama4Moe where a block's experts are packed (or about to be)."""
+    """Puts a Llama4Moe in the place of every block whose experts are packed or are about to be."""
     for name, module in list(model.named_modules()):
-        if type(module).__name__ == "Llama4TextMoe" and isinstance(module.experts, Pending | Experts):
+        if type(module).__name__ == "Llama4TextMoe" and isinstance(module.experts, PendingModule | Experts):
             replace_module(model, name, Llama4Moe(module))

@@ -1,4 +1,4 @@
-"""What transformers makes of a config.json: defaults for what it leaves out, and refusals of what it cannot mean."""
+"""A config.json as transformers understands it: missing fields get their defaults, impossible values are refused."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from cpumoe.errors import CheckpointError
 
 
 def completed_config(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The same with all fields that the class of its ``model_type`` has; None if transformers is not installed.
+    """The configuration with all fields of the class for its ``model_type``; None if transformers is not installed.
 
-    Raises CheckpointError with what transformers says of a field.
+    Raises CheckpointError with the message of transformers if it refuses a field.
     """
     try:
         from transformers import CONFIG_MAPPING
         from transformers import __version__ as version
-    except ImportError:
+    except ModuleNotFoundError as problem:
+        if problem.name != "transformers":
+            raise
         return None
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         raise CheckpointError(f"model_type {kind!r:.80} is not known to transformers {version}")
     try:
         complete: dict[str, Any] = CONFIG_MAPPING[kind].from_dict(copy.deepcopy(dict(config))).to_dict()
-    except Exception as problem:  # whatever its validators raise, the configuration is all that they look at
+    except Exception as problem:  # only transformers' own code runs here, and its validators raise all kinds of errors
         raise CheckpointError(f"transformers cannot make a model of config.json: {problem!r:.500}") from problem
     return complete

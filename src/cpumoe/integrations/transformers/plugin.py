@@ -1,7 +1,7 @@
-"""transformers: quantised checkpoints through :func:`load_model`, or ``from_pretrained`` after ``import cpumoe``.
+"""Quantised checkpoints in transformers, through :func:`load_model` or ``from_pretrained`` after ``import cpumoe``.
 
-The modules that the checkpoint has quantised are taken out of the model before transformers loads the rest, and are put
-back packed, read expert by expert. Nothing goes through bf16. Float models are in ``float_models.py``.
+Modules that are quantised in the checkpoint are taken out of the model before transformers loads the rest. Then they
+are read expert by expert and put back packed; nothing goes through bf16. Float models are in ``float_models.py``.
 """
 
 from __future__ import annotations
@@ -29,29 +29,30 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from cpumoe import cpu
 from cpumoe.checkpoints.architectures import known_architecture, text_config
 from cpumoe.checkpoints.checkpoint import Checkpoint, listed
+from cpumoe.checkpoints.formats import parse_quantization
 from cpumoe.checkpoints.formats.compressed_tensors import QuantizationConfig
 from cpumoe.checkpoints.hub import find_model
 from cpumoe.checkpoints.packed_cache import PackedCache
 from cpumoe.errors import CheckpointError, CpumoeError, UnsupportedScheme
 from cpumoe.integrations.transformers.decode import ATTENTION, register_attention, speed_up
-from cpumoe.integrations.transformers.handed_on import CURE, watched
-from cpumoe.integrations.transformers.hook import taken_over
+from cpumoe.integrations.transformers.hook import own_reader
 from cpumoe.integrations.transformers.llama4 import adapt_llama4
 from cpumoe.integrations.transformers.model_config import completed_config
-from cpumoe.integrations.transformers.model_plan import (
-    ModelPlan,
-    Pending,
-    plan_model,
+from cpumoe.integrations.transformers.packed_modules import (
+    PackedModules,
+    PendingModule,
+    find_packed_modules,
     replace_module,
 )
 from cpumoe.integrations.transformers.saving import quantization_section, state_dict_for_saving
+from cpumoe.integrations.transformers.stock_quantizer import CURE, guarded
 from cpumoe.layers.backends import NativeBackend
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.scheme import Scheme
 
 _log = logging.getLogger("cpumoe")
 
-#: What ``load_model(scheme=...)`` takes to leave a float checkpoint in float.
+#: The value of ``load_model(scheme=...)`` that leaves the experts of a float checkpoint in float.
 FLOAT = "float"
 
 DEFAULT_SCHEME = "w4a8-g128"
@@ -59,12 +60,12 @@ DEFAULT_SCHEME = "w4a8-g128"
 
 @dataclass(frozen=True)
 class _Options:
-    """What ``load_model`` asks of the quantizer, which transformers makes itself."""
+    """What ``load_model`` wants of the quantizer. It cannot be passed on directly: transformers makes the quantizer."""
 
     scheme: Scheme | None = None
     linears: Scheme | None = None
     cache: Path | None = None
-    strict: bool = False  # refuse what is not served instead of handing it on to transformers
+    strict: bool = False  # refuse schemes that are not supported, instead of leaving them to transformers
 
 
 _options: ContextVar[_Options] = ContextVar("cpumoe_options", default=_Options())  # noqa: B039  # frozen
@@ -84,16 +85,16 @@ def load_model(
     Args:
         path: folder with config.json and safetensors files, or the id of a model in the local hub cache
             (:func:`cpumoe.checkpoints.hub.find_model`; nothing is downloaded).
-        scheme: for a float checkpoint, what to quantise its experts to while they are read (``"w4a8-g128"``), or
-            ``"float"`` to leave them. A quantised checkpoint has its scheme.
-        linears: what to quantise those linears to that the checkpoint has in float (``"w8a8"``, ``"w4a8-g128"``);
-            None leaves them.
-        cache: folder for packed weights: they are written at the first start and mapped at the next.
-        dtype: of the float parts; by default bf16 where this CPU computes with it, else fp32.
+        scheme: for a float checkpoint only: the scheme to quantise its experts to while they are read
+            (``"w4a8-g128"``), or ``"float"`` to leave them as they are.
+        linears: the scheme to quantise linears to that are float in the checkpoint (``"w8a8"``, ``"w4a8-g128"``); None
+            leaves them in float.
+        cache: folder for packed weights. They are written there the first time and memory-mapped the next time.
+        dtype: dtype of the float parts; the default is bf16 if this CPU computes with it, else fp32.
         options: further arguments of ``from_pretrained``.
 
-    Raises CheckpointError if tensors are missing, unexpected or of another shape, UnsupportedScheme for a scheme that
-    is not served.
+    Raises CheckpointError if tensors are missing, unexpected or of another shape, and UnsupportedScheme for a scheme
+    that is not supported.
     """
     path = find_model(path)
     if (asked := str(options.get("experts_implementation"))).startswith("cpumoe-"):
@@ -103,7 +104,7 @@ def load_model(
             quantized = checkpoint.quantization is not None
         except UnsupportedScheme as problem:
             raise UnsupportedScheme(f"{path}: {problem}; {CURE}") from None
-        _refuse_absurd(checkpoint)
+        _refuse_impossible_config(checkpoint)
     name = scheme if scheme is not None else (None if quantized else os.environ.get("CPUMOE_SCHEME"))
     if quantized and name is not None:
         raise UnsupportedScheme(f"scheme={str(name)!r} for a checkpoint that is quantised already; leave it out")
@@ -112,17 +113,17 @@ def load_model(
             f"{path} is a float checkpoint: say what to quantise its experts to with scheme={DEFAULT_SCHEME!r} "
             f"(or another), or scheme={FLOAT!r} to leave them"
         )
-    wanted = None if name is None or name == FLOAT else Scheme.parse(name)
+    packed_experts = None if name is None or name == FLOAT else Scheme.parse(name)
     packed_linears = None if linears is None else Scheme.parse(linears)
     if dtype is None:
         dtype, reason = cpu.float_dtype()
         _log.info("float parts run in %s: %s", dtype, reason)
     more = {} if quantized else {"quantization_config": PackedConfig()}
     token = _options.set(
-        _Options(wanted, packed_linears, None if cache is None else Path(cache).expanduser(), strict=True)
+        _Options(packed_experts, packed_linears, None if cache is None else Path(cache).expanduser(), strict=True)
     )
     try:
-        with _transformers_errors(path, bool(options)), _progress_on_terminals(), taken_over():
+        with _transformers_errors(path, bool(options)), _progress_on_terminals(), own_reader():
             return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, **more, **options)
     finally:
         _options.reset(token)
@@ -130,7 +131,7 @@ def load_model(
 
 @contextmanager
 def _progress_on_terminals() -> Iterator[None]:
-    """transformers shows its progress bars everywhere; ours are for terminals."""
+    """Switches off the progress bars of transformers unless stderr is a terminal, as ours are."""
     shown = transformers_logging.is_progress_bar_enabled()
     if shown and not sys.stderr.isatty():
         transformers_logging.disable_progress_bar()
@@ -141,8 +142,8 @@ def _progress_on_terminals() -> Iterator[None]:
             transformers_logging.enable_progress_bar()
 
 
-def _refuse_absurd(checkpoint: Checkpoint) -> None:
-    """Refuses what config.json cannot mean before transformers sets out to build it."""
+def _refuse_impossible_config(checkpoint: Checkpoint) -> None:
+    """Refuses impossible values in config.json before transformers begins to build the model."""
     architecture = known_architecture(checkpoint.config)
     if architecture is not None:
         _ = checkpoint.facts
@@ -155,15 +156,15 @@ def _refuse_absurd(checkpoint: Checkpoint) -> None:
         raise CheckpointError(f"{checkpoint.folder}: {problem}") from None
 
 
-#: What transformers raises for bad arguments of from_pretrained as well as for bad configurations.
+#: Errors that transformers raises both for bad arguments of from_pretrained and for bad configurations.
 _ABOUT_ARGUMENTS = (ValueError, ImportError, OSError, RuntimeError)
 
 
 @contextmanager
 def _transformers_errors(path: Path, has_arguments: bool) -> Iterator[None]:
-    """What transformers says of a configuration that it cannot make a model from, as one of our sentences.
+    """Turns errors of transformers about a configuration into CheckpointError; mistakes of our own stay as they are.
 
-    ``has_arguments``: whether the caller has passed some on to ``from_pretrained``, which may be what is wrong.
+    ``has_arguments`` says whether the caller passed arguments on to ``from_pretrained``, which may be the cause.
     """
     try:
         yield
@@ -178,12 +179,12 @@ def _transformers_errors(path: Path, has_arguments: bool) -> Iterator[None]:
 
 
 def _is_ours(problem: BaseException) -> bool:
-    """Whether an exception comes out of this package's own code, and so from a mistake in it."""
+    """Whether an exception was raised by this package's own code, so that it is a mistake in it."""
     owner = ""
     for frame, _ in traceback.walk_tb(problem.__traceback__):
         package = str(frame.f_globals.get("__name__")).partition(".")[0]
         if package in ("cpumoe", "transformers", "huggingface_hub"):
-            owner = package  # the last is the innermost; PyTorch and others below it do what it asks
+            owner = package  # the innermost of the three is to blame: PyTorch and others below only do what it asks
     return owner == "cpumoe"
 
 
@@ -202,9 +203,9 @@ class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]  # untyped ba
 
 
 def make_config(section: dict[str, Any], stock: Any, **options: Any) -> Any:
-    """The configuration object for a checkpoint's ``quantization_config``: ours if we serve it."""
+    """The configuration object for a checkpoint's ``quantization_config``: ours if we support its scheme."""
     try:
-        QuantizationConfig.parse(section)
+        parse_quantization(section)
     except UnsupportedScheme as problem:
         if _options.get().strict:
             raise UnsupportedScheme(f"{problem}; {CURE}") from None
@@ -219,20 +220,20 @@ def make_config(section: dict[str, Any], stock: Any, **options: Any) -> Any:
 
 
 def make_quantizer(config: Any, stock: Any, **options: Any) -> HfQuantizer:
-    """Ours for a configuration of ours; else transformers' own, watched so that it does not read wrong numbers."""
-    return PackedQuantizer(config, **options) if isinstance(config, PackedConfig) else watched(stock)(config, **options)
+    """Our quantizer for a configuration of ours; else that of transformers, with checks around it."""
+    return PackedQuantizer(config, **options) if isinstance(config, PackedConfig) else guarded(stock)(config, **options)
 
 
 def _folder_of(files: list[Path], source: str) -> Path:
-    """The folder of the files that transformers has found for ``source``, a path or a name on the hub.
+    """The folder of the files that transformers found for ``source``, which is a path or a name on the hub.
 
-    An index may name files anywhere, and transformers follows it; :class:`Checkpoint` sees to it that all of them are
-    in this folder.
+    An index may name files anywhere, and transformers follows it. Here the first file is checked to be in the folder of
+    ``source``, and :class:`Checkpoint` checks that the others are in the same folder.
     """
     home, folder = Path(source), files[0].parent
     if home.is_file():
         home = home.parent
-    if home.is_dir():  # itself, or a subfolder if the caller has named one
+    if home.is_dir():  # accepted is the folder itself, or a subfolder if the caller named one
         inside = folder.is_relative_to(home) and ".." not in folder.relative_to(home).parts
         inside = inside and folder.resolve().is_relative_to(home.resolve())
     else:
@@ -253,7 +254,7 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
     def __init__(self, quantization_config: PackedConfig, **options: Any) -> None:
         super().__init__(quantization_config, **options)
         self._options = _options.get()
-        self._plan = ModelPlan()
+        self._packed = PackedModules()
         self._checkpoint: Checkpoint | None = None
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
@@ -265,14 +266,14 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         return {"": "cpu"} if device_map is not None else None
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Our attention for one token, unless the caller has chosen, or the model has one of its own."""
+        """Chooses our attention, unless the caller chose one or the model has a special one."""
         architecture = known_architecture(config.to_dict())
         if config._attn_implementation is None and architecture is not None and architecture.plain_attention:
             config._attn_implementation = ATTENTION
         return config
 
     def _convert_model_for_quantization(self, model: PreTrainedModel) -> None:
-        """transformers would put a list of dense layers in the place of Llama 4's experts; we look for the experts."""
+        """Does nothing. transformers would replace Llama 4's experts by a list of dense layers; we need the experts."""
 
     def _process_model_before_weight_loading(
         self, model: PreTrainedModel, checkpoint_files: list[str] | None = None, **_: Any
@@ -282,20 +283,20 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         files = [Path(f) for f in checkpoint_files]
         config = model.config.to_dict() | {"quantization_config": self.quantization_config.section}
         self._checkpoint = Checkpoint(_folder_of(files, model.name_or_path), config, files)
-        self._plan = plan_model(model, self._checkpoint, self._options.scheme, self._options.linears)
-        for name in self._plan.modules:
-            replace_module(model, name, Pending())
+        self._packed = find_packed_modules(model, self._checkpoint, self._options.scheme, self._options.linears)
+        for name in self._packed.modules:
+            replace_module(model, name, PendingModule())
             model.all_tied_weights_keys.pop(f"{name}.weight", None)
         adapt_llama4(model)
         self._refuse_incomplete(model)
 
     def _refuse_incomplete(self, model: PreTrainedModel) -> None:
-        """transformers would initialise missing tensors at random and skip unexpected ones, with a warning."""
+        """Makes missing and unexpected tensors an error: transformers makes up the first and skips the second."""
         stock = model._adjust_missing_and_unexpected_keys
         shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
         def checked(info: Any) -> None:
-            info.unexpected_keys = {key for key in info.unexpected_keys if not self._plan.accounts_for(key)}
+            info.unexpected_keys = {key for key in info.unexpected_keys if not self._packed.accounts_for(key)}
             stock(info)
             loaded = model.state_dict()
             wrong = [
@@ -314,20 +315,20 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         model._adjust_missing_and_unexpected_keys = checked
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **_: Any) -> None:
-        assert self._checkpoint is not None  # made before the weights were loaded
+        assert self._checkpoint is not None  # it was opened before the weights were loaded
         del model._adjust_missing_and_unexpected_keys
         try:
             self._load_packed(model, self._checkpoint)
         finally:
             self._checkpoint.close()
-        if self._plan.modules:
+        if self._packed.modules:
             model.requires_grad_(False)  # there is no gradient through packed weights
             speed_up(model)
-        if not self._plan.modules and self.quantization_config.section is None and self._options.linears is None:
-            self.remove_quantization_config(model)  # a float model, as asked
+        if not self._packed.modules and self.quantization_config.section is None and self._options.linears is None:
+            self.remove_quantization_config(model)  # a float model was asked for
         elif self.quantization_config.section is None or self._options.linears is not None:
             self.quantization_config.section = quantization_section(model)
-        self._plan = ModelPlan()  # it holds the sources, and they the files
+        self._packed = PackedModules()  # lets go of the sources, which keep the files open
 
     def _load_packed(self, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
         cache = None
@@ -338,7 +339,7 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         modules = {} if cache is None else self._restored(cache)
         made: dict[str, Tensor] = {}
         native = True
-        for name, packed in tqdm(self._plan.modules.items(), desc="Packing", unit="module", disable=None):
+        for name, packed in tqdm(self._packed.modules.items(), desc="Packing", unit="module", disable=None):
             if name not in modules:
                 modules[name] = module = packed.load()
                 native &= not isinstance(module, Experts) or isinstance(module.backend, NativeBackend)
@@ -355,17 +356,22 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
                 _log.warning("the packed cache %s could not be written: %s", cache.path, problem)
 
     def _restored(self, cache: PackedCache) -> dict[str, nn.Module]:
-        """All modules from the cache, or none."""
+        """All modules from the cache, or none of them if one cannot be made from it."""
         cached = cache.load()
         if cached is None:
             return {}
-        of_module: dict[str, dict[str, Tensor]] = {}
+        of_module: dict[str, dict[str, Tensor]] = {name: {} for name in self._packed.modules}
         for name, tensor in cached.items():
             module, _, key = name.rpartition(".")
             of_module.setdefault(module, {})[key] = tensor
         try:
-            return {name: packed.restore(of_module[name]) for name, packed in self._plan.modules.items()}
-        except (ValueError, TypeError, KeyError) as problem:
+            for name, packed in self._packed.modules.items():
+                if {
+                    key for key, tensor in of_module[name].items() if tensor.dtype == torch.uint8
+                } != packed.tensor_names:
+                    raise ValueError(f"{name} has not the tensors that it should have")
+            return {name: packed.restore(of_module[name]) for name, packed in self._packed.modules.items()}
+        except ValueError as problem:
             _log.warning("%s is damaged (%s) and will be replaced", cache.path, problem)
             return {}
 

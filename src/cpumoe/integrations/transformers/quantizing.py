@@ -1,6 +1,6 @@
 """Quantising a checkpoint, with calibration if a text is given.
 
-transformers is imported for calibration alone: without it, it need not be installed.
+transformers is imported only for calibration, so it need not be installed otherwise.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.layers.scheme import Scheme
 from cpumoe.quantization.checkpoint_quantizer import quantize_folder
-from cpumoe.quantization.quantization_plan import QuantizationPlan, Report
+from cpumoe.quantization.quantization_plan import QuantizationPlan, QuantizationReport
 from cpumoe.quantization.source_watch import SourceWatch
 
 
@@ -27,24 +27,24 @@ def quantize_checkpoint(
     calibration: str | Path | None = None,
     calibration_samples: int = 128,
     calibration_length: int = 512,
-) -> Report:
+) -> QuantizationReport:
     """Quantises the float checkpoint ``src`` into the new folder ``dst``, which other tools read too.
 
     Args:
         src: folder of a float checkpoint.
-        dst: folder to be made. It appears when everything is in it; ``dst.partial`` holds the work until then, and a
-            later call with the same arguments goes on from there.
-        scheme: of the experts.
-        linears: of the other linears of the decoder layers: a scheme, ``"float"`` to leave them, None for that of the
-            experts. Routers, embeddings and the head stay in float.
-        form: ``"pack-quantized"`` (4 bits on disk, and what transformers reads without cpumoe) or ``"int-quantized"``
-            (a byte each).
-        calibration: a text file, or JSON lines (``.jsonl``) with a ``text`` or a list of ``messages`` each. With it
-            weights are chosen for the inputs they meet (GPTQ); without, rounded to nearest with the best of several
-            scales. No more of it is read than :mod:`cpumoe.quantization.calibration_text` says.
-        calibration_samples, calibration_length: how many sequences of how many tokens of it are used, at most.
+        dst: folder to make. It appears when it is complete. Until then the work is in ``dst.partial``, and a later call
+            with the same arguments continues it.
+        scheme: the scheme of the experts.
+        linears: the scheme of the other linears in the decoder layers, or ``"float"`` to leave them as they are; None
+            means the scheme of the experts. Routers, embeddings and the head stay in float.
+        form: how integers are stored: ``"pack-quantized"`` (4 bits each; transformers reads it without cpumoe) or
+            ``"int-quantized"`` (one byte each).
+        calibration: a text file, or JSON lines (``.jsonl``), each with a ``text`` or a list of ``messages``. With it
+            weights are chosen for the inputs that they get (GPTQ); without it they are rounded to nearest, with the
+            best of several scales. :mod:`cpumoe.quantization.calibration_text` says how much of the file is read.
+        calibration_samples, calibration_length: the most sequences to use, and the most tokens of each.
 
-    Raises CheckpointError if the files of ``src`` change meanwhile.
+    Raises CheckpointError if the files of ``src`` change while it runs.
     """
     text = None
     if calibration is not None:
@@ -54,7 +54,7 @@ def quantize_checkpoint(
 
 @dataclass(frozen=True)
 class TextCalibration:
-    """The float model reads a text, one layer at a time: see ``calibration.py``."""
+    """Calibration with a text that the float model reads, one layer at a time (``calibration.py``)."""
 
     text: Path
     samples: int
@@ -70,7 +70,13 @@ class TextCalibration:
         return calibration_ids(checkpoint, self.text, self.samples, self.length)
 
     def quantize_layers(
-        self, plan: QuantizationPlan, shards: list[Path], work: Path, report: Report, ids: Tensor, watch: SourceWatch
+        self,
+        plan: QuantizationPlan,
+        shards: list[Path],
+        work: Path,
+        report: QuantizationReport,
+        ids: Tensor,
+        watch: SourceWatch,
     ) -> None:
         from cpumoe.integrations.transformers.calibration import run_calibrated
 

@@ -1,4 +1,4 @@
-"""A model with packed modules as a compressed-tensors checkpoint: its ``quantization_config`` and its tensors."""
+"""Saving a model with packed modules as a compressed-tensors checkpoint: the ``quantization_config`` and tensors."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cpumoe.checkpoints.formats.compressed_tensors import Form, LinearFormat, QuantizationConfig, write_config
+from cpumoe.checkpoints.formats.compressed_tensors import Format, IntegerStorage, QuantizationConfig, write_config
 from cpumoe.checkpoints.loading import expert_prefixes
 from cpumoe.errors import UnsupportedScheme
-from cpumoe.integrations.transformers.model_plan import expert_modules, model_architecture
+from cpumoe.integrations.transformers.packed_modules import experts_paths, model_architecture
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.layers.scheme import Scheme
@@ -20,66 +20,66 @@ from cpumoe.ops import unpack
 def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None = None) -> dict[str, Any]:
     """The ``quantization_config`` that describes a model with packed modules.
 
-    Modules keep the form (``int-quantized`` or ``pack-quantized``) that ``loaded``, the section of the checkpoint they
-    came from, gives them.
+    Modules keep the format (``int-quantized`` or ``pack-quantized``) that they have in ``loaded``, the section of the
+    checkpoint that they came from.
     """
     before = None if loaded is None else QuantizationConfig.parse(loaded)
-    formats: dict[LinearFormat, list[str]] = {}
+    storages: dict[IntegerStorage, list[str]] = {}
     ignore: list[str] = []
     architecture = model_architecture(model)
-    experts = set() if architecture is None else set(expert_modules(model, architecture))
+    float_experts = set() if architecture is None else set(experts_paths(model, architecture))
 
     def inside(name: str) -> str:
-        """A pattern of all that is in the experts ``name``, under whatever name transformers writes them."""
+        """A pattern for everything inside the experts at ``name``, under all names that transformers may give them."""
         names = [name] if architecture is None else expert_prefixes(architecture, name)
         return f"re:^({'|'.join(n.replace('.', '[.]') for n in names)})[.]"
 
-    def held_as(scheme: Scheme, name: str) -> LinearFormat:
-        was = None if before is None else before.format_of(name)
-        form: Form = "pack-quantized" if was is None else was.form
-        return LinearFormat(scheme, form)
+    def storage_of(scheme: Scheme, name: str) -> IntegerStorage:
+        was = None if before is None else before.storage_of(name)
+        format_name: Format = "pack-quantized" if was is None else was.format
+        return IntegerStorage(scheme, format_name)
 
     for name, module in model.named_modules():
         if isinstance(module, Experts):
-            form = held_as(module.config.scheme, f"{name}.0.gate_proj")
-            formats.setdefault(form, []).append(inside(name))
+            storage = storage_of(module.config.scheme, f"{name}.0.gate_proj")
+            storages.setdefault(storage, []).append(inside(name))
         elif isinstance(module, QuantizedLinear):
-            formats.setdefault(held_as(module.scheme, name), []).append(name)
+            storages.setdefault(storage_of(module.scheme, name), []).append(name)
         elif isinstance(module, nn.Linear):
             ignore.append(name)
-        elif name in experts:
+        elif name in float_experts:
             ignore.append(inside(name))
-    if not formats:
+    if not storages:
         raise UnsupportedScheme(
             "no module of this model can be packed: its linears have no inputs that the scheme fits; a smaller group "
             'size may: cpumoe.load_model(path, scheme="w4a8-g32", linears="w4a8-g32")'
         )
     if architecture is not None:
-        ignore += [f"re:.*{path.replace('.', '[.]')}$" for path in architecture.routers]
-    # The format with the most modules is that of all linears; the others are named.
-    commonest, *others = sorted(formats, key=lambda f: -len(formats[f]))
-    targets = {"Linear": commonest} | {target: form for form in others for target in formats[form]}
+        ignore += [f"re:.*{path.replace('.', '[.]')}$" for path in architecture.unquantized]
+    # The storage with the most modules is given for all linears; modules with another one are listed by name.
+    commonest, *others = sorted(storages, key=lambda storage: -len(storages[storage]))
+    targets = {"Linear": commonest} | {target: storage for storage in others for target in storages[storage]}
     return write_config(targets, ignore)
 
 
 def state_dict_for_saving(model: PreTrainedModel, config: QuantizationConfig) -> dict[str, Tensor]:
     """All tensors of a model as a compressed-tensors checkpoint has them.
 
-    A head that is packed has tensors of its own: from here on the configuration says that it is not tied.
+    A packed head has tensors of its own, so the configuration is changed to say that the head is not tied.
     """
     if isinstance(model.get_output_embeddings(), QuantizedLinear):
         for part in (model.config, model.config.get_text_config()):
             part.tie_word_embeddings = False
     architecture = model_architecture(model)
-    # Where a family has several names for its projections, the last are those that transformers itself reads.
+    # If a family has several names for its projections, transformers itself reads the last ones.
     gate, up, down = ("gate_proj", "up_proj", "down_proj") if architecture is None else architecture.projections[-1]
     packed = {n: m for n, m in model.named_modules() if isinstance(m, Experts | QuantizedLinear)}
     out = {k: t for k, t in model.state_dict().items() if k.rpartition(".")[0] not in packed}
 
     def add(name: str, values: Tensor, scales: Tensor, bias: Tensor | None) -> None:
-        form = config.format_of(name)
-        assert form is not None  # the configuration was made from these modules
-        out.update({f"{name}.{key}": tensor.contiguous() for key, tensor in form.encode(values, scales).items()})
+        storage = config.storage_of(name)
+        assert storage is not None  # the configuration was made from these modules
+        out.update({f"{name}.{key}": tensor.contiguous() for key, tensor in storage.encode(values, scales).items()})
         if bias is not None:
             out[f"{name}.bias"] = bias.contiguous()
 

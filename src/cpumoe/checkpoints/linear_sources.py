@@ -1,0 +1,110 @@
+"""Quantised linears of a checkpoint that are not experts: finding, checking and reading them."""
+
+from __future__ import annotations
+
+import re
+
+from cpumoe.checkpoints.architectures import known_architecture
+from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck, naming
+from cpumoe.checkpoints.layer_names import EXPERT, prediction_layers
+from cpumoe.checkpoints.storage import LinearStorage, StoredTensor, Weight
+from cpumoe.checkpoints.tensor_file import FLOAT_DTYPES
+from cpumoe.layers.linear import QuantizedLinear
+from cpumoe.layers.packed_weights import packed_spec
+
+# A target of "Linear" in quantization_config means a class of modules, which names do not tell.
+_NOT_LINEAR = re.compile(r"vision|embed|norm$")
+
+
+class LinearSource:
+    """One quantised linear of a checkpoint."""
+
+    def __init__(
+        self, checkpoint: Checkpoint, name: str, rows: int, columns: int, storage: LinearStorage, has_bias: bool
+    ) -> None:
+        self.name = name
+        self.rows, self.columns = rows, columns
+        self.storage = storage
+        self.has_bias = has_bias
+        self._checkpoint = checkpoint
+
+    def check(self, check: TensorCheck) -> None:
+        """Announces every tensor that will be read."""
+        for suffix, stored in self.storage.tensors(self.rows, self.columns).items():
+            check.expect(f"{self.name}.{suffix}", stored)
+        if self.has_bias:
+            check.expect(f"{self.name}.bias", StoredTensor(FLOAT_DTYPES, (self.rows,)))
+
+    def load(self) -> QuantizedLinear:
+        tensors = {}
+        for suffix, stored in self.storage.tensors(self.rows, self.columns).items():
+            if stored.values is not None:
+                self._checkpoint.refuse_other_values(f"{self.name}.{suffix}", stored.values)
+                continue
+            tensor = self._checkpoint.read(f"{self.name}.{suffix}")
+            tensors[suffix] = tensor if stored.by_rows else tensor.unsqueeze(0)
+        bias = self._checkpoint.read(f"{self.name}.bias") if self.has_bias else None
+        with naming(self.name):
+            values, scales = self.storage.decode(tensors, self.rows, self.columns)
+            return QuantizedLinear.from_quantized(values, scales, self.storage.scheme, bias)
+
+    def stored_weight(self) -> Weight:
+        """What the files have, read without the code that loads it."""
+        return stored_weight(self._checkpoint, self.name, self.storage)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes in memory."""
+        scheme = self.storage.scheme
+        scheme.check_inputs(self.columns, self.name)
+        infos = self._checkpoint.infos_of(self.name, self.storage.tensors(self.rows, self.columns))
+        scale_dtype = self.storage.scale_dtype({suffix: info.dtype for suffix, info in infos.items()})
+        return packed_spec(scheme, scale_dtype, 1, self.rows, self.columns, has_bias=self.has_bias).packed_bytes
+
+
+def is_tied_away(checkpoint: Checkpoint, name: str, storage: LinearStorage) -> bool:
+    """Whether a head that is tied to the embeddings has no tensors of its own, whatever config.json says of it."""
+    return not checkpoint.infos_of(name, storage.tensors(1, 1))
+
+
+def stored_weight(checkpoint: Checkpoint, name: str, storage: LinearStorage) -> Weight:
+    """The quantised linear ``name`` as the definition of its format has it."""
+    found = checkpoint.infos_of(name, (*storage.tensors(1, 1), "bias"))
+    tensors = {suffix: checkpoint.read(f"{name}.{suffix}") for suffix in found}
+    bias = tensors.pop("bias", None)
+    return Weight(*storage.decode_plainly(tensors), bias)
+
+
+def find_linears(checkpoint: Checkpoint, check: TensorCheck) -> dict[str, LinearSource]:
+    """The quantised linears that are not experts, by name: found by their tensors, with the sizes of these.
+
+    What they lack, and what they have too much, is added to ``check``. The plug-ins know a model's linears from the
+    model itself; this is for those who have the files alone.
+    """
+    quantization = checkpoint.quantization
+    if quantization is None:
+        return {}
+    architecture = known_architecture(checkpoint.config)
+    unquantized = () if architecture is None else architecture.unquantized
+    not_loaded = prediction_layers(checkpoint)
+    linears: dict[str, LinearSource] = {}
+    for tensor in checkpoint.names:
+        name, _, suffix = tensor.rpartition(".")
+        is_quantized_weight = suffix == "weight" and checkpoint.info(tensor).dtype not in FLOAT_DTYPES
+        if name in linears or not (is_quantized_weight or suffix in quantization.suffixes):
+            continue
+        storage = quantization.storage_of(name)
+        if storage is None or EXPERT.search(name) or _NOT_LINEAR.search(name) or name.endswith(unquantized):
+            continue
+        if name.startswith(not_loaded):
+            continue
+        rows, columns = _stored_size(checkpoint, name, storage)
+        linears[name] = LinearSource(checkpoint, name, rows, columns, storage, f"{name}.bias" in checkpoint)
+        linears[name].check(check)
+    check.nothing_else_under(*(f"{name}." for name in linears))
+    return linears
+
+
+def _stored_size(checkpoint: Checkpoint, name: str, storage: LinearStorage) -> tuple[int, int]:
+    found = checkpoint.infos_of(name, storage.tensors(1, 1))
+    return storage.size(found, lambda suffix: checkpoint.read(f"{name}.{suffix}"))

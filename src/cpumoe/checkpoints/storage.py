@@ -1,0 +1,137 @@
+"""What generic code asks of an on-disk format.
+
+A format is one file of ``formats/``. It says what a ``quantization_config`` means (:class:`Quantization`) and how one
+linear lies in the files (:class:`LinearStorage`). Whoever reads, checks or inspects a checkpoint asks these two and
+knows neither the names of tensors nor how their bits are arranged.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from cpumoe.checkpoints.tensor_file import DTYPES, TensorInfo
+from cpumoe.layers import reference
+from cpumoe.layers.scheme import Scheme
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor as it must lie in the file: the accepted safetensors dtypes, and the shape.
+
+    ``by_rows``: its first dimension are the rows of the linear, so that the tensors of several linears can lie in one
+    piece of memory, one below the other. ``values``: what it must hold, where that follows from the size of the linear;
+    such a tensor is compared and not decoded.
+    """
+
+    dtypes: tuple[str, ...]
+    shape: tuple[int, ...]
+    by_rows: bool = True
+    values: tuple[int, ...] | None = None
+
+    @property
+    def bytes(self) -> int:
+        """How many there are, with the first of the dtypes."""
+        return prod(self.shape) * DTYPES[self.dtypes[0]].itemsize
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One matrix: integers [out, in], scales [out, groups] and bias [out], from the file or out of packed weights."""
+
+    values: Tensor
+    scales: Tensor
+    bias: Tensor | None
+
+    @property
+    def dequantized(self) -> Tensor:
+        """[out, in] fp32."""
+        return reference.dequantize(self.values, self.scales)
+
+
+@dataclass(frozen=True)
+class LinearStorage(ABC):
+    """How one quantised linear lies in the files. A bias is not part of it: it is a float tensor in every format.
+
+    ``scheme`` is what the linear is in memory, ``format`` what config.json calls this way of storing it.
+    """
+
+    scale_suffix: ClassVar[str]  # of the tensor that has the scales
+
+    scheme: Scheme
+    format: str
+
+    @abstractmethod
+    def tensors(self, rows: int, columns: int) -> dict[str, StoredTensor]:
+        """The tensors of a [rows, columns] linear by suffix: the last part of their names."""
+
+    @abstractmethod
+    def size(self, found: Mapping[str, TensorInfo], read: Callable[[str], Tensor]) -> tuple[int, int]:
+        """Rows and columns of a linear of which only the files are known; (0, 0) if nothing tells.
+
+        Args:
+            found: the tensors that are there, by suffix. Some may be missing, or not be what they should.
+            read: gives the contents of one of them; meant for tensors of a few numbers.
+        """
+
+    @abstractmethod
+    def scale_dtype(self, dtypes: Mapping[str, str]) -> torch.dtype:
+        """What the scales have in memory, from the safetensors dtypes of the tensors by suffix."""
+
+    @abstractmethod
+    def decode(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> tuple[Tensor, Tensor]:
+        """What packing takes: int8 values [..., out, columns], or uint8 nibbles with half of them; and the scales.
+
+        Args:
+            tensors: by suffix, of one linear or of several of the same size that were read together, such as the gate
+                and the up projection. With n linears a tensor that goes by rows is [..., n * rows, ...], and any other
+                one is [..., n, ...].
+            rows: of each linear.
+            columns: of each linear.
+        """
+
+    @abstractmethod
+    def decode_plainly(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """int8 values [rows, columns] and scales [rows, groups] of one linear, whose tensors are given as they lie.
+
+        This spells out the definition of the format and shares no code with :meth:`decode`: ``cpumoe check`` compares
+        the two.
+        """
+
+    @abstractmethod
+    def encode(self, values: Tensor, scales: Tensor) -> dict[str, Tensor]:
+        """int8 values [rows, columns] and scales [rows, groups] -> the tensors that are stored, by suffix."""
+
+    def read_bytes(self, rows: int, columns: int) -> int:
+        """Bytes that a linear takes while it is read and decoded."""
+        return sum(tensor.bytes for tensor in self.tensors(rows, columns).values())
+
+
+class Quantization(ABC):
+    """What the ``quantization_config`` of a config.json says: which modules are quantised, and how they are stored."""
+
+    #: Suffixes that only tensors of quantised linears have. (``weight`` is not among them: float linears have it too.)
+    suffixes: ClassVar[frozenset[str]]
+
+    @classmethod
+    @abstractmethod
+    def parse(cls, section: object) -> Quantization:
+        """Parses a ``quantization_config`` whose ``quant_method`` is that of this class.
+
+        Raises UnsupportedScheme for what is well-formed and not served, CheckpointError for what is not well-formed.
+        """
+
+    @abstractmethod
+    def storage_of(self, module: str) -> LinearStorage | None:
+        """How the linear named ``module`` is stored; None if it was left in float."""
+
+    @property
+    @abstractmethod
+    def schemes(self) -> tuple[Scheme, ...]:
+        """All schemes that the configuration speaks of."""

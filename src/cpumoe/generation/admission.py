@@ -1,0 +1,167 @@
+"""From a request that was parsed to jobs in the engine: its place, its prompts, the room for answers, the sampling."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeVar
+
+from transformers import GenerationConfig
+
+from cpumoe.generation.answers import Answering, Choice
+from cpumoe.generation.api_requests import ApiError, ChatRequest, CompletionRequest
+from cpumoe.generation.engine import ENDING, Engine
+from cpumoe.generation.sampling import Sampling
+from cpumoe.generation.text import PlainMessage, StructuredMessage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_MAX_ANSWERS = 256  # that are being computed or waiting; clients that ask for more get 429
+
+Rendered = TypeVar("Rendered")
+
+
+class Admission:
+    """Makes jobs of requests, and refuses requests for which there is no room.
+
+    Args:
+        model: its generation_config has the defaults for sampling, and the tokens and strings that end an answer.
+        renderer: the thread for chat templates and tokenizers, which may take their time.
+        token_limit: the most tokens of a prompt and its answer together; None if there is no limit.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        engine: Engine,
+        renderer: ThreadPoolExecutor,
+        token_limit: int | None,
+    ) -> None:
+        own = model.generation_config or GenerationConfig()
+        self.token_limit = token_limit
+        self._tokenizer = tokenizer
+        self._engine = engine
+        self._renderer = renderer
+        self._defaults = Sampling.of_model(own)
+        ends = own.eos_token_id
+        self._ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        stops = own.stop_strings or []
+        self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
+        self._vocabulary = model.config.get_text_config().vocab_size
+        self._answers = 0
+
+    @property
+    def problem(self) -> str | None:
+        """Why no more requests can be answered, if so."""
+        return self._engine.problem
+
+    @contextlib.contextmanager
+    def places(self, count: int) -> Iterator[Callable[[], None]]:
+        """Takes places for ``count`` answers before any work is done for them; yields the function that frees them.
+
+        An exception inside the block frees them too.
+        """
+        if self._answers + count > _MAX_ANSWERS:
+            raise ApiError(
+                429, f"{self._answers} answers are being computed or wait; ask again later", code="rate_limit_exceeded"
+            )
+        self._answers += count
+        taken = count
+
+        def release() -> None:
+            nonlocal taken
+            self._answers -= taken
+            taken = 0
+
+        try:
+            yield release
+        except BaseException:
+            release()
+            raise
+
+    async def rendered(self, render: Callable[[], Rendered]) -> Rendered:
+        """Calls ``render``, which runs templates and tokenizers, on the thread for that."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._renderer, render)
+        except (RuntimeError, asyncio.CancelledError):  # the renderer takes no more work, or takes too long to end
+            if self._engine.problem is None:
+                raise
+            raise ApiError(503, ENDING) from None
+
+    def chosen_sampling(self, temperature: float | None, top_p: float | None, **others: float | None) -> Sampling:
+        """The model's own settings, replaced by those that the request has."""
+        asked = {"top_p": top_p, **others}
+        given = {name: value for name, value in asked.items() if value is not None}
+        if temperature is None and self._defaults.temperature == 0 and given:
+            temperature = 1.0  # top_p and the like only mean something if tokens are sampled
+        if temperature is not None:
+            given["temperature"] = temperature
+        return replace(self._defaults, **given)  # type: ignore[arg-type]  # the fields' own types were checked
+
+    def completion_sampling(self, body: ChatRequest | CompletionRequest, logprobs: int | None) -> Sampling:
+        """The sampling of a chat or text completion, with its penalties and biases."""
+        biases: dict[int, float] = {}
+        for name, bias in body.logit_bias.items():
+            if not (name.isascii() and name.isdecimal() and len(name) <= 10) or int(name) >= self._vocabulary:
+                raise ApiError(
+                    400,
+                    f"logit_bias has the key {name!r:.80}; tokens from 0 to {self._vocabulary - 1} are accepted",
+                    param="logit_bias",
+                )
+            biases[int(name)] = bias
+        sampling = self.chosen_sampling(body.temperature, body.top_p, top_k=body.top_k, min_p=body.min_p)
+        penalty = body.repetition_penalty
+        return replace(
+            sampling,
+            repetition_penalty=sampling.repetition_penalty if penalty is None else penalty,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            logit_bias=biases,
+            seed=body.seed,
+            logprobs=logprobs,
+        )
+
+    def answer(
+        self,
+        prompts: Sequence[list[int]],
+        n: int,
+        messages: Sequence[PlainMessage | StructuredMessage],
+        length: int | None,
+        stops: Sequence[str],
+        sampling: Sampling,
+        release: Callable[[], None],
+    ) -> Answering:
+        """Gives ``n`` jobs for each prompt to the engine; ``release`` is called when nobody waits for them any more."""
+        lengths = [self._room(len(prompt), length) for prompt in prompts]
+        stops = (*stops, *self._stops)
+        choices = [Choice(index, self._tokenizer, stops, message, self._ends) for index, message in enumerate(messages)]
+        # The answers to one prompt must differ, even if the client fixed the seed.
+        samplings = [sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + i) for i in range(n)]
+        return Answering(
+            self._engine,
+            choices,
+            [prompt for prompt in prompts for _ in range(n)],
+            [room for room in lengths for _ in range(n)],
+            self._ends,
+            samplings * len(prompts),
+            prompt_tokens=sum(map(len, prompts)),
+            on_end=release,
+        )
+
+    def _room(self, prompt_tokens: int, wanted: int | None) -> int:
+        """How many tokens an answer may have; raises ApiError if there is no room for it."""
+        if self.token_limit is None:
+            return wanted or 2**31 - 1
+        if prompt_tokens + (wanted or 1) > self.token_limit:
+            answer = "" if wanted is None else f" and {wanted} for the answer"
+            raise ApiError(
+                400,
+                f"the prompt has {prompt_tokens} tokens{answer}; there is room for {self.token_limit} in all",
+                code="context_length_exceeded",
+            )
+        return self.token_limit - prompt_tokens if wanted is None else wanted

@@ -1,0 +1,362 @@
+"""``quantization_config``: what is served is understood, everything else is refused with what it is."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cpumoe import CheckpointError, Scheme, UnsupportedScheme
+from cpumoe.checkpoints.formats import parse_quantization
+from cpumoe.checkpoints.formats.compressed_tensors import IntegerStorage, write_config
+from cpumoe.checkpoints.formats.name_patterns import NamePatterns
+
+#: The ``quantization_config`` of checkpoints as llm-compressor, GPTQ, AWQ and OpenAI wrote them.
+CONFIGS = json.loads((Path(__file__).parents[1] / "data" / "quantization_configs.json").read_text())
+
+SERVED = {
+    "deepseekv3-w4a8-g32": ("w4a8-g32", "int-quantized"),
+    "gptoss-w4a8-g32": ("w4a8-g32", "int-quantized"),
+    "mixtral-w4a8-channel": ("w4a8", "int-quantized"),
+    "qwen3moe-w4a8-channel": ("w4a8", "int-quantized"),
+    "qwen3moe-w4a8-g32": ("w4a8-g32", "int-quantized"),
+    "qwen3moe-w4a8-g32-packed": ("w4a8-g32", "pack-quantized"),
+    "qwen3moe-w8a8-int8": ("w8a8", "int-quantized"),
+}
+
+#: What the refusal of the others must say.
+REFUSED = {
+    "gptoss-mxfp4native": "quant_method 'mxfp4'",
+    "qwen3moe-awq-g32": "quant_method 'awq'",
+    "qwen3moe-gptq-g32": "quant_method 'gptq'",
+    "qwen3moe-fp8-dynamic": "(weights 8-bit float per channel, activations dynamic 8-bit float per token)",
+    "qwen3moe-fp8-tensor": "'float-quantized' (weights 8-bit float per tensor, activations 8-bit float per tensor)",
+    "qwen3moe256-fp8-block": "'float-quantized' (weights 8-bit float per block",
+    "qwen3moe-mxfp4a16": "'mxfp4-pack-quantized' (weights 4-bit float per group of 32, activations left in float)",
+    "qwen3moe-nvfp4": "locally dynamic 4-bit float per tensor_group of 16",
+    "qwen3moe-w4a16-g32": "weights 4-bit int per group of 32, activations left in float is not served",
+    "qwen3moe-w4a16-asym-g32": "weights asymmetric 4-bit int per group of 32",
+    "qwen3moe-w4a16-actgroup-g32": "in activation order (group)",
+}
+
+
+def base() -> dict:
+    return copy.deepcopy(CONFIGS["qwen3moe-w4a8-g32"])
+
+
+def test_every_example_is_either_served_or_refused():
+    assert set(SERVED) | set(REFUSED) == set(CONFIGS)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_served_configurations_are_understood(name):
+    scheme, form = SERVED[name]
+    config = parse_quantization(CONFIGS[name])
+    expected = IntegerStorage(Scheme.parse(scheme), form)
+    for module in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.experts.3.down_proj", "anything"):
+        assert config.storage_of(module) == expected
+    assert config.schemes == (expected.scheme,)
+    for ignored in CONFIGS[name]["ignore"]:
+        assert config.storage_of(ignored) is None
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_other_configurations_are_refused_with_what_they_are(name):
+    with pytest.raises(UnsupportedScheme) as refusal:
+        parse_quantization(CONFIGS[name])
+    assert REFUSED[name] in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("part", "changes", "reason"),
+    [
+        ("weights", {"num_bits": 3}, "3-bit int"),
+        ("weights", {"num_bits": 2}, "2-bit int"),
+        ("weights", {"symmetric": False}, "asymmetric 4-bit"),
+        ("weights", {"type": "float"}, "4-bit float"),
+        ("weights", {"strategy": "block"}, "per block"),
+        ("weights", {"strategy": "tensor"}, "per tensor"),
+        ("weights", {"dynamic": True}, "dynamic 4-bit"),
+        ("weights", {"actorder": "group"}, "in activation order"),
+        ("weights", {"actorder": "dynamic"}, "in activation order"),
+        ("weights", {"group_size": 48}, "group_size=48"),
+        ("weights", {"group_size": 10**9}, "g1000000000"),
+        ("weights", {"num_bits": 8}, "w8a8 is per channel"),
+        ("input_activations", {"num_bits": 4}, "activations dynamic 4-bit int"),
+        ("input_activations", {"dynamic": False}, "activations 8-bit int per token"),
+        ("input_activations", {"dynamic": "local"}, "locally dynamic"),
+        ("input_activations", {"strategy": "tensor"}, "per tensor"),
+        ("input_activations", {"strategy": "group", "group_size": 128}, "per group of 128"),
+        ("input_activations", {"type": "float"}, "8-bit float"),
+    ],
+)
+def test_schemes_that_are_not_served_are_refused_with_what_they_are(part, changes, reason):
+    config = base()
+    config["config_groups"]["group_0"][part].update(changes)
+    with pytest.raises(UnsupportedScheme) as refusal:
+        parse_quantization(config)
+    assert reason in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"quantization_status": "frozen"}, "quantization_status 'frozen'"),
+        ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
+        ({"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}, "transform_config"),
+        ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes'"),
+    ],
+)
+def test_changes_of_the_weights_that_are_not_served_are_refused(changes, reason):
+    with pytest.raises(UnsupportedScheme, match=reason):
+        parse_quantization(base() | changes)
+
+
+def test_quantised_outputs_are_refused():
+    config = base()
+    config["config_groups"]["group_0"]["output_activations"] = {"num_bits": 8}
+    with pytest.raises(UnsupportedScheme, match="output activations"):
+        parse_quantization(config)
+
+
+@pytest.mark.parametrize("actorder", ["weight", "static", None])
+def test_orders_that_leave_no_trace_in_the_file_are_served(actorder):
+    config = base()
+    config["config_groups"]["group_0"]["weights"]["actorder"] = actorder
+    assert parse_quantization(config).schemes == (Scheme.parse("w4a8-g32"),)
+
+
+def test_a_dense_sparsity_section_is_no_sparsity():
+    parse_quantization(base() | {"sparsity_config": {"format": "dense", "ignore": []}})
+
+
+def test_modules_are_ignored_by_name_and_by_pattern():
+    config = parse_quantization(base() | {"ignore": ["lm_head", "re:.*[.]gate$", "model.layers.0.q"]})
+    ignored = ("lm_head", "model.layers.7.mlp.gate", "model.layers.0.q")
+    assert all(config.storage_of(name) is None for name in ignored)
+    # a name is the whole name, and a pattern matches from the beginning
+    kept = ("model.lm_head", "lm_head.x", "model.layers.7.mlp.gate_proj", "model.layers.0.q_proj", "model.layers.0")
+    assert all(config.storage_of(name) is not None for name in kept)
+
+
+def test_a_group_that_names_a_module_comes_before_the_one_of_all_linears():
+    config = base()
+    attention = copy.deepcopy(config["config_groups"]["group_0"])
+    attention["targets"] = ["re:.*self_attn.*", "model.embed"]
+    attention["weights"] |= {"num_bits": 8, "strategy": "channel", "group_size": None}
+    attention["format"] = "pack-quantized"
+    for order in (["group_0", "group_1"], ["group_1", "group_0"]):
+        groups = {"group_0": config["config_groups"]["group_0"], "group_1": attention}
+        parsed = parse_quantization(config | {"config_groups": {name: groups[name] for name in order}})
+        eight = IntegerStorage(Scheme.parse("w8a8"), "pack-quantized")
+        assert parsed.storage_of("model.layers.0.self_attn.q_proj") == eight
+        assert parsed.storage_of("model.embed") == eight
+        assert parsed.storage_of("model.layers.0.mlp.x") == IntegerStorage(Scheme.parse("w4a8-g32"), "int-quantized")
+
+
+def test_modules_that_no_group_names_are_float():
+    config = base()
+    config["config_groups"]["group_0"]["targets"] = ["re:.*experts.*"]
+    parsed = parse_quantization(config)
+    assert parsed.storage_of("model.layers.0.self_attn.q_proj") is None
+    assert parsed.storage_of("model.layers.0.mlp.experts.0.up_proj") is not None
+
+
+def test_a_group_may_leave_its_form_to_the_whole():
+    config = base()
+    del config["config_groups"]["group_0"]["format"]
+    assert parse_quantization(config | {"format": "pack-quantized"}).storage_of("x").format == "pack-quantized"
+    with pytest.raises(UnsupportedScheme, match="format 'dense'"):
+        parse_quantization(config | {"format": "dense"})
+
+
+def test_a_strategy_may_be_left_to_the_group_size():
+    config = base()
+    weights = config["config_groups"]["group_0"]["weights"]
+    weights["strategy"] = None
+    assert parse_quantization(config).schemes == (Scheme.parse("w4a8-g32"),)
+    weights["group_size"] = -1
+    assert parse_quantization(config).schemes == (Scheme.parse("w4a8"),)
+
+
+# ---- hostile values ------------------------------------------------------------------------------------------------
+
+ANY_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def places(value: object, path: tuple = ()) -> list[tuple]:
+    """Paths to everything inside a JSON object."""
+    found = [path]
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            found += places(inner, (*path, key))
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            found += places(inner, (*path, index))
+    return found
+
+
+def replaced(config: dict, path: tuple, value: object) -> object:
+    if not path:
+        return value
+    config = copy.deepcopy(config)
+    inner = config
+    for key in path[:-1]:
+        inner = inner[key]
+    inner[path[-1]] = value
+    return config
+
+
+@settings(deadline=None, max_examples=600)
+@given(path=st.sampled_from(places(base())), value=ANY_JSON)
+def test_no_value_anywhere_does_more_than_a_refusal(path, value):
+    try:
+        config = parse_quantization(replaced(base(), path, value))
+        config.storage_of("model.layers.0.mlp.experts.0.up_proj")
+    except (CheckpointError, UnsupportedScheme) as refusal:
+        assert str(refusal)
+
+
+@settings(deadline=None, max_examples=100)
+@given(config=ANY_JSON)
+def test_no_json_at_all_does_more_than_a_refusal(config):
+    with pytest.raises((CheckpointError, UnsupportedScheme)):
+        parse_quantization(config)
+
+
+@pytest.mark.parametrize(
+    "pattern", ["re:(", "re:*", "re:[z-a]", "re:a{99999999999999999999}", "re:" + "(" * 20_000, "re:(?P<n>a)(?P<n>b)"]
+)
+@pytest.mark.parametrize("place", ["ignore", "targets"])
+def test_patterns_that_are_none_are_refused_with_the_pattern(pattern, place):
+    config = base()
+    if place == "ignore":
+        config["ignore"] = [pattern]
+    else:
+        config["config_groups"]["group_0"]["targets"] = [pattern]
+    with pytest.raises(CheckpointError, match="quantization_config has the pattern"):
+        parse_quantization(config).storage_of("model.layers.0")
+
+
+LINEAR_NAMES = [
+    f"model.layers.{layer}.mlp.experts.{expert}.{name}"
+    for layer in range(40)
+    for expert in range(64)
+    for name in ("gate_proj", "up_proj", "down_proj")
+]
+
+
+@pytest.mark.parametrize(
+    ("place", "pattern"),
+    [
+        ("ignore", r"(?:.|.)+(?<!j)$"),
+        ("ignore", r"^(?:.*?.*?)+(?<=q)$"),
+        ("targets", r"(.*)(.*)(.*)(.*)(.*)(.*)(.*)(.*)\1\2\3\4\5\6\7\8(?<!j)$"),
+        ("targets", r"(?:(?:a{100}){100}){100}"),
+        ("ignore", r"((((((a{9,99}){9,99}){9,99}){9,99}){9,99}){9,99})"),
+        ("ignore", "x" * 5000),
+        ("targets", "(?:proj){e<=2}"),
+    ],
+)
+def test_patterns_that_take_too_long_are_refused_with_the_pattern(place, pattern):
+    config = base()
+    if place == "ignore":
+        config["ignore"] = [f"re:{pattern}"]
+    else:
+        config["config_groups"]["group_0"]["targets"] = [f"re:{pattern}"]
+    start = time.monotonic()
+    with pytest.raises(CheckpointError, match="quantization_config has the pattern") as refusal:
+        parsed = parse_quantization(config)
+        for name in LINEAR_NAMES:
+            parsed.storage_of(name)
+    assert time.monotonic() - start < 20
+    assert repr(f"re:{pattern}"[:100])[:-1] in str(refusal.value) and "a simpler one, or the names" in str(
+        refusal.value
+    )
+
+
+def test_many_slow_patterns_are_refused_together(monkeypatch):
+    """Each is quick enough for one name, and all of them for all names are not."""
+    monkeypatch.setattr("cpumoe.checkpoints.formats.name_patterns._SECONDS", 0.5)
+    slow = r"re:(.*)(.*)(.*)(.*)\1\2\3\4(?<!j)$"
+    config = parse_quantization(base() | {"ignore": ["re:.*lm_head", slow, "re:.*router"]})
+    with pytest.raises(CheckpointError, match="it takes too long .over 0.5 s for the names of this model") as refusal:
+        for name in LINEAR_NAMES:
+            config.storage_of(name)
+    assert repr(slow) in str(refusal.value)
+
+
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(x+x+)+y", "(.*)*(.*)*#", r"(\w+[.]?)+[!?]"])
+def test_patterns_that_others_hang_on_are_answered(pattern):
+    config = parse_quantization(base() | {"ignore": [f"re:{pattern}"]})
+    assert config.storage_of("model." + "a" * 60) is not None
+
+
+@settings(deadline=None, max_examples=300)
+@given(
+    pattern=st.lists(
+        st.sampled_from([*"abl.|^$", ".*", "[.]", r"\d", "+", "?", "(?:", "(", ")", "(?!", "{1,3}", "[a-l]", "layers"])
+    ).map("".join),
+    name=st.sampled_from(["model.layers.0.mlp.gate", "lm_head", "a.b", "ab", ""]),
+)
+def test_patterns_mean_what_they_mean_to_python(pattern, name):
+    try:
+        expected = re.match(pattern, name) is not None
+    except re.error:
+        with pytest.raises(CheckpointError):
+            NamePatterns([f"re:{pattern}"])
+        return
+    assert NamePatterns([f"re:{pattern}"]).match(name) == expected
+
+
+@pytest.mark.parametrize("value", [None, {}, [], "group_0"])
+def test_a_configuration_without_groups_is_refused(value):
+    with pytest.raises(CheckpointError, match="config_groups"):
+        parse_quantization(base() | {"config_groups": value})
+
+
+# ---- writing -------------------------------------------------------------------------------------------------------
+
+STORAGES = [
+    {"Linear": IntegerStorage(Scheme.parse("w4a8-g32"), "pack-quantized")},
+    {"Linear": IntegerStorage(Scheme.parse("w4a8"), "int-quantized")},
+    {
+        "Linear": IntegerStorage(Scheme.parse("w8a8"), "int-quantized"),
+        "re:.*experts[.].*": IntegerStorage(Scheme.parse("w4a8-g128"), "pack-quantized"),
+    },
+]
+
+
+@pytest.mark.parametrize("storages", STORAGES)
+def test_what_is_written_is_understood(storages):
+    section = json.loads(json.dumps(write_config(storages, ["lm_head", "re:.*gate$"])))
+    config = parse_quantization(section)
+    assert config.storage_of("model.layers.0.self_attn.q_proj") == storages["Linear"]
+    assert config.storage_of("model.layers.0.mlp.experts.0.up_proj") == list(storages.values())[-1]
+    assert config.storage_of("lm_head") is None and config.storage_of("model.layers.0.mlp.gate") is None
+
+
+@pytest.mark.parametrize("storages", STORAGES)
+def test_what_is_written_is_understood_by_compressed_tensors(storages):
+    from compressed_tensors.quantization import QuantizationConfig as Theirs
+
+    theirs = Theirs.model_validate(write_config(storages, ["lm_head"]))
+    assert theirs.ignore == ["lm_head"] and theirs.quantization_status == "compressed"
+    groups = {target: group for group in theirs.config_groups.values() for target in group.targets}
+    assert set(groups) == set(storages)
+    for target, storage in storages.items():
+        weights, inputs = groups[target].weights, groups[target].input_activations
+        assert groups[target].format == storage.format
+        assert (weights.num_bits, weights.group_size) == (storage.scheme.weights.bits, storage.scheme.group_size)
+        assert weights.strategy == ("channel" if storage.scheme.group_size is None else "group") and weights.symmetric
+        assert (inputs.num_bits, inputs.strategy, inputs.dynamic) == (8, "token", True)

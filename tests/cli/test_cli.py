@@ -1,0 +1,175 @@
+"""The command as a user meets it: real processes, real files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import cpumoe
+from cpumoe.cli import main
+
+TINY = ["--hidden", "64", "--intermediate", "32", "--experts", "4", "--topk", "2", "--tokens", "1,5"]
+
+
+def cpumoe_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    program = "import sys; from cpumoe_command import main; sys.exit(main())"
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def test_help_and_version() -> None:
+    assert "COMMAND" in cpumoe_command("--help").stdout
+    assert cpumoe_command("--version").stdout.strip() == f"cpumoe {cpumoe.__version__}"
+    assert cpumoe_command().returncode == 2
+    assert cpumoe_command("dance").returncode == 2
+
+
+def test_doctor() -> None:
+    done = cpumoe_command("doctor")
+    assert done.returncode == 0, done.stderr
+    assert "in use" in done.stdout and "oneDNN guard" in done.stdout and "NUMA nodes" in done.stdout
+    facts = json.loads(cpumoe_command("doctor", "--json").stdout)
+    assert facts["isa"] == cpumoe.isa()
+    assert all(test["passed"] for test in facts["self_tests"])
+    assert {t["isa"] for t in facts["self_tests"]} == {s["name"] for s in facts["instruction_sets"] if s["supported"]}
+
+
+def test_explain() -> None:
+    done = cpumoe_command("explain", "w8a8")
+    assert done.returncode == 0 and "chosen: native" in done.stdout
+    assert "aten       no: scheme w8a8" in done.stdout
+    told = json.loads(cpumoe_command("explain", "w4a8-g32", "--json").stdout)
+    assert told["chosen"] == "native" and [b["backend"] for b in told["backends"]] == [
+        "native",
+        "aten",
+        "reference",
+    ]
+    refused = cpumoe_command("explain", "w4a8", "--routing", "unspecified")
+    assert refused.returncode == 1 and "no backend serves this layer" in refused.stdout
+    bad = cpumoe_command("explain", "w4a8-g48")
+    assert bad.returncode == 2 and "group_size=48; a multiple of 32" in bad.stderr
+    assert "Traceback" not in bad.stderr
+
+
+@pytest.fixture
+def small_rotation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rotation through 1 GB is for measuring; here it only takes time."""
+    from cpumoe.bench import workload
+
+    monkeypatch.setattr(workload, "ROTATED_BYTES", 1)
+
+
+def test_bench(tmp_path: Path, small_rotation: None) -> None:
+    from cpumoe.cli import main
+
+    path, picture = tmp_path / "rows.json", tmp_path / "roofline.png"
+    arguments = ["bench", *TINY, "--scheme", "w4a8-g32", "--scheme", "w8a8", "--seconds", "0.05"]
+    assert main([*arguments, "--json", str(path), "--plot", str(picture), "--isa", "scalar"]) == 0
+    rows = json.loads(path.read_text())
+    assert [(r["scheme"], r["tokens"]) for r in rows] == [
+        ("w4a8-g32", 1),
+        ("w4a8-g32", 5),
+        ("w8a8", 1),
+        ("w8a8", 5),
+    ]
+    for row in rows:
+        assert row["isa"] == "scalar" and row["shape"] == "64x32x4x2"
+        assert 0 < row["ms_min"] <= row["ms_median"]
+        for key in ("tops", "weight_gbps", "dram_gbps", "dram_fraction", "peak_tops", "compute_fraction"):
+            assert row[key] > 0
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_packs_few_layers_however_small_they_are(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from cpumoe.bench import workload
+    from cpumoe.cli import main
+
+    packed = []
+    pack = workload.random_experts
+    monkeypatch.setattr(workload, "random_experts", lambda *args, **options: packed.append(1) or pack(*args, **options))
+    assert main(["bench", *TINY, "--scheme", "w8a8", "--seconds", "0.01"]) == 0
+    assert len(packed) <= 8
+    assert "the weights of 64x32x4x2 are so small that they may stay in a cache" in capsys.readouterr().out
+
+
+def test_layers_of_a_rotation_have_memory_of_their_own_and_the_same_results() -> None:
+    from cpumoe.bench.workload import MOST_CALLS, Shape, exceed_caches, random_routing, rotating_experts
+
+    shape = Shape("tiny", 64, 32, 4, 2)
+    layers = rotating_experts(shape, cpumoe.Scheme.parse("w8a8"))
+    assert len(layers) == MOST_CALLS and not exceed_caches(layers)
+    assert len({layer.get_buffer("down_packed").data_ptr() for layer in layers}) == MOST_CALLS
+    call = (torch.randn(3, 64), *random_routing(shape, 3, 0))
+    assert torch.equal(layers[8](*call), layers[0](*call)) and not torch.equal(layers[1](*call), layers[0](*call))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tokens", "0"], "positive numbers"),
+        (["--tokens", "1,x"], "positive numbers"),
+        (["--hidden", "64"], "needs --hidden, --intermediate, --experts and --topk"),
+        ([*TINY[:6], "--topk", "9"], "--topk 9; 1 to 4"),
+        (["--shape", "gpt-5"], "invalid choice"),
+        (["--scheme", "w3a8"], "scheme 'w3a8' is not known"),
+        (["--json", "/nowhere/rows.json"], "there is no folder /nowhere"),
+        (["--isa", "avx1024"], "is not known"),
+    ],
+)
+def test_bench_refuses(arguments: list[str], message: str) -> None:
+    done = cpumoe_command("bench", *arguments)
+    assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
+
+
+def test_explain_of_a_checkpoint() -> None:
+    folder = Path(__file__).parents[1] / "data" / "checkpoints" / "gptoss-w4a8-g32"
+    done = cpumoe_command("explain", str(folder))
+    assert done.returncode == 0 and "2 layers: w4a8-g32, swiglu_oai" in done.stdout and "chosen: native" in done.stdout
+    facts = json.loads(cpumoe_command("explain", str(folder), "--json").stdout)
+    assert facts["chosen"] == "native" and facts["layers"] == 2
+
+
+def test_demo_finds_the_same_bits() -> None:
+    done = cpumoe_command("demo", "--layer", "--experts", "8")
+    assert done.returncode == 0, done.stderr
+    assert "bits per weight" in done.stdout and "faster by" in done.stdout and "DIFFERENT" not in done.stdout
+
+
+def test_shapes_and_their_schemes() -> None:
+    from cpumoe.bench.workload import SHAPES, fitting_scheme
+
+    g128 = cpumoe.Scheme.parse("w4a8-g128")
+    assert str(fitting_scheme(g128, SHAPES["gpt-oss-20b"])) == "w4a8-g64"
+    assert str(fitting_scheme(g128, SHAPES["qwen3-30b-a3b"])) == "w4a8-g128"
+    assert str(fitting_scheme(cpumoe.Scheme.parse("w8a8"), SHAPES["gpt-oss-20b"])) == "w8a8"
+
+
+def test_tracebacks_are_shown_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
+    command = ["inspect", str(tmp_path / "nothing")]
+    assert main(command) == 2
+    assert "Traceback" not in capsys.readouterr().err
+    for asked in ("-v", "CPUMOE_DEBUG"):
+        if asked == "CPUMOE_DEBUG":
+            monkeypatch.setenv(asked, "1")
+        assert main([*command, *([asked] if asked == "-v" else [])]) == 2
+        told = capsys.readouterr().err
+        assert "Traceback" in told and told.splitlines()[-1].startswith("cpumoe inspect: ")
+    monkeypatch.setenv("CPUMOE_DEBUG", "yes")
+    assert main(command) == 2
+    assert "CPUMOE_DEBUG=yes; 0 and 1 are accepted" in capsys.readouterr().err
+
+
+def test_explain_names_the_row_of_the_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    names = {name for name, *_ in cpumoe._core.weight_formats()}
+    for scheme, row in (("w4a8", "int4"), ("w4a8-g96", "int4-g32"), ("w4a8-g256", "int4-g128"), ("w8a8", "int8")):
+        sizes = ["--hidden", "768", "--intermediate", "768"]
+        assert main(["explain", scheme, *sizes]) == 0
+        assert f"kernels: {row} on {cpumoe.isa()}" in capsys.readouterr().out and row in names

@@ -1,0 +1,435 @@
+"""The parts under the server: choosing tokens, text piece by piece, engines, and what a slow or absent client meets."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny_models import write_tiny_model
+
+pytest.importorskip("transformers")
+pytest.importorskip("starlette")
+
+import transformers
+from pydantic import ValidationError
+
+from cpumoe.generation import admission, http_answers
+from cpumoe.generation import http as limits
+from cpumoe.generation.api_requests import ApiError, ChatRequest, CompletionRequest, parse_body
+from cpumoe.generation.engine import Failure, Job, SequentialEngine
+from cpumoe.generation.sampling import Sampling, Token, TokenChooser
+from cpumoe.generation.server import Server
+from cpumoe.generation.text import StopStrings, StructuredMessage, TextPieces
+
+SECONDS = 60.0  # at most, for things that take milliseconds
+
+# ---- choosing tokens -------------------------------------------------------------------------------------------------
+
+
+def choices(sampling: Sampling, scores: torch.Tensor, count: int = 300) -> Counter[int]:
+    chooser = TokenChooser(sampling, [])
+    return Counter(chooser.choose(scores).id for _ in range(count))
+
+
+@given(st.integers(0, 2**32), st.integers(1, 12), st.floats(0.05, 1.0), st.floats(0.0, 1.0), st.floats(0.1, 2.0))
+@settings(max_examples=60, deadline=None)
+def test_only_tokens_that_transformers_would_allow(
+    seed: int, top_k: int, top_p: float, min_p: float, temperature: float
+) -> None:
+    """Each rule alone keeps what transformers' own keeps, up to ties of rounding at the border."""
+    scores = torch.randn(32, generator=torch.Generator().manual_seed(seed)) * 3
+    warpers = {
+        "top_k": (top_k, transformers.TopKLogitsWarper(top_k)),
+        "top_p": (top_p, transformers.TopPLogitsWarper(top_p)),
+        "min_p": (min_p, transformers.MinPLogitsWarper(min_p)),
+    }
+    for name, (value, warper) in warpers.items():
+        sampling = Sampling(temperature=temperature, **{name: value}, seed=1)
+        kept = warper(torch.zeros((1, 0), dtype=torch.int64), scores[None] / temperature)[0].isfinite()
+        seen = choices(sampling, scores, 60)
+        probabilities = (scores / temperature).softmax(-1)
+        border = float(probabilities[kept].min()) * (1 - 1e-5)
+        assert all(probabilities[token] >= border for token in seen), name
+
+
+def test_probabilities() -> None:
+    scores = torch.tensor([0.0, 1.0, 2.0])
+    seen = choices(Sampling(temperature=1.0, seed=0), scores, 4000)
+    for token, share in enumerate(scores.softmax(-1).tolist()):
+        assert abs(seen[token] / 4000 - share) < 0.03
+    assert choices(Sampling(), scores) == {2: 300} == choices(Sampling(temperature=1e-9), scores)
+
+
+def test_penalties_and_biases() -> None:
+    scores = torch.tensor([1.0, 0.9, -1.0, -1.1])
+    chooser = TokenChooser(Sampling(presence_penalty=0.2), [0])
+    assert [chooser.choose(scores).id for _ in range(3)] == [0, 1, 0]
+    chooser = TokenChooser(Sampling(frequency_penalty=0.15), [0])
+    assert [chooser.choose(scores).id for _ in range(4)] == [0, 1, 0, 1]
+    penalty = transformers.RepetitionPenaltyLogitsProcessor(1.5)
+    theirs = int(penalty(torch.tensor([[0, 2]]), scores[None].clone())[0].argmax())
+    assert TokenChooser(Sampling(repetition_penalty=1.5), [0, 2]).choose(scores).id == theirs == 1
+    assert TokenChooser(Sampling(logit_bias={3: 100.0}), []).choose(scores).id == 3
+
+
+def test_probabilities_are_those_of_the_model() -> None:
+    scores = torch.tensor([1.0, 0.9, -1.0])
+    token = TokenChooser(Sampling(logit_bias={2: 100.0}, logprobs=2), []).choose(scores)
+    logprobs = scores.log_softmax(-1)
+    assert token.id == 2 and token.logprob == pytest.approx(float(logprobs[2]))
+    assert [pair[0] for pair in token.likeliest] == [0, 1]
+    assert token.likeliest[0][1] == pytest.approx(float(logprobs[0]))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_scores_that_are_no_numbers(bad: float) -> None:
+    with pytest.raises(ValueError, match="not finite numbers"):
+        TokenChooser(Sampling(), []).choose(torch.tensor([0.0, bad]))
+
+
+def test_settings_at_the_edge() -> None:
+    scores = torch.tensor([0.0, 1.0, 2.0])
+    assert choices(Sampling(temperature=1.0, top_p=1e-50), scores, 20) == {2: 20}
+    items: list[Any] = []
+    job = Job([5], 3, frozenset(), Sampling(logit_bias={10**6: 1.0}), items.append)  # beyond the scores
+    assert job.next_token(scores) is None and isinstance(items[-1], Failure)  # this job fails, and no other
+
+
+def test_settings_of_the_model() -> None:
+    config = transformers.GenerationConfig(do_sample=True, temperature=0.6, top_k=20, top_p=0.95, min_p=0.1)
+    assert Sampling.of_model(config) == Sampling(temperature=0.6, top_k=20, top_p=0.95, min_p=0.1)
+    # Without do_sample they have no effect in transformers either.
+    assert Sampling.of_model(transformers.GenerationConfig(temperature=0.6)) == Sampling()
+
+
+# ---- text ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.text("abc", max_size=30), st.lists(st.text("abc", min_size=1, max_size=4), max_size=3), st.data())
+@settings(max_examples=200, deadline=None)
+def test_stop_strings_wherever_the_pieces_end(text: str, stops: list[str], data: st.DataObject) -> None:
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    finder = StopStrings(stops)
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    shown = ""
+    for piece in pieces:
+        shown += finder.add(piece)
+        if finder.found:
+            break
+        assert not any(stop in shown for stop in stops)  # nothing was shown that had to be taken back
+    shown += finder.rest()
+    if finder.found:
+        # The string that was complete first, which may differ from the one that begins first.
+        assert any(text.startswith(shown + stop) for stop in stops)
+    else:
+        assert shown == text and not any(stop in text for stop in stops)
+
+
+QWEN = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|im_start|>assistant\n",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close_pattern": r"\s*<\|im_end\|>", "content": "text"},
+    },
+}
+
+
+def read(prompt: str, *pieces: str, tools: bool = True) -> tuple[str, str, list[tuple[str, Any]]]:
+    message = StructuredMessage(QWEN, prompt, [{"type": "function", "function": {"name": "add"}}] if tools else [])
+    deltas = [*(message.add(piece) for piece in pieces), message.rest()]
+    calls = [(call.name, json.loads(call.arguments)) for delta in deltas for call in delta.tool_calls]
+    return "".join(d.content for d in deltas), "".join(d.reasoning for d in deltas), calls
+
+
+def test_parts_of_a_message() -> None:
+    asked = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+    assert read(asked, "Hel", "lo") == ("Hello", "", [])
+    content, reasoning, _ = read(asked, "<thi", "nk>so", " so</th", "ink>well")
+    assert (content.strip(), reasoning) == ("well", "so so")
+    assert read(asked + "<think>", "so</think>", "well")[1] == "so"  # opened by the template
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+    assert read(asked, call[:20], call[20:])[2] == [("add", {"a": 1})]
+    # The prompt is no part of the answer where the template has other marks.
+    assert read("Q: hi\nA:", "Hello") == ("Hello", "", [])
+    # White space that the template puts behind a mark is no part of the answer.
+    assert read(asked + "<think>\n\n</think>\n\n", "Hello") == ("Hello", "", [])
+    # What does not keep to the format is given as it is, and nothing of it is lost.
+    for bad in ("{not json}", '{"name": 5, "arguments": {}}', '{"arguments": {}}', '"add"', "[1]", "[" * 100_000):
+        content, _, calls = read(asked, "Sure. <tool", f"_call>{bad}</tool", "_call> and more")
+        assert not calls and content.split() == ["Sure.", *f"<tool_call>{bad}</tool_call> and more".split()]
+    content, _, calls = read(asked, 'Sure. <tool_call>{"name": "f", ')  # cut
+    assert not calls and content.split() == ["Sure.", '<tool_call>{"name":', '"f",']
+    assert read(asked, '<tool_call>{"name": "f"}</tool_call>')[2] == [("f", {})]
+    # Without tools a call is a text like any other.
+    assert read(asked, call, tools=False) == (call, "", [])
+
+
+def test_a_mistake_of_our_own_is_not_blamed_on_the_model_that_wrote_the_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def mistaken(*_: Any) -> None:
+        raise TypeError("a mistake")
+
+    monkeypatch.setattr(StructuredMessage, "_delta", mistaken)
+    with pytest.raises(TypeError, match="a mistake"):
+        read("<|im_start|>assistant\n", "Hello")
+
+
+def test_pieces_join_to_the_text(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    text = "Experts: \N{GREEK SMALL LETTER ALPHA}\N{GRINNING FACE} " * 40
+    pieces = TextPieces(tokenizer)
+    assert "".join(pieces.add([token]) for token in tokenizer.encode(text)) + pieces.rest() == text
+
+
+def test_bytes_that_never_become_characters(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    lone = tokenizer.encode("\N{GRINNING FACE}")[0]  # the first byte of several
+    pieces, lengths = TextPieces(tokenizer), []
+    text = ""
+    for _ in range(2000):
+        text += pieces.add([lone])
+        lengths.append(len(pieces._tokens))
+    assert max(lengths) <= 256 and set(text + pieces.rest()) == {"\N{REPLACEMENT CHARACTER}"}
+
+
+# ---- engines and connections -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    folder = write_tiny_model(tmp_path_factory.mktemp("tiny"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model, transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def until(condition: Any) -> None:
+    end = time.monotonic() + SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_an_engine_answers_as_generate_does(parts: tuple[Any, Any]) -> None:
+    model, _ = parts
+    prompt = [5, 6, 7]
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, 3:].tolist()
+    engine = SequentialEngine(model)
+    items: list[Any] = []
+    engine.add(Job(prompt, 12, frozenset({3}), Sampling(), items.append))
+    until(lambda: items and not isinstance(items[-1], Token))
+    assert [item.id for item in items[:-1]] == expected and items[-1] == "length"
+    assert engine.stop()
+    late: list[Any] = []
+    engine.add(Job(prompt, 1, frozenset(), Sampling(), late.append))
+    assert isinstance(late[0], Failure) and "ending" in late[0].sentence
+
+
+def test_a_cancelled_job_makes_room(parts: tuple[Any, Any]) -> None:
+    engine = SequentialEngine(parts[0])
+    items: list[Any] = []
+    long = Job([5], 100_000, frozenset(), Sampling(), items.append)
+    engine.add(long)
+    until(lambda: items)
+    engine.cancel(long)
+    after: list[Any] = []
+    engine.add(Job([5], 2, frozenset(), Sampling(), after.append))
+    until(lambda: after and after[-1] == "length")
+    assert all(isinstance(item, Token) for item in items) and len(items) < 100_000
+    assert engine.stop()
+
+
+def test_a_job_that_fails_does_not_end_the_others(parts: tuple[Any, Any]) -> None:
+    engine = SequentialEngine(parts[0])
+    bad: list[Any] = []
+    engine.add(Job([10**6], 2, frozenset(), Sampling(), bad.append))  # beyond the vocabulary
+    good: list[Any] = []
+    engine.add(Job([5], 2, frozenset(), Sampling(), good.append))
+    until(lambda: good and good[-1] == "length")
+    assert isinstance(bad[-1], Failure) and "could not compute" in bad[-1].sentence
+    assert engine.stop()
+
+
+def test_a_model_that_cannot_be_batched_and_a_mistake_of_our_own(
+    parts: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise ValueError("no such attention")
+
+    monkeypatch.setattr(parts[0], "init_continuous_batching", refuse)
+    with Server(*parts, "tiny", 2048) as served:
+        assert served.start_batching(16, 32, 64) == "no such attention"
+        monkeypatch.setattr(parts[0], "init_continuous_batching", lambda **_: None)  # our code cannot use this
+        with pytest.raises(AttributeError, match="logit_processor"):
+            served.start_batching(16, 32, 64)
+
+
+@contextmanager
+def serving(parts: tuple[Any, Any]) -> Iterator[tuple[Server, int]]:
+    """The server inside this process, on a thread of its own."""
+    with socket.create_server(("127.0.0.1", 0)) as listener, Server(*parts, "tiny", 2048) as served:
+        served.start_sequential()
+        ready = threading.Event()
+        uvicorn_server = served._uvicorn("warning", ready.set)
+        thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            assert ready.wait(SECONDS)
+            yield served, listener.getsockname()[1]
+        finally:
+            uvicorn_server.should_exit = True
+            thread.join(SECONDS)
+
+
+def post(connection: socket.socket, path: str, body: dict[str, Any]) -> None:
+    data = json.dumps(body).encode()
+    connection.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+
+
+def answer_on(connection: socket.socket) -> tuple[int, Any]:
+    """Status and JSON of the next response."""
+    connection.settimeout(SECONDS)
+    response = http.client.HTTPResponse(connection)
+    response.begin()
+    return response.status, json.loads(response.read())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_is_not_computed_for(parts: tuple[Any, Any], stream: bool) -> None:
+    with serving(parts) as (served, port):
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            body = {"model": "tiny", "prompt": "The", "max_tokens": 2000, "stream": stream}
+            post(connection, "/v1/completions", body)
+            until(lambda: served._admission._answers == 1)
+        until(lambda: served._admission._answers == 0)
+        with socket.create_connection(("127.0.0.1", port)) as connection:
+            post(connection, "/v1/completions", {"model": "tiny", "prompt": "The", "max_tokens": 1})
+            assert answer_on(connection)[0] == 200
+
+
+def test_too_many_answers_at_once(parts: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admission, "_MAX_ANSWERS", 2)
+    with serving(parts) as (_, port), socket.create_connection(("127.0.0.1", port)) as connection:
+        post(connection, "/v1/completions", {"model": "tiny", "prompt": "The", "n": 3})
+        status, answer = answer_on(connection)
+        assert status == 429 and "ask again later" in answer["error"]["message"]
+
+
+def test_waiting_jobs_are_told_that_the_engine_ends() -> None:
+    begun, release = threading.Event(), threading.Event()
+
+    class Slow:
+        def generate(self, *_: Any, **__: Any) -> None:
+            begun.set()
+            release.wait(SECONDS)
+
+    engine = SequentialEngine(Slow())
+    items: list[Any] = []
+    for _ in range(3):
+        engine.add(Job([5], 2, frozenset(), Sampling(), items.append))
+    assert begun.wait(SECONDS)
+    try:
+        assert not engine.stop()  # a step that takes longer than anyone waits
+        assert [type(item) for item in items] == [Failure] * 3
+    finally:
+        release.set()
+
+
+def test_a_client_that_does_not_read(parts: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_answers, "_SEND_SECONDS", 0.5)
+    with serving(parts) as (served, port), socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        connection.connect(("127.0.0.1", port))
+        body = {"model": "tiny", "prompt": "The", "n": 64, "max_tokens": 60, "stream": True, "logprobs": 20}
+        post(connection, "/v1/completions", body)
+        until(lambda: served._admission._answers == 64)
+        until(lambda: served._admission._answers == 0)
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
+def test_a_long_wrong_list_ends_at_its_first_wrong_entry(kind: Any) -> None:
+    """A million errors would take seconds, and the connections wait meanwhile."""
+    field = "messages" if kind is ChatRequest else "prompt"
+    for entries in ([0.5] * 1000, [{}] * 1000, [{"role": "user", "content": [{}] * 1000}] * 2):
+        with pytest.raises(ValidationError) as refusal:
+            kind.model_validate({"model": "tiny", field: entries})
+        assert refusal.value.error_count() <= 8  # a few alternatives
+        with pytest.raises(ApiError) as told:
+            parse_body(kind, json.dumps({"model": "tiny", field: entries}).encode())
+        assert len(str(told.value)) < 300
+
+
+def test_requests_that_are_never_finished(parts: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "HEAD_SECONDS", 0.3)
+    monkeypatch.setattr(limits, "BODY_SECONDS", 0.3)
+    with serving(parts) as (_, port):
+        for beginning in (b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nhost: x\r\n"):
+            with socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as connection:
+                connection.sendall(beginning)
+                assert connection.recv(100) == b""  # closed by the server
+        with socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as connection:
+            # A byte now and then does not help.
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n")
+            with pytest.raises((BrokenPipeError, ConnectionResetError)):
+                for _ in range(1000):
+                    connection.sendall(b"a")
+                    time.sleep(0.02)
+        with socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
+            assert answer_on(connection)[0] == 408
+        with socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as connection:
+            for _ in range(2):  # a connection is used again, however long it was idle
+                connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+                assert answer_on(connection) == (200, {"status": "ok"})
+                time.sleep(0.5)
+
+
+def test_a_slow_template_does_not_stop_the_others(parts: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+
+    def slow(*_: Any) -> list[int]:
+        release.wait(SECONDS)
+        return [5]
+
+    with serving(parts) as (served, port):
+        monkeypatch.setattr(served._prompts, "of_chat", slow)
+        with socket.create_connection(("127.0.0.1", port)) as waiting:
+            body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+            post(waiting, "/v1/chat/completions", body)
+            with socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as connection:
+                connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+                assert answer_on(connection) == (200, {"status": "ok"})
+            release.set()
+            assert answer_on(waiting)[0] == 200
+
+
+def test_tokens_after_the_end_of_the_loop() -> None:
+    from cpumoe.generation.engine import deliver_to
+
+    loop = asyncio.new_event_loop()
+    deliver = deliver_to(loop, lambda item: None)
+    loop.close()
+    deliver(Token(1))  # nobody is there, and that is all

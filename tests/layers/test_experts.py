@@ -1,0 +1,203 @@
+"""The fused layer against the plain-PyTorch reference, over schemes, activations, shapes and dtypes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from random_layers import random_layer, relative_error, routing
+
+import cpumoe
+from cpumoe.layers import reference
+from cpumoe.layers.rounding import pack_nibbles, quantize_weight, unpack_nibbles
+
+# A flipped rounding tie in the requantised intermediate shows as one quantum of one value.
+FLIPS = 3e-3
+
+
+@pytest.mark.parametrize("scheme", ["w4a8", "w4a8-g32", "w4a8-g96", "w4a8-g64", "w4a8-g192", "w8a8"])
+@pytest.mark.parametrize("tokens", [1, 3, 17, 70])
+@pytest.mark.parametrize("bias", [False, True])
+def test_schemes(scheme: str, tokens: int, bias: bool) -> None:
+    layer = random_layer(scheme, hidden=192, inner=192, bias=bias)
+    x = torch.randn(tokens, 192)
+    ids, weights = routing(tokens, 4, 2)
+    expected = layer.experts("reference")(x, ids, weights)
+    assert relative_error(layer.experts("native")(x, ids, weights), expected) < FLIPS
+
+
+@pytest.mark.parametrize("activation", ["silu", "swiglu_oai", "swiglu_step", "gelu", "gelu_tanh", "relu2"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_activations(activation: str, gated: bool) -> None:
+    if activation.startswith("swiglu") and not gated:
+        pytest.skip("has no form without a gate")
+    layer = random_layer("w4a8-g32", hidden=96, inner=64, activation=activation, gated=gated)
+    # Large values reach the limits of the clamped activations.
+    layer.gate_up_scale = layer.gate_up_scale * 6
+    x = torch.randn(20, 96)
+    ids, weights = routing(20, 4, 3)
+    expected = layer.experts("reference")(x, ids, weights)
+    assert relative_error(layer.experts("native")(x, ids, weights), expected) < FLIPS
+
+
+def test_activation_parameters_matter() -> None:
+    layer = random_layer("w8a8", activation="swiglu_oai")
+    layer.gate_up_scale = layer.gate_up_scale * 4
+    x = torch.randn(9, 128)
+    ids, weights = routing(9, 4, 2)
+    outputs = []
+    for alpha, limit in ((1.702, 7.0), (1.0, 7.0), (1.702, 0.5)):
+        activation = cpumoe.Activation("swiglu_oai", alpha=alpha, limit=limit)
+        native = layer.experts("native", activation=activation)(x, ids, weights)
+        assert relative_error(native, layer.experts("reference", activation=activation)(x, ids, weights)) < FLIPS
+        outputs.append(native)
+    assert not torch.allclose(outputs[0], outputs[1]) and not torch.allclose(outputs[0], outputs[2])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes(dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
+    layer = random_layer("w4a8-g32", scale_dtype=scale_dtype)
+    x = torch.randn(12, 128).to(dtype)
+    ids, weights = routing(12, 4, 2)
+    out = layer.experts("native")(x, ids.long(), weights.to(dtype))
+    assert out.dtype == dtype
+    expected = layer.experts("reference")(x, ids, weights.to(dtype))
+    assert relative_error(out, expected) < (FLIPS if dtype == torch.float32 else 1e-2)
+
+
+def test_output_is_rounded_to_nearest_even() -> None:
+    layer = random_layer("w4a8-g32")
+    x = torch.randn(6, 128).bfloat16()
+    ids, weights = routing(6, 4, 2)
+    experts = layer.experts("native")
+    assert torch.equal(experts(x, ids, weights), experts(x.float(), ids, weights).bfloat16())
+    half = x.half()
+    assert torch.equal(experts(half, ids, weights), experts(half.float(), ids, weights).half())
+
+
+def test_interleaved_rows_and_nibbles_are_the_same_layer() -> None:
+    layer = random_layer("w4a8-g32", bias=True)
+    x = torch.randn(8, 128)
+    ids, weights = routing(8, 4, 2)
+    expected = layer.experts("native")(x, ids, weights)
+
+    def mix(t: torch.Tensor) -> torch.Tensor:
+        gate, up = t.chunk(2, 1)
+        return torch.stack((gate, up), 2).flatten(1, 2)
+
+    for backend in ("native", "reference"):
+        for nibbles in (False, True):
+            gate_up, down = mix(layer.gate_up), layer.down
+            if nibbles:
+                gate_up, down = pack_nibbles(gate_up), pack_nibbles(down)
+            mixed = cpumoe.Experts.from_quantized(
+                gate_up,
+                mix(layer.gate_up_scale),
+                down,
+                layer.down_scale,
+                "w4a8-g32",
+                gate_up_bias=mix(layer.gate_up_bias),
+                down_bias=layer.down_bias,
+                interleaved=True,
+                backend=backend,
+            )
+            out = mixed(x, ids, weights)
+            assert torch.equal(out, expected) if backend == "native" else relative_error(out, expected) < FLIPS
+
+
+def test_no_tokens_no_experts_and_minus_one() -> None:
+    experts = random_layer("w4a8-g32").experts("native")
+    assert experts(torch.empty(0, 128), torch.empty(0, 2, dtype=torch.int32), torch.empty(0, 2)).shape == (
+        0,
+        128,
+    )
+    x = torch.randn(3, 128)
+    nobody = torch.full((3, 2), -1)
+    assert torch.equal(experts(x, nobody, torch.ones(3, 2)), torch.zeros(3, 128))
+    assert torch.equal(experts(x, torch.empty(3, 0, dtype=torch.int32), torch.empty(3, 0)), torch.zeros(3, 128))
+    ids, weights = routing(3, 4, 2)
+    both = experts(x, ids, weights)
+    first, second = ids.clone(), ids.clone()
+    first[:, 1], second[:, 0] = -1, -1
+    assert relative_error(experts(x, first, weights) + experts(x, second, weights), both) < 1e-6
+
+
+def test_router_weight_on_input() -> None:
+    layer = random_layer("w8a8")
+    x = torch.randn(10, 128)
+    ids, weights = routing(10, 4, 1)
+    weights = torch.rand(10, 1) + 0.5
+    native = layer.experts("native")(x, ids, weights, apply_router_weight_on_input=True)
+    scaled = layer.experts("reference")(x * weights, ids, torch.ones(10, 1))
+    assert relative_error(native, scaled) < FLIPS
+    assert relative_error(layer.experts("native")(x, ids, weights), native) > 0.01
+
+
+def test_an_expert_chosen_twice_counts_twice() -> None:
+    experts = random_layer("w4a8-g32").experts("native")
+    x = torch.randn(2, 128)
+    twice = experts(x, torch.tensor([[1, 1], [2, 2]]), torch.tensor([[0.25, 0.25], [0.5, 0.5]]))
+    once = experts(x, torch.tensor([[1], [2]]), torch.tensor([[0.5], [1.0]]))
+    assert relative_error(twice, once) < 1e-6
+
+
+def test_tensors_that_are_not_contiguous() -> None:
+    experts = random_layer("w4a8-g32").experts("native")
+    ids, weights = routing(6, 4, 2)
+    wide = torch.randn(6, 256)
+    assert torch.equal(experts(wide[:, ::2], ids, weights), experts(wide[:, ::2].contiguous(), ids, weights))
+    strided = torch.randn(128, 6).t()
+    turned_ids, turned_weights = ids.t().contiguous().t(), weights.t().contiguous().t()
+    assert torch.equal(experts(strided, turned_ids, turned_weights), experts(strided.contiguous(), ids, weights))
+
+
+def test_many_tokens_are_computed_in_rounds() -> None:
+    """More tokens than one round holds: every token as if it were alone."""
+    experts = random_layer("w4a8-g32", hidden=32, inner=32).experts("native")
+    tokens = 9001
+    x = torch.randn(tokens, 32)
+    ids, weights = routing(tokens, 4, 2)
+    out = experts(x, ids, weights)
+    picked = torch.randint(0, tokens, (40,))
+    for t in [0, 4095, 4096, 8191, 8192, 9000, *picked.tolist()]:
+        assert torch.equal(out[t], experts(x[t : t + 1], ids[t : t + 1], weights[t : t + 1])[0])
+
+
+def test_quantize_follows_the_scale_rule() -> None:
+    weight = torch.randn(3, 8, 64)
+    weight[0, 0] = 0
+    values, scales = quantize_weight(weight, cpumoe.Scheme.parse("w4a8-g32"))
+    assert values.dtype == torch.int8 and scales.shape == (3, 8, 2)
+    groups = weight.unflatten(-1, (2, 32))
+    nonzero = groups.abs().amax(-1) > 0
+    torch.testing.assert_close(scales[nonzero], groups.abs().amax(-1)[nonzero] / 7.5)
+    assert (values[0, 0] == 0).all()
+    assert relative_error(reference.dequantize(values, scales), weight) < 0.15
+    values8, scales8 = quantize_weight(weight.bfloat16(), cpumoe.Scheme.parse("w8a8"))
+    assert scales8.dtype == torch.bfloat16
+    assert relative_error(reference.dequantize(values8, scales8), weight) < 0.01
+    with pytest.raises(ValueError, match="finite"):
+        quantize_weight(torch.full((1, 32), torch.nan), cpumoe.Scheme.parse("w8a8"))
+
+
+def test_nibbles_round_trip() -> None:
+    values = torch.randint(-8, 8, (3, 10), dtype=torch.int8)
+    assert torch.equal(unpack_nibbles(pack_nibbles(values)), values)
+
+
+def test_packed_size_keeps_the_promise_of_four_bits() -> None:
+    weights = torch.randn(2, 256, 2048).bfloat16(), torch.randn(2, 2048, 128).bfloat16()
+    experts = cpumoe.Experts.quantize(*weights, "w4a8-g128")
+    assert 8 * experts.packed_bytes / sum(w.numel() for w in weights) <= 4.3
+    assert "w4a8-g128" in repr(experts) and "backend=native" in repr(experts)
+
+
+@pytest.mark.parametrize("scheme", ["w4a8", "w4a8-g32", "w4a8-g128", "w8a8"])
+def test_a_token_of_zeros_gives_zero(isa, scheme):
+    layer = cpumoe.Experts.quantize(torch.randn(4, 512, 256), torch.randn(4, 256, 256), scheme)
+    linear = cpumoe.QuantizedLinear.quantize(torch.randn(96, 256), scheme)
+    x = torch.zeros(3, 256)
+    ids, weights = torch.tensor([[0, 1], [1, 2], [2, 3]]), torch.rand(3, 2)
+    assert torch.equal(linear(x), torch.zeros(3, 96))
+    x[1] = 1e-40  # what the activation leaves of it is zero
+    assert torch.equal(layer(x, ids, weights), torch.zeros(3, 256))

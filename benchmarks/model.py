@@ -24,8 +24,11 @@ from torch import Tensor
 
 import cpumoe
 from cpumoe.bench.decoding import decode_times
-from cpumoe.checkpoints.formats.compressed_tensors import IntegerStorage, write_config
+from cpumoe.checkpoints.formats.compressed_storages import storage_for
+from cpumoe.checkpoints.formats.compressed_tensors import write_config
+from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.checkpoints.tensor_file import TensorFileWriter
+from cpumoe.layers.rounding import quantize_weight
 from cpumoe.layers.scheme import Scheme
 
 HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOPK = 2048, 768, 128, 8
@@ -33,18 +36,16 @@ HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 32, 4, 128, 151936
 _DIFFERENT = 4  # matrices of each shape; the others repeat them, because speed does not depend on values
 
 
-def write_checkpoint(folder: Path, layers: int, storage: IntegerStorage) -> None:
-    """Writes random integers and small scales, as a quantiser would store them."""
+def write_checkpoint(folder: Path, layers: int, storage: LinearStorage) -> None:
+    """Writes random weights as a quantiser would store them."""
     generator = torch.Generator().manual_seed(0)
     made: dict[tuple[int, int], list[dict[str, Tensor]]] = defaultdict(list)
 
     def linear(rows: int, columns: int, number: int) -> dict[str, Tensor]:
         pool = made[rows, columns]
         while len(pool) <= number % _DIFFERENT:
-            largest = storage.scheme.weights.largest
-            values = torch.randint(-largest, largest + 1, (rows, columns), generator=generator, dtype=torch.int8)
-            shape = storage.scheme.weights.group.scale_shape(rows, columns)
-            pool.append(storage.encode(values, (torch.rand(shape, generator=generator) * 0.004 + 0.001).bfloat16()))
+            weight = quantize_weight(normal(rows, columns), storage.scheme)
+            pool.append(storage.encode(weight))
         return pool[number % _DIFFERENT]
 
     def normal(*shape: int) -> Tensor:
@@ -192,7 +193,7 @@ def main() -> None:
         folder = arguments.folder or Path(scratch) / "model"
         if not (folder / "config.json").exists():
             folder.mkdir(parents=True, exist_ok=True)
-            write_checkpoint(folder, arguments.layers, IntegerStorage(Scheme.parse(arguments.scheme), arguments.form))
+            write_checkpoint(folder, arguments.layers, storage_for(Scheme.parse(arguments.scheme), arguments.form))
         figures: dict[str, Any] = {"isa": cpumoe.isa(), "threads": cpumoe.get_num_threads()}
         figures["load"] = load_figures(folder, arguments.linears, None)
         if arguments.cache:

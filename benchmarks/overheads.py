@@ -14,7 +14,8 @@ import torch
 
 import cpumoe
 from cpumoe import ops
-from cpumoe.bench.workload import SHAPES, random_routing, random_values, rotating_experts
+from cpumoe.bench.workload import SHAPES, random_routing, random_weight, rotating_experts
+from cpumoe.layers.nibbles import pack_nibbles
 
 
 def median_us(call: Callable[[], object], seconds: float = 1.0) -> float:
@@ -80,8 +81,9 @@ def alternating(tokens: int) -> None:
 
 def packing() -> None:
     scheme = cpumoe.Scheme.parse("w4a8-g128")
-    values, scales = random_values(64, 1536, 2048, scheme, 0)
-    for source, name in ((values, "int8 values"), (cpumoe.layers.rounding.pack_nibbles(values), "nibbles")):
+    weight = random_weight(64, 1536, 2048, scheme, 0)
+    values, scales = weight.values, weight.scales
+    for source, name in ((values, "int8 values"), (pack_nibbles(values), "nibbles")):
         rates = []
         for _ in range(5):
             start = time.perf_counter()

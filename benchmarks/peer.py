@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 from cpumoe.bench.measure import Call
-from cpumoe.bench.workload import MOST_CALLS, ROTATED_BYTES, Shape, fitting_scheme, random_values
+from cpumoe.bench.workload import MOST_CALLS, ROTATED_BYTES, Shape, fitting_scheme, random_weight
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.generation.memory import available_bytes
 from cpumoe.layers import reference
+from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.scheme import Scheme
 
 GROUPED = Scheme.parse("w4a8-g128")
@@ -84,22 +85,20 @@ class Peer(ABC):
 class LayerWeights:
     """Integers and scales of a few experts; gate rows before up rows."""
 
-    gate_up: Tensor
-    gate_up_scale: Tensor
-    down: Tensor
-    down_scale: Tensor
+    gate_up: QuantizedWeight
+    down: QuantizedWeight
 
     @classmethod
     def random(cls, shape: Shape, scheme: Scheme, seed: int) -> LayerWeights:
         distinct = min(shape.num_experts, _DISTINCT)
-        gate_up = random_values(distinct, 2 * shape.intermediate, shape.hidden, scheme, 2 * seed)
-        down = random_values(distinct, shape.hidden, shape.intermediate, scheme, 2 * seed + 1)
-        return cls(*gate_up, *down)
+        gate_up = random_weight(distinct, 2 * shape.intermediate, shape.hidden, scheme, 2 * seed)
+        down = random_weight(distinct, shape.hidden, shape.intermediate, scheme, 2 * seed + 1)
+        return cls(gate_up, down)
 
     def bf16(self) -> tuple[Tensor, Tensor]:
         """gate_up and down as floats."""
-        gate_up = reference.dequantize(self.gate_up, self.gate_up_scale)
-        return gate_up.to(torch.bfloat16), reference.dequantize(self.down, self.down_scale).to(torch.bfloat16)
+        gate_up = reference.dequantize(self.gate_up)
+        return gate_up.to(torch.bfloat16), reference.dequantize(self.down).to(torch.bfloat16)
 
 
 def repeated(few: Tensor, shape: Shape) -> Tensor:

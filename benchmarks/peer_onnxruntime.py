@@ -21,7 +21,7 @@ from cpumoe import _core
 from cpumoe.bench.measure import Call
 from cpumoe.bench.workload import Shape, fitting_scheme
 from cpumoe.layers.activation import Activation
-from cpumoe.layers.rounding import pack_nibbles
+from cpumoe.layers.nibbles import pack_nibbles
 from cpumoe.layers.scheme import Scheme
 
 
@@ -87,10 +87,10 @@ class OnnxRuntimePeer(Peer):
 
         weights = LayerWeights.random(shape, scheme, seed)
         tensors = {
-            "gate_up": pack_nibbles(alternating(weights.gate_up)),
-            "gate_up_scale": alternating(weights.gate_up_scale).to(torch.float32),
-            "down": pack_nibbles(weights.down),
-            "down_scale": weights.down_scale.to(torch.float32),
+            "gate_up": pack_nibbles(alternating(weights.gate_up.values)),
+            "gate_up_scale": alternating(weights.gate_up.scales).to(torch.float32),
+            "down": pack_nibbles(weights.down.values),
+            "down_scale": weights.down.scales.to(torch.float32),
         }
         initializers = [numpy_helper.from_array(repeated(t, shape).numpy(), name) for name, t in tensors.items()]
         activation = Activation(shape.activation)

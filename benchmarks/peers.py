@@ -108,7 +108,7 @@ class AtenPeer(Peer):
         layers = []
         for seed in range(self.copies(shape)):
             few = LayerWeights.random(shape, scheme, seed)
-            parts = (few.gate_up, few.gate_up_scale, few.down, few.down_scale)
+            parts = (few.gate_up.values, few.gate_up.scales, few.down.values, few.down.scales)
             w1, s1, w2, s2 = (repeated(part, shape) for part in parts)
             activation = shape.activation
             layer = Experts.from_quantized(w1, s1, w2, s2, scheme, activation=activation, backend="aten")

@@ -401,7 +401,6 @@ pack = _register(
 )
 
 
-
 def unpack(
     blob: Tensor, first: int = 0, count: int | None = None
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:

@@ -11,7 +11,8 @@ from cpumoe import _core, ops
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.layers.activation import Activation
 from cpumoe.layers.experts import Experts
-from cpumoe.layers.packed_weights import packed_spec
+from cpumoe.layers.packed_weights import packed_spec, put_weight
+from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.routing import RoutingMethod, select_experts
 from cpumoe.layers.scheme import Scheme
 
@@ -61,25 +62,36 @@ def fitting_scheme(scheme: Scheme, shape: Shape) -> Scheme:
     raise UnsupportedScheme(f"{scheme} does not fit {shape}; sizes must be multiples of 32")
 
 
-def random_values(num_experts: int, out: int, inputs: int, scheme: Scheme, seed: int) -> tuple[Tensor, Tensor]:
-    """Integers [experts, out, in] over the whole range, and scales in bf16, or in fp32 if there is one per channel."""
+def random_weight(num_experts: int, out: int, inputs: int, scheme: Scheme, seed: int) -> QuantizedWeight:
+    """Values [experts, out, in] over the whole range, and scales in bf16, or in fp32 if there is one per channel."""
     generator = torch.Generator().manual_seed(seed)
-    low = -scheme.weights.largest - 1
-    values = torch.randint(low, -low, (num_experts, out, inputs), dtype=torch.int8, generator=generator)
-    groups = 1 if scheme.group_size is None else inputs // scheme.group_size
-    scales = (torch.rand((num_experts, out, groups), generator=generator) + 0.5) * (0.06 / -low / inputs**0.5)
-    return values, scales if scheme.group_size is None else scales.to(torch.bfloat16)
+    form = scheme.weights
+    low = 0 if form.element == "fp4" else -form.largest - 1
+    shape = (num_experts, out, 1 if scheme.group_size is None else inputs // scheme.group_size)
+    values = torch.randint(low, low + 2**form.bits, (num_experts, out, inputs), dtype=torch.int16, generator=generator)
+    size = 0.06 / 2 ** (form.bits - 1) / inputs**0.5  # of a scale, so that outputs stay near the inputs
+    scales = (torch.rand(shape, generator=generator) + 0.5) * size
+    zeros, factors = None, None
+    if form.scale == "e8m0":
+        scales = torch.randint(115, 120, shape, dtype=torch.uint8, generator=generator)
+    elif form.scale == "e4m3":
+        scales, factors = (scales / size).to(torch.float8_e4m3fn), torch.full(shape[:2], size)
+    elif scheme.group_size is not None:
+        scales = scales.to(torch.bfloat16)
+    if not form.symmetric:
+        zeros = torch.randint(-8, 8, shape, dtype=torch.int8, generator=generator)
+    return QuantizedWeight(form.element, values.to(torch.int8), scales, zeros, factors)
 
 
 def _random_packed(shape: Shape, rows: int, inputs: int, scheme: Scheme, gated: bool, seed: int) -> Tensor:
     """Packed weights of all experts. Only a few are different: speed depends on addresses, not on values."""
     distinct = min(shape.num_experts, 4)
-    values, scales = random_values(distinct, rows, inputs, scheme, seed)
-    builder = ops.PackedBuilder(packed_spec(scheme, scales.dtype, shape.num_experts, rows, inputs, gated=gated))
+    weight = random_weight(distinct, rows, inputs, scheme, seed)
+    builder = ops.PackedBuilder(packed_spec(scheme, weight.scales.dtype, shape.num_experts, rows, inputs, gated=gated))
     order = ops.ROWS_GATE_THEN_UP if gated else ops.ROWS_PLAIN
     for expert in range(shape.num_experts):
         one = slice(expert % distinct, expert % distinct + 1)
-        builder.put(expert, values[one], scales[one], None, order, "values")
+        put_weight(builder, expert, weight[one], order, "values")
     return builder.finish()
 
 

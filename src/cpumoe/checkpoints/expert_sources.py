@@ -16,10 +16,10 @@ from torch import Tensor
 from cpumoe.checkpoints.architectures import Projections
 from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
 from cpumoe.checkpoints.linear_sources import stored_weight
-from cpumoe.checkpoints.storage import LinearStorage, StoredTensor, Weight
+from cpumoe.checkpoints.storage import LinearStorage, StoredTensor
 from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES
 from cpumoe.layers.config import MoEConfig
-from cpumoe.layers.quantized_experts import QuantizedExperts
+from cpumoe.layers.quantized_experts import QuantizedExperts, QuantizedWeight
 from cpumoe.layers.rounding import quantize_weight, scale_dtype_of
 
 
@@ -48,7 +48,7 @@ class ExpertSource(ABC):
         """Experts ``first`` to ``first + count - 1``."""
 
     @abstractmethod
-    def stored_expert(self, expert: int) -> dict[str, Weight]:
+    def stored_expert(self, expert: int) -> dict[str, QuantizedWeight]:
         """Gate, up and down of one expert by name, plainly and without the code of :meth:`read`.
 
         Float weights become what rounding to nearest makes of them.
@@ -65,11 +65,10 @@ class FloatExpertSource(ExpertSource):
 
     def read(self, first: int, count: int, buffers: Buffers) -> QuantizedExperts:
         gate_up, down, gate_up_bias, down_bias = self.read_float(first, count, buffers)
+        scheme = self.config.scheme
         return QuantizedExperts(
-            *quantize_weight(gate_up, self.config.scheme, f"{self.prefix} gate_up"),
-            *quantize_weight(down, self.config.scheme, f"{self.prefix} down"),
-            gate_up_bias,
-            down_bias,
+            replace(quantize_weight(gate_up, scheme, f"{self.prefix} gate_up"), bias=gate_up_bias),
+            replace(quantize_weight(down, scheme, f"{self.prefix} down"), bias=down_bias),
         )
 
     @abstractmethod
@@ -78,8 +77,8 @@ class FloatExpertSource(ExpertSource):
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """gate_up [count, 2 I, H] (gate rows first), down [count, H, I] and their biases, in the stored dtype."""
 
-    def _rounded(self, name: str, weight: Tensor, bias: Tensor | None) -> Weight:
-        return Weight(*quantize_weight(weight, self.config.scheme, name), bias)
+    def _rounded(self, name: str, weight: Tensor, bias: Tensor | None) -> QuantizedWeight:
+        return replace(quantize_weight(weight, self.config.scheme, name), bias=bias)
 
 
 class Buffers:
@@ -223,13 +222,11 @@ class QuantizedPerExpert(_PerExpert):
         gate_up, down = self._read_blocks(first, count, buffers)
         of_gate_up, of_down = self._blocks
         return QuantizedExperts(
-            *self.storage.decode(gate_up, of_gate_up.rows, of_gate_up.columns),
-            *self.storage.decode(down, of_down.rows, of_down.columns),
-            gate_up.get("bias"),
-            down.get("bias"),
+            replace(self.storage.decode(gate_up, of_gate_up.rows, of_gate_up.columns), bias=gate_up.get("bias")),
+            replace(self.storage.decode(down, of_down.rows, of_down.columns), bias=down.get("bias")),
         )
 
-    def stored_expert(self, expert: int) -> dict[str, Weight]:
+    def stored_expert(self, expert: int) -> dict[str, QuantizedWeight]:
         return {name: stored_weight(self._checkpoint, name, self.storage) for name in self.linear_names(expert)}
 
 
@@ -246,8 +243,8 @@ class FloatPerExpert(_PerExpert, FloatExpertSource):
         gate_up, down = self._read_blocks(first, count, buffers)
         return gate_up["weight"], down["weight"], gate_up.get("bias"), down.get("bias")
 
-    def stored_expert(self, expert: int) -> dict[str, Weight]:
-        def rounded(name: str) -> Weight:
+    def stored_expert(self, expert: int) -> dict[str, QuantizedWeight]:
+        def rounded(name: str) -> QuantizedWeight:
             bias = self._checkpoint.read(f"{name}.bias") if f"{name}.bias" in self._checkpoint else None
             return self._rounded(name, self._checkpoint.read(f"{name}.weight"), bias)
 
@@ -298,7 +295,7 @@ class FusedFloat(FloatExpertSource):
             return gate_up, down, None, None
         return gate_up, down, rows_apart(part("gate_up_proj_bias")), part("down_proj_bias")
 
-    def stored_expert(self, expert: int) -> dict[str, Weight]:
+    def stored_expert(self, expert: int) -> dict[str, QuantizedWeight]:
         def slice_of(name: str) -> Tensor:
             info = self._checkpoint.info(f"{self.prefix}.{name}")
             out = torch.empty(info.shape[1:], dtype=DTYPES[info.dtype])

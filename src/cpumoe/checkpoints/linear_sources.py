@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from cpumoe.checkpoints.architectures import known_architecture
 from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck, naming
 from cpumoe.checkpoints.layer_names import EXPERT, prediction_layers
-from cpumoe.checkpoints.storage import LinearStorage, StoredTensor, Weight
+from cpumoe.checkpoints.storage import LinearStorage, StoredTensor
 from cpumoe.checkpoints.tensor_file import FLOAT_DTYPES
 from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.layers.packed_weights import packed_spec
+from cpumoe.layers.quantized_experts import QuantizedWeight
 
 # A target of "Linear" in quantization_config means a class of modules, which names do not tell.
 _NOT_LINEAR = re.compile(r"vision|embed|norm$")
@@ -45,10 +47,10 @@ class LinearSource:
             tensors[suffix] = tensor if stored.by_rows else tensor.unsqueeze(0)
         bias = self._checkpoint.read(f"{self.name}.bias") if self.has_bias else None
         with naming(self.name):
-            values, scales = self.storage.decode(tensors, self.rows, self.columns)
-            return QuantizedLinear.from_quantized(values, scales, self.storage.scheme, bias)
+            weight = replace(self.storage.decode(tensors, self.rows, self.columns), bias=bias)
+            return QuantizedLinear.from_weight(weight, self.storage.scheme)
 
-    def stored_weight(self) -> Weight:
+    def stored_weight(self) -> QuantizedWeight:
         """What the files have, read without the code that loads it."""
         return stored_weight(self._checkpoint, self.name, self.storage)
 
@@ -67,12 +69,12 @@ def is_tied_away(checkpoint: Checkpoint, name: str, storage: LinearStorage) -> b
     return not checkpoint.infos_of(name, storage.tensors(1, 1))
 
 
-def stored_weight(checkpoint: Checkpoint, name: str, storage: LinearStorage) -> Weight:
+def stored_weight(checkpoint: Checkpoint, name: str, storage: LinearStorage) -> QuantizedWeight:
     """The quantised linear ``name`` as the definition of its format has it."""
     found = checkpoint.infos_of(name, (*storage.tensors(1, 1), "bias"))
     tensors = {suffix: checkpoint.read(f"{name}.{suffix}") for suffix in found}
     bias = tensors.pop("bias", None)
-    return Weight(*storage.decode_plainly(tensors), bias)
+    return replace(storage.decode_plainly(tensors), bias=bias)
 
 
 def find_linears(checkpoint: Checkpoint, check: TensorCheck) -> dict[str, LinearSource]:

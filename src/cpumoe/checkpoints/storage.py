@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cpumoe.checkpoints.tensor_file import DTYPES, TensorInfo
-from cpumoe.layers import reference
+from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.scheme import Scheme
 
 
@@ -39,20 +39,6 @@ class StoredTensor:
     def bytes(self) -> int:
         """How many there are, with the first of the dtypes."""
         return prod(self.shape) * DTYPES[self.dtypes[0]].itemsize
-
-
-@dataclass(frozen=True)
-class Weight:
-    """One matrix: integers [out, in], scales [out, groups] and bias [out], from the file or out of packed weights."""
-
-    values: Tensor
-    scales: Tensor
-    bias: Tensor | None
-
-    @property
-    def dequantized(self) -> Tensor:
-        """[out, in] fp32."""
-        return reference.dequantize(self.values, self.scales)
 
 
 @dataclass(frozen=True)
@@ -85,8 +71,8 @@ class LinearStorage(ABC):
         """What the scales have in memory, from the safetensors dtypes of the tensors by suffix."""
 
     @abstractmethod
-    def decode(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> tuple[Tensor, Tensor]:
-        """What packing takes: int8 values [..., out, columns], or uint8 nibbles with half of them; and the scales.
+    def decode(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedWeight:
+        """The weight [..., out, columns] as packing takes it, without a bias.
 
         Args:
             tensors: by suffix, of one linear or of several of the same size that were read together, such as the gate
@@ -97,16 +83,16 @@ class LinearStorage(ABC):
         """
 
     @abstractmethod
-    def decode_plainly(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """int8 values [rows, columns] and scales [rows, groups] of one linear, whose tensors are given as they lie.
+    def decode_plainly(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        """The weight [rows, columns] of one linear, one value per byte; its tensors are given as they lie.
 
         This spells out the definition of the format and shares no code with :meth:`decode`: ``cpumoe check`` compares
         the two.
         """
 
     @abstractmethod
-    def encode(self, values: Tensor, scales: Tensor) -> dict[str, Tensor]:
-        """int8 values [rows, columns] and scales [rows, groups] -> the tensors that are stored, by suffix."""
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        """A weight [rows, columns], one value per byte -> the tensors that are stored, by suffix; not its bias."""
 
     def read_bytes(self, rows: int, columns: int) -> int:
         """Bytes that a linear takes while it is read and decoded."""

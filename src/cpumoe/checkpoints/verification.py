@@ -17,12 +17,13 @@ from cpumoe.checkpoints.expert_sources import ExpertSource
 from cpumoe.checkpoints.layer_names import architecture_if_needed
 from cpumoe.checkpoints.linear_sources import LinearSource, find_linears
 from cpumoe.checkpoints.loading import experts_of, load_experts
-from cpumoe.checkpoints.storage import LinearStorage, Weight
+from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers import reference
 from cpumoe.layers.experts import Experts
+from cpumoe.layers.packed_weights import unpack_weight
+from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.scheme import Scheme
-from cpumoe.ops import unpack
 
 _SEED = 20
 _FEWEST_TOKENS = 16
@@ -53,53 +54,55 @@ class Result:
     seconds: float = 0.0
 
 
-def _packed_expert(experts: Experts, expert: int) -> list[Weight]:
+def _packed_expert(experts: Experts, expert: int) -> list[QuantizedWeight]:
     """Gate, up and down of one expert, out of the packed weights."""
-    part, inner = experts.quantized(expert, 1), experts.config.intermediate_size
-
-    def of_rows(rows: slice) -> Weight:
-        bias = None if part.gate_up_bias is None else part.gate_up_bias[0, rows]
-        return Weight(part.gate_up[0, rows], part.gate_up_scale[0, rows], bias)
-
-    down = Weight(part.down[0], part.down_scale[0], None if part.down_bias is None else part.down_bias[0])
-    return [of_rows(slice(0, inner)), of_rows(slice(inner, None)), down]
+    part, inner = experts.quantized(expert, 1)[0], experts.config.intermediate_size
+    return [part.gate_up[:inner], part.gate_up[inner:], part.down]
 
 
 # ---- comparing -----------------------------------------------------------------------------------------------------
 
 
-def _examine(result: Result, name: str, stored: Weight, scheme: Scheme, storage: LinearStorage | None) -> None:
+def _examine(result: Result, name: str, stored: QuantizedWeight, scheme: Scheme, storage: LinearStorage | None) -> None:
     """What is wrong with the numbers of a file themselves."""
-    largest = scheme.weights.largest
-    scales = f"scales of {name}" if storage is None else f"{name}.{storage.scale_suffix}"
-    for what, tensor in ((scales, stored.scales), (f"{name}.bias", stored.bias)):
+    text = f"scales of {name}" if storage is None else f"{name}.{storage.scale_suffix}"
+    scales = reference.scale_values(stored.scales)
+    for what, tensor in ((text, scales), (f"{name}.bias", stored.bias)):
         if tensor is not None and (bad := int((~torch.isfinite(tensor.float())).sum())):
             result.problems.append(f"{what}: {bad} of {tensor.numel()} values are NaN or infinite")
-    if zeros := int((stored.scales == 0).sum()):
-        result.warnings.append(f"{scales}: {zeros} of {stored.scales.numel()} scales are zero")
+    if zeros := int((scales == 0).sum()):
+        result.warnings.append(f"{text}: {zeros} of {scales.numel()} scales are zero")
     values = stored.values
+    if not int(torch.count_nonzero(values & 7 if stored.element == "fp4" else values)):
+        result.warnings.append(f"{name}: all weights are zero")
+    if stored.element == "fp4":  # all 16 codes are numbers, and a quantiser uses the largest in every group
+        return
+    largest = scheme.weights.largest
     low, high = (int(end) for end in values.aminmax())
     if low < -largest - 1 or high > largest:
-        text = f"{name}: integers from {low} to {high}; {-largest - 1} to {largest} are accepted"
-        result.problems.append(text)
-    if low == high == 0:
-        result.warnings.append(f"{name}: all weights are zero")
+        result.problems.append(f"{name}: integers from {low} to {high}; {-largest - 1} to {largest} are accepted")
     at_ends = torch.count_nonzero(values <= -largest - 1) + torch.count_nonzero(values >= largest)
     share = int(at_ends) / values.numel()
-    if share > _SATURATED:
+    if share > _SATURATED and stored.zero_points is None:
         result.warnings.append(f"{name}: saturated, {share:.0%} of the weights are at an end of the range")
 
 
-def _compare(result: Result, name: str, stored: Weight, packed: Weight) -> None:
+def _compare(result: Result, name: str, stored: QuantizedWeight, packed: QuantizedWeight) -> None:
     """Packed weights must give back the file to the bit."""
+
+    def factors(weight: QuantizedWeight) -> Tensor:
+        return torch.ones(weight.values.shape[0]) if weight.factors is None else weight.factors
+
     for what, mine, theirs in (
         ("integers", packed.values, stored.values),
-        ("scales", packed.scales, stored.scales),
+        ("scales", reference.scale_values(packed.scales), reference.scale_values(stored.scales)),
+        ("zero points", packed.zero_points, stored.zero_points),
+        ("factors", factors(packed), factors(stored)),
         ("biases", packed.bias, stored.bias),
     ):
         if mine is None or theirs is None:
             if mine is not theirs:
-                result.problems.append(f"{name}: biases are {'packed' if theirs is None else 'in the file'} only")
+                result.problems.append(f"{name}: {what} are {'packed' if theirs is None else 'in the file'} only")
         elif mine.shape != theirs.shape:
             result.problems.append(f"{name}: {what} are {list(mine.shape)} packed, {list(theirs.shape)} in the file")
         elif different := int(torch.count_nonzero(mine != theirs)):  # 16-bit floats are widened, which is exact
@@ -162,7 +165,7 @@ def _check_experts(
     except (ValueError, RuntimeError) as problem:  # the file is looked at nevertheless: its names say more
         refusal = f"{result.name} cannot be loaded: {problem}"
 
-    def compared(expert: int) -> list[Weight]:
+    def compared(expert: int) -> list[QuantizedWeight]:
         stored_weights = source.stored_expert(expert)
         packed_weights = [None] * len(stored_weights) if experts is None else _packed_expert(experts, expert)
         for (name, stored), packed in zip(stored_weights.items(), packed_weights, strict=True):
@@ -179,22 +182,15 @@ def _check_experts(
 
     def plain(expert: int, inputs: Tensor) -> Tensor:
         """[rows, H] -> [rows, H] from the values of the file."""
-        gate, up, down = compared(expert)
-        bias = None if gate.bias is None or up.bias is None else torch.cat((gate.bias, up.bias)).float()
-        return reference.expert(
-            inputs,
-            torch.cat((gate.dequantized, up.dequantized)),
-            down.dequantized,
-            bias,
-            None if down.bias is None else down.bias.float(),
-            config.activation,
-            quantize=True,
-        )
+        gate, up, down = (reference.dense(weight) for weight in compared(expert))
+        bias = None if gate[1] is None or up[1] is None else torch.cat((gate[1], up[1]))
+        return reference.expert(inputs, (torch.cat((gate[0], up[0])), bias), down, config.activation, bits)
 
+    bits = config.scheme.activation_bits
     topk = min(config.local_experts, checkpoint.architecture.facts(checkpoint.text_config).topk)
     count = tokens or max(_FEWEST_TOKENS, 2 + math.ceil(config.local_experts / topk))  # two are special
     x, (ids, weights) = _inputs(count, config.hidden_size), _routing(count, config.local_experts, topk)
-    truth = reference.sum_of_experts(reference.quantize_activations(x), ids, weights, plain)
+    truth = reference.sum_of_experts(reference.activations(x, bits), ids, weights, plain)
     for expert in set(range(config.local_experts)) - set(ids.flatten().tolist()):  # with few tokens
         compared(expert)
     layer = experts
@@ -209,10 +205,9 @@ def _check_linear(result: Result, source: LinearSource, tokens: int | None, tole
     except (ValueError, RuntimeError) as problem:
         result.problems.append(f"{result.name} cannot be loaded: {problem}")
         return
-    values, scales, bias = unpack(linear.weight_packed)
-    _compare(result, source.name, stored, Weight(values[0], scales[0], None if bias is None else bias[0]))
+    _compare(result, source.name, stored, unpack_weight(linear.weight_packed)[0])
     x = _inputs(tokens or _FEWEST_TOKENS, source.columns)
-    truth = reference.linear(x, stored.dequantized, None if stored.bias is None else stored.bias.float())
+    truth = reference.linear(x, reference.dense(stored), source.storage.scheme.activation_bits)
     _run(result, lambda rows: linear(x[rows]), truth, tolerance or LINEAR_TOLERANCE)
 
 

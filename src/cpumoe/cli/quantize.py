@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cpumoe.checkpoints.checkpoint import Checkpoint
-from cpumoe.checkpoints.formats.compressed_tensors import FORMATS
+from cpumoe.checkpoints.formats.compressed_storages import INTEGER_FORMATS, PACK_QUANTIZED
 from cpumoe.cli.arguments import (
     add_download,
     add_model,
@@ -51,7 +51,9 @@ def add_command(commands: Commands) -> None:
         metavar="S",
         help=f"of the other linears: a scheme or {FLOAT} (as the experts)",
     )
-    parser.add_argument("--format", choices=FORMATS, default=FORMATS[-1], help=f"on disk ({FORMATS[-1]})")
+    parser.add_argument(
+        "--format", choices=INTEGER_FORMATS, default=PACK_QUANTIZED, help=f"of integers on disk ({PACK_QUANTIZED})"
+    )
     parser.add_argument(
         "--calibration", type=Path, metavar="FILE", help="text (.txt) or JSON lines with a text each (.jsonl): use GPTQ"
     )

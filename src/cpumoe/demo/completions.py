@@ -9,7 +9,7 @@ from cpumoe.generation.session import Answer, Session
 from cpumoe.layers import reference
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.linear import QuantizedLinear
-from cpumoe.ops import unpack
+from cpumoe.layers.packed_weights import unpack_weight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -38,13 +38,13 @@ def float_model(model: PreTrainedModel) -> PreTrainedModel:
     state: dict[str, Any] = dict(model.state_dict())
     for name, module in model.named_modules():
         if isinstance(module, QuantizedLinear):
-            values, scales, _ = unpack(state.pop(f"{name}.weight_packed"))
-            state[f"{name}.weight"] = reference.dequantize(values[0], scales[0])
+            weight = unpack_weight(state.pop(f"{name}.weight_packed"))
+            state[f"{name}.weight"] = reference.dequantize(weight)[0]
         elif isinstance(module, Experts):
             del state[f"{name}.gate_up_packed"], state[f"{name}.down_packed"]
             quantized = module.quantized()
-            state[f"{name}.gate_up_proj"] = reference.dequantize(quantized.gate_up, quantized.gate_up_scale)
-            state[f"{name}.down_proj"] = reference.dequantize(quantized.down, quantized.down_scale)
+            state[f"{name}.gate_up_proj"] = reference.dequantize(quantized.gate_up)
+            state[f"{name}.down_proj"] = reference.dequantize(quantized.down)
     config = type(model.config).from_dict(model.config.to_dict())
     config.quantization_config = None
     plain = AutoModelForCausalLM.from_config(config, dtype=model.dtype, attn_implementation="sdpa")

@@ -99,8 +99,11 @@ class DemoLayer:
     def agreement(self) -> Agreement:
         x, ids, weights = self._routed(64)
         result = self.experts(x, ids, weights)
-        floats = self._gate_up.float(), self._down.float()
-        truth = reference.experts(x, ids, weights, *floats, None, None, self.experts.config.activation, quantize=False)
+
+        def floats(expert: int) -> tuple[reference.Dense, reference.Dense]:
+            return (self._gate_up[expert].float(), None), (self._down[expert].float(), None)
+
+        truth = reference.experts(x, ids, weights, floats, self.experts.config.activation, bits=None)
         same = Experts.quantize(self._gate_up, self._down, self._scheme, backend="reference")(x, ids, weights)
         same_bits: dict[str, bool] = {}
         for entry in instruction_sets():

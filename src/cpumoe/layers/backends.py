@@ -289,7 +289,7 @@ class ReferenceBackend(Backend):
 
         def weight(name: str) -> QuantizedWeight:
             parts: dict[str, Any] = {part: tensors.get(f"{name}_{part}") for part in _PARTS}
-            return QuantizedWeight(config.scheme.weights.element, **parts).each(lambda t: t[first:end])
+            return QuantizedWeight(config.scheme.weights.element, **parts)[first:end]
 
         return QuantizedExperts(weight("gate_up"), weight("down"))
 
@@ -305,9 +305,9 @@ class ReferenceBackend(Backend):
     ) -> Tensor:
         _check_call(config, hidden_states, topk_ids, topk_weights)
 
-        def weights(index: int) -> tuple[QuantizedWeight, QuantizedWeight]:
-            expert = self.quantized(tensors, config, index, 1).each(lambda t: t[0])
-            return expert.gate_up, expert.down
+        def weights(index: int) -> tuple[reference.Dense, reference.Dense]:
+            expert = self.quantized(tensors, config, index, 1)[0]
+            return reference.dense(expert.gate_up), reference.dense(expert.down)
 
         out = reference.experts(
             hidden_states,

@@ -245,9 +245,9 @@ class Experts(nn.Module):
         ``quantize_activations=False`` leaves the activations as they are: the error of the weights alone.
         """
 
-        def weights(index: int) -> tuple[QuantizedWeight, QuantizedWeight]:
-            expert = self.quantized(index, 1).each(lambda t: t[0])
-            return expert.gate_up, expert.down
+        def weights(index: int) -> tuple[reference.Dense, reference.Dense]:
+            expert = self.quantized(index, 1)[0]
+            return reference.dense(expert.gate_up), reference.dense(expert.down)
 
         out = reference.experts(
             hidden_states,

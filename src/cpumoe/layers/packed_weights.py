@@ -44,7 +44,7 @@ def scheme_of(spec: ops.PackedSpec) -> Scheme:
     was run with these on request: packed weights do not tell the difference, and there is none to the result.
     """
     group = GroupShape.per_row() if spec.group_size is None else GroupShape.per_group(spec.group_size)
-    scale: ScaleType = spec.scales if spec.scales in ("e8m0", "e4m3") else "float"  # type: ignore[assignment]
+    scale: ScaleType = spec.scales if spec.scales in ("e8m0", "e4m3") else "float"
     weights = TensorFormat(spec.weights, group, symmetric=not spec.has_zero_points, scale=scale)
     if spec.activations == "int16":
         return Scheme(weights, None)

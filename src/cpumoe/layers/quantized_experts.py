@@ -40,12 +40,23 @@ class QuantizedWeight:
         changed: dict[str, Any] = {n: function(t) for n, t in tensors.items() if isinstance(t, Tensor)}
         return replace(self, **changed)
 
+    def __getitem__(self, index: int | slice) -> QuantizedWeight:
+        """A part of the first dimension of every tensor: some rows of a matrix, or some experts of several."""
+        return self.each(lambda tensor: tensor[index])
+
     def plain(self) -> QuantizedWeight:
         """One value per byte."""
         if self.values.dtype != torch.uint8:
             return self
         values = unpack_nibbles(self.values)
         return replace(self, values=values + 8 if self.element == "fp4" else values)
+
+    @staticmethod
+    def joined(parts: list[QuantizedWeight]) -> QuantizedWeight:
+        """Weights of the same kind one after another, along the first dimension."""
+        tensors = {f.name: [getattr(part, f.name) for part in parts] for f in fields(QuantizedWeight)}
+        joined: dict[str, Any] = {n: torch.cat(t) for n, t in tensors.items() if isinstance(t[0], Tensor)}
+        return replace(parts[0], **joined)
 
 
 @dataclass(frozen=True)
@@ -72,6 +83,10 @@ class QuantizedExperts:
         """The same with a function applied to every tensor."""
         return replace(self, gate_up=self.gate_up.each(function), down=self.down.each(function))
 
+    def __getitem__(self, index: int | slice) -> QuantizedExperts:
+        """Some of the experts, or one of them without its dimension."""
+        return self.each(lambda tensor: tensor[index])
+
     def plain(self) -> QuantizedExperts:
         """One value per byte, gate rows before up rows."""
         gate_up, down = self.gate_up.plain(), self.down.plain()
@@ -82,10 +97,5 @@ class QuantizedExperts:
     @staticmethod
     def joined(parts: list[QuantizedExperts]) -> QuantizedExperts:
         """Experts one after another; all of the same kind."""
-
-        def cat(weights: list[QuantizedWeight]) -> QuantizedWeight:
-            tensors = {f.name: [getattr(w, f.name) for w in weights] for f in fields(QuantizedWeight)}
-            joined: dict[str, Any] = {n: torch.cat(t) for n, t in tensors.items() if isinstance(t[0], Tensor)}
-            return replace(weights[0], **joined)
-
-        return QuantizedExperts(cat([p.gate_up for p in parts]), cat([p.down for p in parts]), parts[0].interleaved)
+        gate_up, down = (QuantizedWeight.joined([getattr(p, name) for p in parts]) for name in ("gate_up", "down"))
+        return QuantizedExperts(gate_up, down, parts[0].interleaved)

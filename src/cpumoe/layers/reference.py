@@ -30,8 +30,8 @@ def quantize_activations(x: Tensor, bits: int = 8) -> Tensor:
     factor = torch.where(span == 0, 1.0, quanta / span)
     factor = torch.where(torch.isinf(span), quanta / 2 / (high / 2 - low / 2), factor)  # the range overflows
     step = torch.where(span == 0, 0.0, 1.0 / factor)
-    # A range so small that its factor overflows: the step is subnormal, rounded up so that the steps hold the range, and
-    # values are counted in the step as it came out.
+    # A range so small that its factor overflows: the step is subnormal, rounded up so that the steps hold the range,
+    # and values are counted in the step as it came out.
     small = span / steps
     small = torch.where(small * steps < span, small + _SMALLEST, small)
     tiny = torch.isinf(factor)
@@ -97,10 +97,18 @@ def activations(x: Tensor, bits: int | None) -> Tensor:
     return x.to(torch.float32) if bits is None else quantize_activations(x, bits)
 
 
-def linear(x: Tensor, weight: QuantizedWeight, bits: int | None) -> Tensor:
-    """x [tokens, in] and weight [out, in] -> [tokens, out] fp32; ``bits`` of the activations, None: as they are."""
-    bias = None if weight.bias is None else weight.bias.to(torch.float32)
-    return F.linear(activations(x, bits), dequantize(weight), bias)
+#: A weight [out, in] and its bias [out] or None, in fp32.
+Dense = tuple[Tensor, Tensor | None]
+
+
+def dense(weight: QuantizedWeight) -> Dense:
+    """What a quantised weight stands for."""
+    return dequantize(weight), None if weight.bias is None else weight.bias.to(torch.float32)
+
+
+def linear(x: Tensor, weight: Dense, bits: int | None) -> Tensor:
+    """x [tokens, in] -> [tokens, out] fp32; ``bits`` of the activations, None: as they are."""
+    return F.linear(activations(x, bits), *weight)
 
 
 def sum_of_experts(
@@ -123,9 +131,7 @@ def sum_of_experts(
     return out
 
 
-def expert(
-    inputs: Tensor, gate_up: QuantizedWeight, down: QuantizedWeight, activation: Activation, bits: int | None
-) -> Tensor:
+def expert(inputs: Tensor, gate_up: Dense, down: Dense, activation: Activation, bits: int | None) -> Tensor:
     """One expert: inputs [rows, H] (quantised already, if they are to be) -> [rows, H] fp32.
 
     ``gate_up`` is [rows of gate_up, H], ``down`` [H, I]; ``bits`` are those of the activations in between.
@@ -137,7 +143,7 @@ def experts(
     hidden_states: Tensor,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    weights: Callable[[int], tuple[QuantizedWeight, QuantizedWeight]],
+    weights: Callable[[int], tuple[Dense, Dense]],
     activation: Activation,
     *,
     bits: int | None,

@@ -86,8 +86,8 @@ class TensorFormat:
                 raise UnsupportedScheme(f"group_size={size}; a multiple of 32 (32, 64, 96, 128, 256, ...) is accepted")
         elif (size, self.scale) not in _FP4_NAMES or not self.symmetric:
             raise UnsupportedScheme(
-                f"fp4 in groups of {size} with {self.scale} scales, {'' if self.symmetric else 'a'}symmetric; groups of "
-                "32 with e8m0 scales (mxfp4) and of 16 with e4m3 scales (nvfp4) are accepted"
+                f"fp4 in groups of {size} with {self.scale} scales, {'' if self.symmetric else 'a'}symmetric; "
+                "groups of 32 with e8m0 scales (mxfp4) and of 16 with e4m3 scales (nvfp4) are accepted"
             )
 
     @property

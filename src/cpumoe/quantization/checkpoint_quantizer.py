@@ -20,7 +20,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cpumoe.checkpoints.checkpoint import INDEX_FILE, Checkpoint
-from cpumoe.checkpoints.formats.compressed_tensors import FORMATS
+from cpumoe.checkpoints.formats.compressed_storages import INTEGER_FORMATS
 from cpumoe.checkpoints.tensor_file import TensorFile, TensorFileWriter
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.layers.scheme import Scheme
@@ -76,8 +76,8 @@ def quantize_folder(
     """Does what :func:`cpumoe.quantize_checkpoint` describes; ``calibration`` is ready to run."""
     scheme = Scheme.parse(scheme)
     linear_scheme = None if linears == FLOAT else scheme if linears is None else Scheme.parse(linears)
-    if form not in FORMATS:
-        raise ValueError(f"form={form!r}; {' and '.join(FORMATS)} are accepted")
+    if form not in INTEGER_FORMATS:
+        raise ValueError(f"form={form!r}; {' and '.join(INTEGER_FORMATS)} are accepted")
     stopped_at_the_end = (dst / NOTES).is_dir()
     if dst.exists() and not stopped_at_the_end:
         raise FileExistsError(_EXISTS.format(dst))

@@ -27,6 +27,8 @@ import math
 import torch
 from torch import Tensor
 
+from cpumoe.errors import UnsupportedScheme
+from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.rounding import grouped_weight, quantize_weight, search_scales
 from cpumoe.layers.scheme import Scheme
 
@@ -76,6 +78,11 @@ class InputStatistics:
         return self.tokens >= MIN_TOKENS
 
 
+def takes_statistics(scheme: Scheme) -> bool:
+    """Whether weights of a scheme can be quantised with statistics of their inputs."""
+    return scheme.weights.symmetric and scheme.weights.element != "fp4"
+
+
 def quantize_with_statistics(
     weight: Tensor,
     statistics: InputStatistics,
@@ -84,11 +91,11 @@ def quantize_with_statistics(
     *,
     damping: float = 0.01,
     block: int = 128,
-) -> tuple[Tensor, Tensor]:
+) -> QuantizedWeight:
     """Quantises float weights [out, in] so that the outputs change little for inputs like those in the statistics.
 
     If that is impossible (no inputs can have such statistics, or a number overflows), weights are rounded to nearest
-    with ``clip_search`` and a warning is logged.
+    with ``clip_search`` and a warning is logged. Symmetric integers only.
 
     Args:
         damping: added to the diagonal of the Hessian, as a share of its mean.
@@ -96,8 +103,10 @@ def quantize_with_statistics(
             takes, and the result no more than by rounding.
 
     Returns:
-        values [out, in] int8 and scales [out, groups], of the dtypes of ``quantize_weight``.
+        What ``quantize_weight`` would give, with other values and scales.
     """
+    if not takes_statistics(scheme):
+        raise UnsupportedScheme(f"{name}: {scheme} cannot be calibrated; symmetric integers can")
     if weight.ndim != 2:
         raise ValueError(f"{name} is {list(weight.shape)}; [out, in] is accepted")
     if weight.shape[1] != statistics.in_features:
@@ -123,7 +132,7 @@ def quantize_with_statistics(
     if values is None:
         _log.warning("%s: error compensation overflows; rounded to nearest", name)
         return quantize_weight(weight, scheme, name, clip_search=True)
-    return values, scales
+    return QuantizedWeight(scheme.weights.element, values, scales)
 
 
 def _estimated_hessian(statistics: InputStatistics) -> Tensor:

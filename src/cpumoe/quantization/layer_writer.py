@@ -13,9 +13,10 @@ from cpumoe.checkpoints.expert_sources import Buffers
 from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.checkpoints.tensor_file import TensorFileWriter
 from cpumoe.layers import reference
+from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.rounding import quantize_weight
 from cpumoe.layers.scheme import Scheme
-from cpumoe.quantization.gptq import InputStatistics, quantize_with_statistics
+from cpumoe.quantization.gptq import InputStatistics, quantize_with_statistics, takes_statistics
 from cpumoe.quantization.quantization_plan import PlannedLayer, QuantizationReport
 from cpumoe.quantization.source_watch import SourceWatch
 from cpumoe.quantization.unfinished_work import notes_of, write_durably
@@ -55,13 +56,12 @@ class LayerWriter:
         """Quantises and writes the next linear; returns the weight that it represents, [rows, columns] fp32."""
         storage = self._layer.linear_storage
         assert storage is not None  # there are no linears without it
-        values, scales = self._quantized(
-            self._layer.checkpoint.read(f"{name}.weight"), statistics, storage.scheme, f"{name}.weight"
-        )
-        self._write(storage, name, values, scales)
+        weight = self._layer.checkpoint.read(f"{name}.weight")
+        quantized = self._quantized(weight, statistics, storage.scheme, f"{name}.weight")
+        self._write(storage, name, quantized)
         if f"{name}.bias" in self._layer.checkpoint:
             self._writer.write(f"{name}.bias", self._layer.checkpoint.read(f"{name}.bias"))
-        return reference.dequantize(values, scales)
+        return reference.dequantize(quantized)
 
     def quantize_expert(self, expert: int, inputs: Tensor | None) -> Tensor | None:
         """Quantises and writes the next expert; with inputs [rows, H], returns its outputs [rows, H] fp32."""
@@ -75,38 +75,38 @@ class LayerWriter:
             seen.add(inputs)
             if not seen.sufficient:
                 self._counts["uncovered"].append(expert)
-        values, scales = self._quantized(gate_up[0], seen, config.scheme, gate_name)
+        first = self._quantized(gate_up[0], seen, config.scheme, gate_name)
         biases = None if gate_up_bias is None else gate_up_bias[0].to(torch.float32)
         for name, rows in ((gate_name, slice(0, inner)), (up_name, slice(inner, None))):
-            self._write(storage, name, values[rows], scales[rows])
+            self._write(storage, name, first[rows])
             if biases is not None:
                 self._writer.write(f"{name}.bias", biases[rows])
         second_bias = None if down_bias is None else down_bias[0].to(torch.float32)
         hidden: Tensor | None = None
         if inputs is not None and seen is not None:
-            hidden = torch.nn.functional.linear(inputs, reference.dequantize(values, scales), biases)
+            hidden = torch.nn.functional.linear(inputs, reference.dequantize(first), biases)
             hidden = reference.apply_activation(hidden, config.activation)  # [rows, I]
             sufficient = seen.sufficient
             seen = InputStatistics(inner) if sufficient else None
             if seen is not None:
                 seen.add(hidden)
-        values, scales = self._quantized(down[0], seen, config.scheme, down_name)
-        self._write(storage, down_name, values, scales)
+        second = self._quantized(down[0], seen, config.scheme, down_name)
+        self._write(storage, down_name, second)
         if second_bias is not None:
             self._writer.write(f"{down_name}.bias", second_bias)
         if hidden is None:
             return None
-        return torch.nn.functional.linear(hidden, reference.dequantize(values, scales), second_bias)
+        return torch.nn.functional.linear(hidden, reference.dequantize(second), second_bias)
 
     def _quantized(
         self, weight: Tensor, statistics: InputStatistics | None, scheme: Scheme, name: str
-    ) -> tuple[Tensor, Tensor]:
+    ) -> QuantizedWeight:
         self._counts["matrices"] += 1
-        if statistics is None or not statistics.sufficient:
+        if statistics is None or not statistics.sufficient or not takes_statistics(scheme):
             return quantize_weight(weight, scheme, name, clip_search=True)
         self._counts["calibrated"] += 1
         return quantize_with_statistics(weight, statistics, scheme, name)
 
-    def _write(self, storage: LinearStorage, name: str, values: Tensor, scales: Tensor) -> None:
-        for suffix, tensor in storage.encode(values, scales).items():
+    def _write(self, storage: LinearStorage, name: str, weight: QuantizedWeight) -> None:
+        for suffix, tensor in storage.encode(weight).items():
             self._writer.write(f"{name}.{suffix}", tensor)

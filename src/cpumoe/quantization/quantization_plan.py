@@ -9,7 +9,8 @@ import torch
 
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.expert_sources import FloatExpertSource
-from cpumoe.checkpoints.formats.compressed_tensors import Format, IntegerStorage, write_config
+from cpumoe.checkpoints.formats.compressed_storages import storage_for
+from cpumoe.checkpoints.formats.compressed_tensors import write_config
 from cpumoe.checkpoints.layer_names import layers_prefix
 from cpumoe.checkpoints.loading import experts_of
 from cpumoe.checkpoints.storage import LinearStorage
@@ -58,8 +59,8 @@ class PlannedLayer:
     linears: dict[str, tuple[int, int]]  # name -> rows and columns
     expert_source: FloatExpertSource | None
     copied: tuple[str, ...]
-    linear_storage: IntegerStorage | None
-    expert_storage: IntegerStorage
+    linear_storage: LinearStorage | None
+    expert_storage: LinearStorage
 
     @property
     def num_experts(self) -> int:
@@ -101,10 +102,10 @@ class PlannedLayer:
 class QuantizationPlan:
     """The whole checkpoint, divided into its decoder layers and the tensors outside of them."""
 
-    def __init__(self, checkpoint: Checkpoint, scheme: Scheme, linears: Scheme | None, format_name: Format) -> None:
+    def __init__(self, checkpoint: Checkpoint, scheme: Scheme, linears: Scheme | None, format_name: str) -> None:
         self.checkpoint = checkpoint
-        self.expert_storage = IntegerStorage(scheme, format_name)
-        self.linear_storage = None if linears is None else IntegerStorage(linears, format_name)
+        self.expert_storage = storage_for(scheme, format_name)
+        self.linear_storage = None if linears is None else storage_for(linears, format_name)
         architecture = checkpoint.architecture
         prefix = layers_prefix(checkpoint)
         sources = {source.prefix: source for source in experts_of(checkpoint, scheme).values()}
@@ -179,10 +180,11 @@ class QuantizationPlan:
 def _announced(
     storage: LinearStorage, name: str, rows: int, columns: int, scale: torch.dtype
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    return {
-        f"{name}.{suffix}": (scale if suffix == storage.scale_suffix else DTYPES[stored.dtypes[0]], stored.shape)
-        for suffix, stored in storage.tensors(rows, columns).items()
-    }
+    def dtype(suffix: str, accepted: tuple[str, ...]) -> torch.dtype:
+        return scale if suffix == storage.scale_suffix and accepted == FLOAT_DTYPES else DTYPES[accepted[0]]
+
+    tensors = storage.tensors(rows, columns)
+    return {f"{name}.{suffix}": (dtype(suffix, stored.dtypes), stored.shape) for suffix, stored in tensors.items()}
 
 
 def _announced_copy(checkpoint: Checkpoint, name: str) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -138,9 +139,8 @@ def pack_float_experts(module: nn.Module, architecture: Architecture, scheme: Sc
             if architecture.has_bias:
                 biases = module.gate_up_proj_bias.detach()[chunk], module.down_proj_bias.detach()[chunk]  # type: ignore
             yield QuantizedExperts(
-                *quantize_weight(rows, scheme, "gate_up"),
-                *quantize_weight(columns, scheme, "down"),
-                *biases,
+                replace(quantize_weight(rows, scheme, "gate_up"), bias=biases[0]),
+                replace(quantize_weight(columns, scheme, "down"), bias=biases[1]),
                 interleaved=fused is not None and fused.interleaved,
             )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.linear import QuantizedLinear
+from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.rounding import quantize_weight
 from cpumoe.layers.scheme import Scheme
 
@@ -248,11 +249,6 @@ def pack_float_linear(
 
     ``weight_rows(first, last)`` returns [last - first, columns].
     """
-    values = torch.empty((rows, columns), dtype=torch.int8)
-    scales: list[Tensor] = []
     step = max(1, _ELEMENTS_AT_ONCE // columns)
-    for first in range(0, rows, step):
-        last = min(first + step, rows)
-        values[first:last], scale = quantize_weight(weight_rows(first, last), scheme)
-        scales.append(scale)
-    return QuantizedLinear.from_quantized(values, torch.cat(scales), scheme, bias)
+    parts = [quantize_weight(weight_rows(first, min(first + step, rows)), scheme) for first in range(0, rows, step)]
+    return QuantizedLinear.from_weight(replace(QuantizedWeight.joined(parts), bias=bias), scheme)

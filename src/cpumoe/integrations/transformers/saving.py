@@ -2,29 +2,34 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cpumoe.checkpoints.formats.compressed_tensors import Format, IntegerStorage, QuantizationConfig, write_config
+from cpumoe.checkpoints.formats import parse_quantization
+from cpumoe.checkpoints.formats.compressed_storages import Fp4Storage, IntegerStorage, storage_for
+from cpumoe.checkpoints.formats.compressed_tensors import QuantizationConfig, write_config
 from cpumoe.checkpoints.loading import expert_prefixes
+from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.integrations.transformers.packed_modules import experts_paths, model_architecture
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.linear import QuantizedLinear
+from cpumoe.layers.packed_weights import unpack_weight
+from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.scheme import Scheme
-from cpumoe.ops import unpack
 
 
 def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None = None) -> dict[str, Any]:
     """The ``quantization_config`` that describes a model with packed modules.
 
-    Modules keep the format (``int-quantized`` or ``pack-quantized``) that they have in ``loaded``, the section of the
-    checkpoint that they came from.
+    Modules keep the format of compressed-tensors that they have in ``loaded``, the section of the checkpoint that they
+    came from.
     """
-    before = None if loaded is None else QuantizationConfig.parse(loaded)
-    storages: dict[IntegerStorage, list[str]] = {}
+    before = None if loaded is None else parse_quantization(loaded)
+    storages: dict[LinearStorage, list[str]] = {}
     ignore: list[str] = []
     architecture = model_architecture(model)
     float_experts = set() if architecture is None else set(experts_paths(model, architecture))
@@ -34,10 +39,12 @@ def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None =
         names = [name] if architecture is None else expert_prefixes(architecture, name)
         return f"re:^({'|'.join(n.replace('.', '[.]') for n in names)})[.]"
 
-    def storage_of(scheme: Scheme, name: str) -> IntegerStorage:
+    def storage_of(scheme: Scheme, name: str) -> LinearStorage:
         was = None if before is None else before.storage_of(name)
-        format_name: Format = "pack-quantized" if was is None else was.format
-        return IntegerStorage(scheme, format_name)
+        if isinstance(was, IntegerStorage | Fp4Storage) and was.scheme.weights == scheme.weights:
+            return was
+        # Activations that were asked for are a matter of running the weights, not of the weights.
+        return storage_for(replace(scheme, requested=None))
 
     for name, module in model.named_modules():
         if isinstance(module, Experts):
@@ -76,28 +83,21 @@ def state_dict_for_saving(model: PreTrainedModel, config: QuantizationConfig) ->
     packed = {n: m for n, m in model.named_modules() if isinstance(m, Experts | QuantizedLinear)}
     out = {k: t for k, t in model.state_dict().items() if k.rpartition(".")[0] not in packed}
 
-    def add(name: str, values: Tensor, scales: Tensor, bias: Tensor | None) -> None:
+    def add(name: str, weight: QuantizedWeight) -> None:
         storage = config.storage_of(name)
         assert storage is not None  # the configuration was made from these modules
-        out.update({f"{name}.{key}": tensor.contiguous() for key, tensor in storage.encode(values, scales).items()})
-        if bias is not None:
-            out[f"{name}.bias"] = bias.contiguous()
+        out.update({f"{name}.{key}": tensor.contiguous() for key, tensor in storage.encode(weight).items()})
+        if weight.bias is not None:
+            out[f"{name}.bias"] = weight.bias.contiguous()
 
     for name, module in packed.items():
         if isinstance(module, QuantizedLinear):
-            values, scales, bias = unpack(module.weight_packed)
-            add(name, values[0], scales[0], None if bias is None else bias[0])
+            add(name, unpack_weight(module.weight_packed)[0])
             continue
         inner = module.config.intermediate_size
         for expert in range(module.config.local_experts):
-            part = module.quantized(expert, 1)
-            first_bias: tuple[Tensor | None, Tensor | None] = (None, None)
-            if part.gate_up_bias is not None:
-                first_bias = (part.gate_up_bias[0, :inner], part.gate_up_bias[0, inner:])
-            second_bias = None if part.down_bias is None else part.down_bias[0]
-            prefix = f"{name}.{expert}"
-            values, scales = part.gate_up[0], part.gate_up_scale[0]
-            add(f"{prefix}.{gate}", values[:inner], scales[:inner], first_bias[0])
-            add(f"{prefix}.{up}", values[inner:], scales[inner:], first_bias[1])
-            add(f"{prefix}.{down}", part.down[0], part.down_scale[0], second_bias)
+            part, prefix = module.quantized(expert, 1)[0], f"{name}.{expert}"
+            add(f"{prefix}.{gate}", part.gate_up[:inner])
+            add(f"{prefix}.{up}", part.gate_up[inner:])
+            add(f"{prefix}.{down}", part.down)
     return out

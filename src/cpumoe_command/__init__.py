@@ -55,15 +55,27 @@ def _leave(*_: object) -> None:
         os._exit(INTERRUPTED)
 
 
+class Interrupts:
+    """Whether Ctrl-C was pressed: an exception that is raised inside of a destructor is swallowed, this is not."""
+
+    def __init__(self) -> None:
+        self.seen = False
+
+    def __call__(self, *_: object) -> None:
+        self.seen = True
+        raise KeyboardInterrupt
+
+
 @contextmanager
-def interrupts_raised() -> Iterator[None]:
+def interrupts_raised() -> Iterator[Interrupts]:
     """Inside the block Ctrl-C raises KeyboardInterrupt, for code that continues after it."""
+    interrupts = Interrupts()
     before = signal.getsignal(signal.SIGINT)
     if before is not _leave or threading.current_thread() is not threading.main_thread():
-        yield
+        yield interrupts
         return
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, interrupts)
     try:
-        yield
+        yield interrupts
     finally:
         signal.signal(signal.SIGINT, before)

@@ -184,3 +184,25 @@ def test_background_jobs_are_not_interrupted() -> None:
         "with cpumoe_command.interrupts_raised(): signal.raise_signal(signal.SIGINT)\n"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_an_interrupt_that_a_destructor_swallows_is_still_seen() -> None:
+    program = """
+import os, signal
+import cpumoe_command
+
+class Interrupting:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000):  # Python runs the handler between two of these
+            pass
+
+cpumoe_command.leave_on_interrupt()
+with cpumoe_command.interrupts_raised() as interrupts:
+    thing = Interrupting()
+    del thing
+    print("still running", interrupts.seen)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "still running True\n", done.stderr
+    assert "KeyboardInterrupt" in done.stderr  # as Python reports exceptions that it ignores

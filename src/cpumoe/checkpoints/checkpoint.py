@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, KeysView, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from cpumoe.checkpoints.json_files import (
     read_json as read_json,  # for callers that have a folder and no checkpoint yet
 )
 from cpumoe.checkpoints.regular_files import refuse_outside, refuse_special_files
-from cpumoe.checkpoints.storage import Quantization, StoredTensor
+from cpumoe.checkpoints.storage import LinearStorage, Quantization, StoredTensor
 from cpumoe.checkpoints.tensor_file import TensorFile, TensorInfo, identity
 from cpumoe.errors import CheckpointError, CpumoeError, UnsupportedScheme, printable
 
@@ -33,12 +34,27 @@ _MANY_LAYERS = 64
 _LONGEST_NAME = 1000  # of a tensor; transformers reads the digits of names as numbers
 
 
+INT8_ACTIVATIONS = "int8"
+
+
+def check_activations(activations: str | None) -> str | None:
+    """Refuses activations that weights cannot be run with on request."""
+    if activations not in (None, INT8_ACTIVATIONS):
+        raise ValueError(
+            f"activations={activations!r}; {INT8_ACTIVATIONS!r}, or nothing for those of the checkpoint, is accepted"
+        )
+    return activations
+
+
 class Checkpoint:
     """The tensors of a checkpoint by name, whatever file they are in, and its configuration."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any], files: Iterable[Path]) -> None:
+    def __init__(
+        self, folder: Path, config: Mapping[str, Any], files: Iterable[Path], activations: str | None = None
+    ) -> None:
         self.folder = folder
         self.config = config
+        self.activations = check_activations(activations)
         self.files: list[TensorFile] = []
         self._file_of: dict[str, TensorFile] = {}
         try:
@@ -58,8 +74,11 @@ class Checkpoint:
             raise
 
     @classmethod
-    def open(cls, folder: str | Path) -> Checkpoint:
-        """Opens a folder. Nothing but JSON and safetensors is ever read."""
+    def open(cls, folder: str | Path, activations: str | None = None) -> Checkpoint:
+        """Opens a folder. Nothing but JSON and safetensors is ever read.
+
+        ``activations="int8"`` runs weights whose activations the checkpoint leaves in float with int8 ones.
+        """
         folder = Path(folder)
         if not folder.is_dir():
             raise CheckpointError(f"{folder} is not a folder; a checkpoint is one with config.json and safetensors")
@@ -72,7 +91,7 @@ class Checkpoint:
                 pickled = sorted(p.name for p in folder.glob("*.bin")) + sorted(p.name for p in folder.glob("*.pt"))
                 hint = f" ({pickled[0]} is a pickle, and pickles are never loaded)" if pickled else ""
                 raise CheckpointError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}{hint}")
-            return cls(folder, config, [folder / SINGLE_FILE])
+            return cls(folder, config, [folder / SINGLE_FILE], activations)
         weight_map = read_json(index).get("weight_map")
         if not isinstance(weight_map, Mapping) or not all(isinstance(v, str) for v in weight_map.values()):
             raise CheckpointError(f"{index} has no weight_map from tensor names to file names")
@@ -82,7 +101,7 @@ class Checkpoint:
                 raise CheckpointError(f"{index} names the file {shard!r}; files of the folder itself are accepted")
         if missing := [shard for shard in shards if not _is_file(folder / shard)]:
             raise CheckpointError(f"{folder} lacks {listed(missing)}, which {INDEX_FILE} names")
-        checkpoint = cls(folder, config, [folder / shard for shard in shards])
+        checkpoint = cls(folder, config, [folder / shard for shard in shards], activations)
         absent = [name for name, shard in weight_map.items() if checkpoint._shard_of(name) != shard]
         if absent:
             checkpoint.close()
@@ -137,6 +156,13 @@ class Checkpoint:
             return None if section is None else parse_quantization(section)
         except (CheckpointError, UnsupportedScheme) as problem:
             raise type(problem)(f"{self.folder}: quantization_config in config.json: {problem}") from None
+
+    def storage_of(self, module: str) -> LinearStorage | None:
+        """How the linear named ``module`` is stored, with the activations that were asked for; None for float."""
+        storage = None if self.quantization is None else self.quantization.storage_of(module)
+        if storage is None or self.activations is None:
+            return storage
+        return replace(storage, scheme=storage.scheme.with_int8_activations())
 
     @property
     def names(self) -> KeysView[str]:

@@ -95,7 +95,7 @@ def find_linears(checkpoint: Checkpoint, check: TensorCheck) -> dict[str, Linear
         is_quantized_weight = suffix == "weight" and checkpoint.info(tensor).dtype not in FLOAT_DTYPES
         if name in linears or not (is_quantized_weight or suffix in quantization.suffixes):
             continue
-        storage = quantization.storage_of(name)
+        storage = checkpoint.storage_of(name)
         if storage is None or EXPERT.search(name) or _NOT_LINEAR.search(name) or name.endswith(unquantized):
             continue
         if name.startswith(not_loaded):

@@ -113,7 +113,7 @@ def _common_storage(
     for expert in range(expert_count):
         for projection in projections:
             name = f"{prefix}.{expert}.{projection}"
-            found.setdefault(checkpoint.quantization.storage_of(name), name)
+            found.setdefault(checkpoint.storage_of(name), name)
     if len(found) > 1:
         text = ", ".join(f"{name} {'float' if s is None else s.scheme}" for s, name in found.items())
         raise CheckpointError(f"{prefix}: experts of one layer have different schemes ({text}); one scheme is served")

@@ -12,7 +12,7 @@ import torch
 
 from cpumoe import cpu
 from cpumoe.checkpoints.architectures import known_architecture
-from cpumoe.checkpoints.checkpoint import Checkpoint
+from cpumoe.checkpoints.checkpoint import INT8_ACTIVATIONS, Checkpoint
 from cpumoe.checkpoints.hub import NotDownloaded, find_model
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.layers.scheme import Scheme
@@ -145,6 +145,14 @@ def add_model(parser: argparse.ArgumentParser, name: str = "model", metavar: str
     """Adds an argument for a model: a folder or an id on the hub, which :func:`find_models` turns into a folder."""
     parser.add_argument(
         name, type=Path, metavar=metavar, help=f"{kind}checkpoint folder, or id on the Hugging Face hub (owner/name)"
+    )
+
+
+def add_activations(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--activations",
+        choices=[INT8_ACTIVATIONS],
+        help="run weights whose activations the checkpoint leaves in float with int8 ones (faster for many tokens)",
     )
 
 

@@ -14,6 +14,7 @@ from cpumoe import cpu
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.loading import experts_of
 from cpumoe.cli.arguments import (
+    add_activations,
     add_download,
     check_scheme_fits,
     find_models,
@@ -57,6 +58,7 @@ def add_command(commands: Commands) -> None:
     layer.add_argument("--not-gated", action="store_true", help="gate_up has no up rows")
     layer.add_argument("--routing", choices=[m.value for m in RoutingMethod], help="(renormalize)")
     layer.add_argument("--scale-dtype", choices=sorted(_DTYPES), help="of the weight scales (fp32)")
+    add_activations(parser)
     add_download(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
@@ -76,12 +78,12 @@ def _layers(arguments: argparse.Namespace) -> dict[MoEConfig, int]:
     """The different layers to ask about, and how often each occurs."""
     what = Path(arguments.what).expanduser()
     if not what.is_dir() and "/" not in arguments.what:
-        refuse_given(arguments, f"for the scheme {arguments.what}", "download")
+        refuse_given(arguments, f"for the scheme {arguments.what}", "download", "activations")
         return {_layer_of_options(arguments): 1}
     refuse_given(arguments, f"for a model, whose layers {arguments.what} has", *_LAYER_OPTIONS)
     arguments.model = what
     find_models(arguments, "model")
-    with Checkpoint.open(arguments.model) as checkpoint:
+    with Checkpoint.open(arguments.model, arguments.activations) as checkpoint:
         found = Counter(source.config for source in experts_of(checkpoint).values())
     if not found:
         raise ValueError(f"{arguments.what} has no quantised experts; name a scheme instead, such as w4a8-g128")

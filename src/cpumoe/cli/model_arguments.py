@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.cli.arguments import (
     FLOAT,
+    add_activations,
     add_download,
     add_model,
     check_scheme_fits_model,
@@ -30,6 +31,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"quantise the experts of a float checkpoint (w4a8-g128, ...; {FLOAT}: do not)",
     )
     parser.add_argument("--linears", type=scheme_name, metavar="SCHEME", help="quantise its other linears too")
+    add_activations(parser)
     parser.add_argument("--cache", type=Path, metavar="DIR", help="keep the packed weights here for the next start")
     add_download(parser)
 
@@ -40,7 +42,12 @@ def load_chosen_model(arguments: argparse.Namespace, **options: Any) -> PreTrain
     from cpumoe.integrations.transformers.plugin import load_model
 
     return load_model(
-        arguments.model, scheme=arguments.scheme, linears=arguments.linears, cache=arguments.cache, **options
+        arguments.model,
+        scheme=arguments.scheme,
+        linears=arguments.linears,
+        cache=arguments.cache,
+        activations=arguments.activations,
+        **options,
     )
 
 
@@ -51,6 +58,11 @@ def check_schemes(arguments: argparse.Namespace) -> None:
         if scheme is not None:
             raise UnsupportedScheme(f"--scheme {scheme}: {model} is quantised already; leave it out")
         return
+    if arguments.activations is not None:
+        raise ValueError(
+            f"--activations {arguments.activations}: {model} is a float checkpoint; let the scheme say it: "
+            "--scheme w4a16-g32+int8"
+        )
     if scheme is None and "CPUMOE_SCHEME" not in os.environ:
         raise UnsupportedScheme(
             f"{model} is a float checkpoint: add --scheme w4a8-g128 (or another) to quantise its experts while they "

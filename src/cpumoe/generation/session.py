@@ -93,19 +93,21 @@ class Session:
 
         tokens = torch.tensor([prompt])
         try:
-            with interrupts_raised():
+            with interrupts_raised() as interrupts:
                 self._model.generate(
                     tokens,
                     attention_mask=torch.ones_like(tokens),
                     past_key_values=cache,
                     max_new_tokens=max_new_tokens,
-                    stopping_criteria=[_EachToken(len(prompt), see)],
+                    stopping_criteria=[_EachToken(len(prompt), lambda new: see(new) or interrupts.seen)],
                     **{
                         **self._options,
                         "stop_strings": None,
                     },  # they are looked for in the text, where tokens need not end with them
                 )
-            if answer.tokens and answer.tokens[-1] in self._ends:
+            if interrupts.seen:
+                answer.finish = "interrupt"
+            elif answer.tokens and answer.tokens[-1] in self._ends:
                 answer.finish = "stop"
         except KeyboardInterrupt:
             answer.finish = "interrupt"

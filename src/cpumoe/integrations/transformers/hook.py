@@ -24,44 +24,55 @@ from typing import Any
 _log = logging.getLogger("cpumoe")
 
 _SWITCH = "CPUMOE_TRANSFORMERS"
-_METHOD = "compressed-tensors"  # what transformers calls the kind of quantisation that we read
+#: What transformers calls the kinds of quantisation that we read, at least in part.
+METHODS = ("compressed-tensors",)
 
 # Names that transformers accepts as experts_implementation. A name without a scheme takes that of CPUMOE_SCHEME.
-EXPERTS_IMPLEMENTATIONS = ("cpumoe", *(f"cpumoe-{s}" for s in ("w4a8", "w4a8-g32", "w4a8-g64", "w4a8-g128", "w8a8")))
+_SCHEMES = ("w4a8", "w4a8-g32", "w4a8-g64", "w4a8-g128", "w8a8")
+_SCHEMES += ("w4a16-g32", "w4a16-g128", "w8a16", "mxfp4a16", "nvfp4a16")
+EXPERTS_IMPLEMENTATIONS = ("cpumoe", *(f"cpumoe-{scheme}" for scheme in _SCHEMES))
 
 
 def _always() -> bool:
     return True
 
 
-def _add_quantizer(auto: ModuleType, is_wanted: Callable[[], bool] = _always) -> None:
-    """Lets compressed-tensors files go through our reader, which leaves schemes that we do not support to transformers.
+def _add_quantizers(auto: ModuleType, is_wanted: Callable[[], bool] = _always) -> None:
+    """Lets quantised files go through our reader, which leaves schemes that we do not support to transformers.
 
     ``is_wanted`` is asked each time; if it says no, transformers' own reader is used.
     """
-    stock_quantizer = auto.AUTO_QUANTIZER_MAPPING[_METHOD]
-    stock_config = auto.AUTO_QUANTIZATION_CONFIG_MAPPING[_METHOD]
+    for method in METHODS:
+        stock_quantizer = auto.AUTO_QUANTIZER_MAPPING[method]
+        stock_config = auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method]
+        auto.AUTO_QUANTIZER_MAPPING[method] = _quantizer_maker(stock_quantizer, is_wanted)
+        auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method] = _ConfigMaker(stock_config, is_wanted)
 
+
+def _quantizer_maker(stock: Any, is_wanted: Callable[[], bool]) -> Callable[..., Any]:
     def make_quantizer(config: Any, **options: Any) -> Any:
         if not is_wanted():
-            return stock_quantizer(config, **options)
+            return stock(config, **options)
         from cpumoe.integrations.transformers import plugin
 
-        return plugin.make_quantizer(config, stock_quantizer, **options)
+        return plugin.make_quantizer(config, stock, **options)
 
-    class ConfigOfCompressedTensors:
-        """Takes the place of the configuration class, of which transformers calls ``from_dict`` only."""
+    return make_quantizer
 
-        @staticmethod
-        def from_dict(section: dict[str, Any], **options: Any) -> Any:
-            if not is_wanted():
-                return stock_config.from_dict(section, **options)
-            from cpumoe.integrations.transformers import plugin
 
-            return plugin.make_config(section, stock_config, **options)
+class _ConfigMaker:
+    """Takes the place of a configuration class, of which transformers calls ``from_dict`` only."""
 
-    auto.AUTO_QUANTIZER_MAPPING[_METHOD] = make_quantizer
-    auto.AUTO_QUANTIZATION_CONFIG_MAPPING[_METHOD] = ConfigOfCompressedTensors
+    def __init__(self, stock: Any, is_wanted: Callable[[], bool]) -> None:
+        self._stock = stock
+        self._is_wanted = is_wanted
+
+    def from_dict(self, section: dict[str, Any], **options: Any) -> Any:
+        if not self._is_wanted():
+            return self._stock.from_dict(section, **options)
+        from cpumoe.integrations.transformers import plugin
+
+        return plugin.make_config(section, self._stock, **options)
 
 
 def _add_experts(moe: ModuleType) -> None:
@@ -91,7 +102,7 @@ def _check_experts_implementation(modeling_utils: ModuleType) -> None:
 
 
 _AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
-    "transformers.quantizers.auto": _add_quantizer,
+    "transformers.quantizers.auto": _add_quantizers,
     "transformers.integrations.moe": _add_experts,
     "transformers.modeling_utils": _check_experts_implementation,
 }
@@ -105,8 +116,9 @@ def _take_over(name: str, module: ModuleType) -> None:
 @cache  # logged once
 def _log_take_over() -> None:
     _log.info(
-        "transformers loads compressed-tensors checkpoints through cpumoe from here on and knows "
+        "transformers loads quantised checkpoints (%s) through cpumoe from here on and knows "
         "experts_implementation=%r and others; %s=0 switches this off",
+        ", ".join(METHODS),
         EXPERTS_IMPLEMENTATIONS[0],
         _SWITCH,
     )
@@ -158,12 +170,12 @@ _in_own_reader: ContextVar[bool] = ContextVar("cpumoe_in_own_reader", default=Fa
 _own_reader_lock = threading.Lock()
 _own_reader_blocks: list[object] = []  # one entry for each block that is running, in any thread
 _MAPPINGS = ("AUTO_QUANTIZER_MAPPING", "AUTO_QUANTIZATION_CONFIG_MAPPING")
-_stock_readers: dict[str, Any] = {}  # what these mappings have for compressed-tensors without us
+_stock_readers: dict[tuple[str, str], Any] = {}  # (mapping, method) -> what it has without us
 
 
 @contextmanager
 def own_reader() -> Iterator[None]:
-    """Inside the block compressed-tensors files go through our reader even if the plug-in is switched off.
+    """Inside the block quantised files go through our reader even if the plug-in is switched off.
 
     Several threads may be inside such blocks: the first to enter changes the mappings of transformers and the last to
     leave restores them. Meanwhile threads outside of a block still get transformers' own reader.
@@ -176,8 +188,9 @@ def own_reader() -> Iterator[None]:
     block = object()
     with _own_reader_lock:
         if not _own_reader_blocks:
-            _stock_readers.update((name, getattr(auto, name)[_METHOD]) for name in _MAPPINGS)
-            _add_quantizer(auto, is_wanted=_in_own_reader.get)
+            places = ((name, method) for name in _MAPPINGS for method in METHODS)
+            _stock_readers.update(((name, method), getattr(auto, name)[method]) for name, method in places)
+            _add_quantizers(auto, is_wanted=_in_own_reader.get)
         _own_reader_blocks.append(block)
     token = _in_own_reader.set(True)
     try:
@@ -187,5 +200,5 @@ def own_reader() -> Iterator[None]:
         with _own_reader_lock:
             _own_reader_blocks.remove(block)
             if not _own_reader_blocks:
-                for name, stock in _stock_readers.items():
-                    getattr(auto, name)[_METHOD] = stock
+                for (name, method), stock in _stock_readers.items():
+                    getattr(auto, name)[method] = stock

@@ -211,7 +211,7 @@ def _packed_linear(
     def restore(tensors: dict[str, Tensor]) -> nn.Module:
         return QuantizedLinear(**tensors)
 
-    storage = None if checkpoint.quantization is None else checkpoint.quantization.storage_of(disk)
+    storage = checkpoint.storage_of(disk)
     tied = source_of_weight != f"{disk}.weight"
     if storage is not None and not (tied and is_tied_away(checkpoint, disk, storage)):
         source = LinearSource(checkpoint, disk, rows, columns, storage, has_bias)

@@ -22,13 +22,14 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from cpumoe import cpu
 from cpumoe.checkpoints.architectures import known_architecture, text_config
-from cpumoe.checkpoints.checkpoint import Checkpoint, listed
+from cpumoe.checkpoints.checkpoint import Checkpoint, check_activations, listed
 from cpumoe.checkpoints.formats import parse_quantization
 from cpumoe.checkpoints.formats.compressed_tensors import QuantizationConfig
 from cpumoe.checkpoints.hub import find_model
@@ -65,6 +66,7 @@ class _Options:
     scheme: Scheme | None = None
     linears: Scheme | None = None
     cache: Path | None = None
+    activations: str | None = None
     strict: bool = False  # refuse schemes that are not supported, instead of leaving them to transformers
 
 
@@ -77,6 +79,7 @@ def load_model(
     scheme: Scheme | str | None = None,
     linears: Scheme | str | None = None,
     cache: str | Path | None = None,
+    activations: str | None = None,
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> PreTrainedModel:
@@ -90,6 +93,9 @@ def load_model(
         linears: the scheme to quantise linears to that are float in the checkpoint (``"w8a8"``, ``"w4a8-g128"``); None
             leaves them in float.
         cache: folder for packed weights. They are written there the first time and memory-mapped the next time.
+        activations: ``"int8"`` runs weight-only checkpoints (w4a16, mxfp4a16, ...) with int8 activations: faster with
+            many tokens, and a little further from the float model. The default is the value of ``CPUMOE_ACTIVATIONS``,
+            and without one what the checkpoint says.
         dtype: dtype of the float parts; the default is bf16 if this CPU computes with it, else fp32.
         options: further arguments of ``from_pretrained``.
 
@@ -113,15 +119,19 @@ def load_model(
             f"{path} is a float checkpoint: say what to quantise its experts to with scheme={DEFAULT_SCHEME!r} "
             f"(or another), or scheme={FLOAT!r} to leave them"
         )
+    if not quantized and activations is not None:
+        raise ValueError(
+            f"activations={activations!r} for a float checkpoint, where the scheme says it: scheme='w4a16-g32+int8'"
+        )
     packed_experts = None if name is None or name == FLOAT else Scheme.parse(name)
     packed_linears = None if linears is None else Scheme.parse(linears)
     if dtype is None:
         dtype, reason = cpu.float_dtype()
         _log.info("float parts run in %s: %s", dtype, reason)
     more = {} if quantized else {"quantization_config": PackedConfig()}
-    token = _options.set(
-        _Options(packed_experts, packed_linears, None if cache is None else Path(cache).expanduser(), strict=True)
-    )
+    cache_folder = None if cache is None else Path(cache).expanduser()
+    chosen = _Options(packed_experts, packed_linears, cache_folder, check_activations(activations), strict=True)
+    token = _options.set(chosen)
     try:
         with _transformers_errors(path, bool(options)), _progress_on_terminals(), own_reader():
             return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, **more, **options)
@@ -192,14 +202,27 @@ def _is_ours(problem: BaseException) -> bool:
 
 
 class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]  # untyped base
-    """The ``quantization_config`` of a model with packed weights, as it stands in config.json."""
+    """The ``quantization_config`` of a model with packed weights, as it stands in config.json.
 
-    def __init__(self, section: dict[str, Any] | None = None) -> None:
-        self.quant_method = "compressed-tensors"
+    ``from_pretrained(path, quantization_config=cpumoe.PackedConfig(activations="int8"))`` runs a checkpoint that is
+    quantised already with other activations.
+    """
+
+    def __init__(self, section: dict[str, Any] | None = None, *, activations: str | None = None) -> None:
         self.section = section
+        self.quant_method = "compressed-tensors" if section is None else section["quant_method"]
+        self.activations = check_activations(activations)
 
     def to_dict(self) -> dict[str, Any]:
         return dict(self.section or {"quant_method": self.quant_method})
+
+    def get_loading_attributes(self) -> dict[str, Any]:
+        """What a caller may ask of a checkpoint that has a configuration of its own."""
+        return {"activations": self.activations}
+
+
+# transformers takes the loading attributes of these classes alone.
+auto.LOADING_ATTRIBUTES_CONFIG_TYPES = (*auto.LOADING_ATTRIBUTES_CONFIG_TYPES, PackedConfig)
 
 
 def make_config(section: dict[str, Any], stock: Any, **options: Any) -> Any:
@@ -282,13 +305,20 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
             raise CheckpointError("weights come from safetensors files alone; pickles are never loaded")
         files = [Path(f) for f in checkpoint_files]
         config = model.config.to_dict() | {"quantization_config": self.quantization_config.section}
-        self._checkpoint = Checkpoint(_folder_of(files, model.name_or_path), config, files)
+        self._checkpoint = Checkpoint(_folder_of(files, model.name_or_path), config, files, self._activations())
         self._packed = find_packed_modules(model, self._checkpoint, self._options.scheme, self._options.linears)
         for name in self._packed.modules:
             replace_module(model, name, PendingModule())
             model.all_tied_weights_keys.pop(f"{name}.weight", None)
         adapt_llama4(model)
         self._refuse_incomplete(model)
+
+    def _activations(self) -> str | None:
+        """The activations that were asked for: by the caller, else by the environment."""
+        if self.quantization_config.section is None:  # a float checkpoint, whose scheme says it
+            return None
+        asked = self._options.activations or self.quantization_config.activations
+        return asked if asked is not None else os.environ.get("CPUMOE_ACTIVATIONS")
 
     def _refuse_incomplete(self, model: PreTrainedModel) -> None:
         """Makes missing and unexpected tensors an error: transformers makes up the first and skips the second."""
@@ -335,6 +365,7 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         if self._options.cache is not None:
             names = {"scheme": self._options.scheme, "linears": self._options.linears}
             options = {key: None if value is None else str(value) for key, value in names.items()}
+            options["activations"] = checkpoint.activations
             cache = PackedCache(self._options.cache, checkpoint, options)
         modules = {} if cache is None else self._restored(cache)
         made: dict[str, Tensor] = {}

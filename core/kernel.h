@@ -202,7 +202,9 @@ struct BlockRows {
   BlockLayout layout;
   const std::uint8_t* head;  // column sums, then scales or factors of columns, then biases (has_bias)
   float* acc;
-  int rows;  // of activations, each of which has one or two rows of sums in `acc`
+  int rows;          // of activations
+  int rows_of_each;  // rows of sums in `acc` that each of them has
+  int rows_of_up;    // where among these the row begins that the second 16 columns are multiplied with
   const float* row_scale;
   const std::int32_t* row_zero;
 };

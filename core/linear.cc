@@ -17,6 +17,7 @@ constexpr std::int64_t kMaxRows = 4096;
 
 struct ThreadScratch {
   ProductScratch product;
+  Buffer row;
   float values[kMaxRowTiles * kTileRows * kBlockColumns];
 };
 
@@ -29,9 +30,10 @@ struct Scratch {
 void forward_rows(const Kernels& k, const LinearCall& c, int threads, Scratch& s) {
   const PackedMatrix& m = c.weight;
   const auto rows = static_cast<std::int32_t>(c.rows);
-  const RowLayout layout(m.spec.rows);
+  const RowLayout layout(m.spec);
   const int planes = layout.planes;
-  const ExpertRows all = cut_rows(0, rows * planes, 0, k.few_rows);
+  const RowCut all = cut_rows(rows * planes, k.few_rows);
+  const std::uint16_t* order = m.input_order(0, 0);
   const Epilogues& epilogues = k.of(m.layout.weights).with(m.spec.rows);
   const RowKernels& row_format = k.of(m.spec.rows);
   auto* prepared = s.rows.get<std::uint8_t>(all.slots * m.padded_depth);
@@ -44,12 +46,22 @@ void forward_rows(const Kernels& k, const LinearCall& c, int threads, Scratch& s
     ThreadScratch& t = *s.threads[static_cast<std::size_t>(worker.index)];
     k.thread_begin();
     for (std::int32_t r = rows * worker.index / worker.count; r < rows * (worker.index + 1) / worker.count; ++r) {
-      const RowChunk chunk = Plan::chunk(all, r * planes / (all.chunk_tiles * all.tile_rows));
-      const RowScale q = row_format.prepare(
-          {static_cast<const std::uint8_t*>(c.x) + r * m.spec.depth * size_of(c.type), c.type, m.spec.depth,
-           m.padded_depth,
-           prepared + chunk.first_slot * m.padded_depth + layout.offset(chunk, r - chunk.first_slot / planes),
-           layout.record_stride(chunk), layout.half_stride(chunk)});
+      const RowChunk chunk = all.chunk_of(r * planes);
+      std::uint8_t* place = prepared + chunk.first_row * m.padded_depth + layout.offset(chunk, r * planes);
+      PrepareRow row{static_cast<const std::uint8_t*>(c.x) + r * m.spec.depth * size_of(c.type),
+                     c.type,
+                     m.spec.depth,
+                     m.padded_depth,
+                     place,
+                     layout.record_stride(chunk),
+                     layout.half_stride(chunk)};
+      if (order != nullptr) {  // by itself first
+        row.dst = t.row.get<std::uint8_t>(layout.row_bytes(m.padded_depth));
+        row.record_stride = 2 * layout.half_bytes();
+        row.half_stride = layout.half_bytes();
+      }
+      const RowScale q = row_format.prepare(row);
+      if (order != nullptr) copy_in_order(layout, row.dst, order, m.spec.depth, chunk, place);
       scale[r] = q.scale;
       zero[r] = q.zero;
     }
@@ -62,9 +74,9 @@ void forward_rows(const Kernels& k, const LinearCall& c, int threads, Scratch& s
       for (int block = first; block < last; block += kBlocksPerPass) {
         const int block_end = std::min(block + kBlocksPerPass, last);
         for (int index = 0; index < all.chunks; ++index) {
-          const RowChunk chunk = Plan::chunk(all, index);
-          const std::int32_t first_row = chunk.first_slot / planes;
-          const ChunkInput in{chunk, prepared + chunk.first_slot * m.padded_depth, scale + first_row, zero + first_row};
+          const RowChunk chunk = all.chunk(index);
+          const std::int32_t first_row = chunk.first_row / planes;
+          const ChunkInput in{chunk, prepared + chunk.first_row * m.padded_depth, scale + first_row, zero + first_row};
           multiply_blocks(k, m, 0, block, block_end, in, index == 0, block_end < last ? nullptr : next, NextRows{},
                           &t.product, [&](int b, const BlockRows& finished) {
                             const std::int64_t column = static_cast<std::int64_t>(b) * kBlockColumns;

@@ -29,7 +29,7 @@ constexpr auto kOnes = [] {
 
 struct ThreadScratch {
   ProductScratch product;
-  Buffer gathered, hidden, slice, scales, zeros;
+  Buffer gathered, hidden, ordered, slice, scales, zeros;
 };
 
 // Everything a calling thread keeps between calls.
@@ -69,16 +69,18 @@ class Forward {
         first_(kernels.of(call.gate_up.layout.weights).with(call.gate_up.spec.rows)),
         second_(kernels.of(call.down.layout.weights).with(call.down.spec.rows)),
         rows_kernels_(kernels.of(call.gate_up.spec.rows)),
-        row_layout_(call.gate_up.spec.rows),
-        token_bytes_(row_layout_.row_bytes(call.gate_up.padded_depth)),
-        hidden_bytes_(call.down.padded_depth) {
-    make_plan({call.ids, call.weights, call.tokens, call.topk}, call.gate_up.spec.experts, row_layout_.planes,
-              kernels.few_rows, &plan_);
+        first_layout_(call.gate_up.spec),
+        second_layout_(call.down.spec),
+        token_bytes_(first_layout_.row_bytes(call.gate_up.padded_depth)),
+        first_row_bytes_(call.gate_up.padded_depth),
+        second_row_bytes_(call.down.padded_depth) {
+    make_plan({call.ids, call.weights, call.tokens, call.topk}, call.gate_up.spec.experts, first_layout_.rows,
+              second_layout_.rows, kernels.few_rows, &plan_);
     hidden_stride_ = call.down.padded_depth;
     const auto active = static_cast<std::int64_t>(plan_.experts.size());
     // With many experts a thread takes a whole one: its intermediate rows stay in that thread's cache and are quantised
     // at once. Otherwise threads share an expert and meet at a barrier in between.
-    whole_experts_ = active >= 32 * threads && pairs(plan_.most_slots) * hidden_stride_ * 4 <= 32 << 20;
+    whole_experts_ = active >= 32 * threads && plan_.most_pairs * hidden_stride_ * 4 <= 32 << 20;
     // Few items make long streams of weights, which DRAM serves best; but there must be enough for the threads to end
     // together: at least 16 a thread for the first product and 4 for the second, all of nearly the same size.
     const std::int64_t wanted = active == 0 ? 1 : (16 * threads + active - 1) / active;
@@ -92,23 +94,25 @@ class Forward {
     for (std::size_t i = 0; i < order_.size(); ++i) order_[i] = static_cast<int>(i);
     if (whole_experts_) {  // longest first, so that the threads end together
       std::stable_sort(order_.begin(), order_.end(), [&](int a, int b) {
-        return plan_.experts[static_cast<std::size_t>(a)].slots > plan_.experts[static_cast<std::size_t>(b)].slots;
+        return plan_.experts[static_cast<std::size_t>(a)].first.slots >
+               plan_.experts[static_cast<std::size_t>(b)].first.slots;
       });
     }
     tokens_ = s_.tokens.get<std::uint8_t>(call.tokens * token_bytes_);
     token_scale_ = s_.token_scale.get<RowScale>(call.tokens);
-    rows_ = s_.rows.get<std::uint8_t>(plan_.slots * hidden_bytes_);
-    row_scale_ = s_.row_scale.get<float>(pairs(plan_.slots));
-    row_zero_ = s_.row_zero.get<std::int32_t>(pairs(plan_.slots));
-    if (!whole_experts_) hidden_ = s_.hidden.get<float>(pairs(plan_.slots) * hidden_stride_);
+    rows_ = s_.rows.get<std::uint8_t>(plan_.second_slots * second_row_bytes_);
+    row_scale_ = s_.row_scale.get<float>(plan_.pairs);
+    row_zero_ = s_.row_zero.get<std::int32_t>(plan_.pairs);
+    if (!whole_experts_) hidden_ = s_.hidden.get<float>(plan_.pairs * hidden_stride_);
     while (static_cast<int>(s_.threads.size()) < threads) s_.threads.push_back(std::make_unique<ThreadScratch>());
     for (int i = 0; i < threads; ++i) {
       ThreadScratch& t = *s_.threads[static_cast<std::size_t>(i)];
-      t.gathered.get<std::uint8_t>(pairs(plan_.most_slots) * token_bytes_);
-      t.scales.get<float>(pairs(plan_.most_slots));
-      t.zeros.get<std::int32_t>(pairs(plan_.most_slots));
+      t.gathered.get<std::uint8_t>(plan_.most_first_slots * first_row_bytes_);
+      t.scales.get<float>(plan_.most_pairs);
+      t.zeros.get<std::int32_t>(plan_.most_pairs);
       t.slice.get<float>(call.tokens * blocks_per_slice_ * kBlockColumns);
-      if (whole_experts_) t.hidden.get<float>(pairs(plan_.most_slots) * hidden_stride_);
+      if (whole_experts_) t.hidden.get<float>(plan_.most_pairs * hidden_stride_);
+      if (call.down.spec.input_orders != 0) t.ordered.get<float>(hidden_stride_);
     }
   }
 
@@ -122,7 +126,7 @@ class Forward {
     first_product(item, slice, t);
     worker.barrier->wait();
     if (!whole_experts_) {
-      prepare_hidden_rows(worker);
+      prepare_hidden_rows(worker, t);
       worker.barrier->wait();
     }
     second_product(slice, t);
@@ -156,42 +160,61 @@ class Forward {
          ++t) {
       const auto* x = static_cast<const std::uint8_t*>(c_.x) + t * hidden * size_of(c_.type);
       token_scale_[t] = rows_kernels_.prepare({x, c_.type, hidden, padded, tokens_ + t * token_bytes_,
-                                               2 * row_layout_.half_bytes(), row_layout_.half_bytes()});
+                                               2 * first_layout_.half_bytes(), first_layout_.half_bytes()});
     }
   }
 
-  // How many pairs of a token and an expert take so many rows of a product.
-  std::int32_t pairs(std::int32_t rows) const { return rows / row_layout_.planes; }
-
   // The tokens of an expert, in the layout its chunks are multiplied in. A single one is used where it lies.
   const std::uint8_t* gather(const ExpertRows& e, ThreadScratch& t) const {
-    const std::int64_t half = row_layout_.half_bytes();
-    auto* scale = t.scales.get<float>(pairs(e.slots));
-    auto* zero = t.zeros.get<std::int32_t>(pairs(e.slots));
-    const std::int32_t count = pairs(e.rows), first = pairs(e.first_slot);
-    const std::int32_t* token = plan_.pair_token.data() + first;
-    for (int r = 0; r < count; ++r) {
+    auto* scale = t.scales.get<float>(e.pairs);
+    auto* zero = t.zeros.get<std::int32_t>(e.pairs);
+    const std::int32_t* token = plan_.pair_token.data() + e.first_pair;
+    for (int r = 0; r < e.pairs; ++r) {
       const RowScale q = token_scale_[token[r]];
-      scale[r] = c_.weight_on_input ? q.scale * plan_.pair_weight[static_cast<std::size_t>(first + r)] : q.scale;
+      scale[r] = c_.weight_on_input ? q.scale * plan_.pair_weight[static_cast<std::size_t>(e.first_pair + r)] : q.scale;
       zero[r] = q.zero;
     }
-    if (count == 1 && e.tile_rows == e.rows) return tokens_ + token[0] * token_bytes_;
-    auto* gathered = t.gathered.get<std::uint8_t>(pairs(e.slots) * token_bytes_);
-    for (int index = 0; index < e.chunks; ++index) {
-      const RowChunk chunk = Plan::chunk(e, index);
-      const std::int32_t base = pairs(chunk.first_slot) - first;
-      for (int r = 0; r < pairs(chunk.rows); ++r) {
-        const std::uint8_t* src = tokens_ + token[base + r] * token_bytes_;
-        const std::uint8_t* later = tokens_ + token[std::min(base + r + 2, count - 1)] * token_bytes_;
-        std::uint8_t* dst = gathered + base * token_bytes_ + row_layout_.offset(chunk, r);
-        for (std::int64_t i = 0; i < token_bytes_; i += 2 * half, dst += row_layout_.record_stride(chunk)) {
-          for (std::int64_t line = 0; line < 2 * half; line += 64) __builtin_prefetch(later + i + line);
-          std::memcpy(dst, src + i, static_cast<std::size_t>(half));
-          std::memcpy(dst + row_layout_.half_stride(chunk), src + i + half, static_cast<std::size_t>(half));
+    const bool in_order = c_.gate_up.spec.input_orders != 0;
+    if (e.pairs == 1 && e.first.tile_rows == e.first.rows && !in_order) return tokens_ + token[0] * token_bytes_;
+    auto* gathered = t.gathered.get<std::uint8_t>(e.first.slots * first_row_bytes_);
+    for (int index = 0; index < e.first.chunks; ++index) {
+      const RowChunk chunk = e.first.chunk(index);
+      const std::int32_t base = chunk.first_row / first_layout_.rows;
+      for (int r = base; r < base + chunk.rows / first_layout_.rows; ++r) {
+        const std::uint8_t* src = tokens_ + token[r] * token_bytes_;
+        const std::uint8_t* later = tokens_ + token[std::min(r + 2, e.pairs - 1)] * token_bytes_;
+        if (in_order) {
+          gather_in_order(e.expert, src, chunk, r, gathered);
+        } else {
+          gather_row(src, later, chunk, gathered + chunk.first_row * first_row_bytes_ + offset_in(chunk, r));
         }
       }
     }
     return gathered;
+  }
+
+  // Where the rows of the r-th pair of an expert begin inside of their chunk.
+  std::int64_t offset_in(const RowChunk& chunk, int pair) const {
+    return first_layout_.offset(chunk, pair * first_layout_.rows);
+  }
+
+  void gather_row(const std::uint8_t* src, const std::uint8_t* later, const RowChunk& chunk, std::uint8_t* dst) const {
+    const std::int64_t half = first_layout_.half_bytes();
+    for (std::int64_t i = 0; i < token_bytes_; i += 2 * half, dst += first_layout_.record_stride(chunk)) {
+      for (std::int64_t line = 0; line < 2 * half; line += 64) __builtin_prefetch(later + i + line);
+      std::memcpy(dst, src + i, static_cast<std::size_t>(half));
+      std::memcpy(dst + first_layout_.half_stride(chunk), src + i + half, static_cast<std::size_t>(half));
+    }
+  }
+
+  // One copy for each order that the inputs of the expert's columns have.
+  void gather_in_order(std::int32_t expert, const std::uint8_t* src, const RowChunk& chunk, int pair,
+                       std::uint8_t* gathered) const {
+    for (int index = 0; index < c_.gate_up.spec.input_orders; ++index) {
+      const int row = pair * first_layout_.rows + index * first_layout_.planes;
+      copy_in_order(first_layout_, src, c_.gate_up.input_order(expert, index), c_.gate_up.spec.depth, chunk,
+                    gathered + chunk.first_row * first_row_bytes_ + first_layout_.offset(chunk, row));
+    }
   }
 
   void first_product(int index, int first_slice, ThreadScratch& t) {
@@ -206,25 +229,25 @@ class Forward {
       if (gathered_for != &e) a = gather(e, t);
       gathered_for = &e;
       // Rows of `hidden` are counted from the expert's first pair.
-      float* hidden = whole_experts_ ? t.hidden.get<float>(pairs(e.slots) * hidden_stride_)
-                                     : hidden_ + pairs(e.first_slot) * hidden_stride_;
+      float* hidden =
+          whole_experts_ ? t.hidden.get<float>(e.pairs * hidden_stride_) : hidden_ + e.first_pair * hidden_stride_;
       for (int block = item.first; block < item.last; block += kBlocksPerPass) {
         const int block_end = std::min(block + kBlocksPerPass, item.last);
-        for (int chunk_index = 0; chunk_index < e.chunks; ++chunk_index) {
-          const RowChunk chunk = Plan::chunk(e, chunk_index);
-          const std::int32_t base = pairs(chunk.first_slot - e.first_slot);
-          const ChunkInput in{chunk, a + base * token_bytes_, t.scales.get<float>(pairs(e.slots)) + base,
-                              t.zeros.get<std::int32_t>(pairs(e.slots)) + base};
+        for (int chunk_index = 0; chunk_index < e.first.chunks; ++chunk_index) {
+          const RowChunk chunk = e.first.chunk(chunk_index);
+          const std::int32_t pair = chunk.first_row / first_layout_.rows;
+          const ChunkInput in{chunk, a + chunk.first_row * first_row_bytes_, t.scales.get<float>(e.pairs) + pair,
+                              t.zeros.get<std::int32_t>(e.pairs) + pair};
           const std::uint8_t* after = block_end < item.last ? nullptr : next;
           multiply_blocks(k_, c_.gate_up, e.expert, block, block_end, in, chunk_index == 0, after, NextRows{},
                           &t.product, [&](int b, const BlockRows& rows) {
-                            first_.activate(rows, c_.activation, hidden + base * hidden_stride_ + b * block_outputs,
+                            first_.activate(rows, c_.activation, hidden + pair * hidden_stride_ + b * block_outputs,
                                             hidden_stride_);
                           });
         }
       }
       if (whole_experts_) {
-        for (int r = 0; r < pairs(e.rows); ++r) prepare_hidden_row(e, r, hidden + r * hidden_stride_);
+        for (int r = 0; r < e.pairs; ++r) prepare_hidden_row(e, r, hidden + r * hidden_stride_, t);
       }
       index = next_index;
     }
@@ -243,25 +266,30 @@ class Forward {
     return c_.down.block(plan_.experts[i].expert, first_block(slice));
   }
 
-  // `row` is counted in pairs from the expert's first one.
-  void prepare_hidden_row(const ExpertRows& e, int row, const float* hidden) {
-    const RowChunk chunk = Plan::chunk(e, row / pairs(e.chunk_tiles * e.tile_rows));
-    const std::int32_t pair = pairs(e.first_slot) + row;
-    const RowScale q =
-        rows_kernels_.prepare({hidden, DType::kF32, c_.down.spec.depth, c_.down.padded_depth,
-                               rows_ + chunk.first_slot * hidden_bytes_ +
-                                   row_layout_.offset(chunk, pair - pairs(chunk.first_slot)),
-                               row_layout_.record_stride(chunk), row_layout_.half_stride(chunk)});
-    row_scale_[pair] = q.scale;
-    row_zero_[pair] = q.zero;
+  // `pair` is counted from the expert's first one.
+  void prepare_hidden_row(const ExpertRows& e, int pair, const float* hidden, ThreadScratch& t) {
+    const std::int64_t depth = c_.down.spec.depth;
+    if (const std::uint16_t* order = c_.down.input_order(e.expert, 0)) {
+      auto* ordered = t.ordered.get<float>(hidden_stride_);
+      for (std::int64_t i = 0; i < depth; ++i) ordered[i] = hidden[order[i]];
+      hidden = ordered;
+    }
+    const int row = pair * second_layout_.rows;
+    const RowChunk chunk = e.second.chunk_of(row);
+    const RowScale q = rows_kernels_.prepare(
+        {hidden, DType::kF32, depth, c_.down.padded_depth,
+         rows_ + (e.second_slot + chunk.first_row) * second_row_bytes_ + second_layout_.offset(chunk, row),
+         second_layout_.record_stride(chunk), second_layout_.half_stride(chunk)});
+    row_scale_[e.first_pair + pair] = q.scale;
+    row_zero_[e.first_pair + pair] = q.zero;
   }
 
-  void prepare_hidden_rows(const Worker& worker) {
+  void prepare_hidden_rows(const Worker& worker, ThreadScratch& t) {
     int turn = 0;
     for (const ExpertRows& e : plan_.experts) {
-      for (int r = 0; r < pairs(e.rows); ++r, ++turn) {
+      for (int r = 0; r < e.pairs; ++r, ++turn) {
         if (turn % worker.count == worker.index) {
-          prepare_hidden_row(e, r, hidden_ + (pairs(e.first_slot) + r) * hidden_stride_);
+          prepare_hidden_row(e, r, hidden_ + (e.first_pair + r) * hidden_stride_, t);
         }
       }
     }
@@ -281,10 +309,10 @@ class Forward {
         const ExpertRows& e = plan_.experts[i];
         const std::uint8_t* next =
             i + 1 < plan_.experts.size() ? second_weights(slice, i + 1) : second_weights(next_slice, 0);
-        for (int index = 0; index < e.chunks; ++index) {
-          const RowChunk chunk = Plan::chunk(e, index);
-          const std::int32_t pair = pairs(chunk.first_slot);
-          const ChunkInput in{chunk, rows_ + chunk.first_slot * hidden_bytes_, row_scale_ + pair, row_zero_ + pair};
+        for (int index = 0; index < e.second.chunks; ++index) {
+          const RowChunk chunk = e.second.chunk(index);
+          const std::int32_t pair = e.first_pair + chunk.first_row / second_layout_.rows;
+          const ChunkInput in{chunk, chunk_rows(e, chunk), row_scale_ + pair, row_zero_ + pair};
           multiply_blocks(k_, c_.down, e.expert, first, last, in, index == 0, next, rows_after(i, index), &t.product,
                           [&](int block, const BlockRows& rows) {
                             second_.combine(rows, combine_weight(pair), plan_.pair_token.data() + pair,
@@ -302,12 +330,17 @@ class Forward {
     }
   }
 
+  // The prepared rows of a chunk of the second product.
+  const std::uint8_t* chunk_rows(const ExpertRows& e, const RowChunk& chunk) const {
+    return rows_ + (e.second_slot + chunk.first_row) * second_row_bytes_;
+  }
+
   // The chunk that a slice multiplies after chunk `index` of the i-th active expert.
   NextRows rows_after(std::size_t i, int index) const {
-    const bool same = index + 1 < plan_.experts[i].chunks;
+    const bool same = index + 1 < plan_.experts[i].second.chunks;
     const ExpertRows& e = plan_.experts[same ? i : (i + 1) % plan_.experts.size()];
-    const RowChunk chunk = Plan::chunk(e, same ? index + 1 : 0);
-    return {rows_ + chunk.first_slot * hidden_bytes_, chunk.tiles * chunk.tile_rows * hidden_bytes_};
+    const RowChunk chunk = e.second.chunk(same ? index + 1 : 0);
+    return {chunk_rows(e, chunk), chunk.tiles * chunk.tile_rows * second_row_bytes_};
   }
 
   const float* combine_weight(int pair) const {
@@ -320,9 +353,10 @@ class Forward {
   Plan& plan_;
   const Epilogues &first_, &second_;
   const RowKernels& rows_kernels_;
-  const RowLayout row_layout_;
-  const std::int64_t token_bytes_, hidden_bytes_;  // of a prepared token, and of a prepared row of a product
-  std::int64_t hidden_stride_ = 0;                 // fp32 values of an intermediate row before it is prepared
+  const RowLayout first_layout_, second_layout_;
+  // Of a prepared token, and of rows of the products.
+  const std::int64_t token_bytes_, first_row_bytes_, second_row_bytes_;
+  std::int64_t hidden_stride_ = 0;  // fp32 values of an intermediate row before it is prepared
   bool whole_experts_ = false;
   int items_per_expert_ = 0, first_items_ = 0, blocks_per_slice_ = 0, slices_ = 0;
   std::vector<int> order_;

@@ -7,6 +7,7 @@
 #include <cstring>
 #include <mutex>
 #include <numeric>
+#include <vector>
 
 #include "check.h"
 #include "dispatch.h"
@@ -28,7 +29,7 @@ struct Header {
   char magic[8];
   std::uint32_t version, weights, scales, group, experts, columns, depth, flags;
   std::uint64_t total_bytes;
-  std::uint32_t rows, reserved;
+  std::uint32_t rows, input_orders;
   std::uint64_t check;
 };
 static_assert(sizeof(Header) == kPackedHeaderBytes);
@@ -135,7 +136,7 @@ class BlockPacker {
     const int weights_at = record_scale_bytes(layout_.weights, layout_.scales) + record_zero_bytes(layout_.weights);
     for (int g = 0; g < matrix_.records; ++g, record += matrix_.record_bytes) {
       for (int c = 0; c < kBlockColumns; ++c) {
-        read_values(rows[c], g, values_[c]);
+        read_values(rows[c], c, g, values_[c]);
         add_column(rows[c], g, c, record);
       }
       codec_.write(values_, record + weights_at);
@@ -145,7 +146,8 @@ class BlockPacker {
 
  private:
   // 128 values of a row, zero beyond the end.
-  void read_values(std::int64_t row, int record, std::int8_t* out) const {
+  void read_values(std::int64_t row, int column, int record, std::int8_t* out) const {
+    if (source_.input_order != nullptr && row >= 0) return read_ordered_values(row, column, record, out);
     const std::int64_t depth = matrix_.spec.depth, first = static_cast<std::int64_t>(record) * kRecordDepth;
     const std::int64_t present = row < 0 ? 0 : std::min<std::int64_t>(kRecordDepth, depth - first);
     std::memset(out + std::max<std::int64_t>(present, 0), 0,
@@ -164,6 +166,25 @@ class BlockPacker {
     const auto* in = static_cast<const std::uint8_t*>(source_.values) + row * ((depth + 1) / 2) + first / 2;
     expand_nibbles(in, present / 2, smallest(), out);
     if (present % 2 != 0) out[present - 1] = static_cast<std::int8_t>((in[present / 2] & 0xF) + smallest());
+  }
+
+  // The same where the inputs are packed in another order.
+  void read_ordered_values(std::int64_t row, int column, int record, std::int8_t* out) const {
+    const std::int64_t depth = matrix_.spec.depth, first = static_cast<std::int64_t>(record) * kRecordDepth;
+    const bool up = matrix_.spec.input_orders == 2 && column >= kTileColumns;
+    const std::int32_t* order = source_.input_order + (up ? depth : 0);
+    for (int i = 0; i < kRecordDepth; ++i) {
+      out[i] = 0;
+      if (first + i >= depth) continue;
+      const std::int64_t input = order[first + i];
+      if (source_.nibbles) {
+        const std::uint8_t both = static_cast<const std::uint8_t*>(source_.values)[row * ((depth + 1) / 2) + input / 2];
+        out[i] = static_cast<std::int8_t>((input % 2 == 0 ? both & 0xF : both >> 4) + smallest());
+      } else {
+        out[i] = static_cast<const std::int8_t*>(source_.values)[row * depth + input];
+        if (traits_.bits == 4) check_range(out + i, 1, row, input);
+      }
+    }
   }
 
   // The smallest of the 16 values of 4 bits: integers, or codes.
@@ -296,7 +317,13 @@ class BlockPacker {
 }  // namespace
 
 const std::uint8_t* PackedMatrix::block(std::int64_t expert, std::int64_t index) const {
-  return data + kPackedHeaderBytes + expert * expert_bytes + index * block_bytes;
+  return data + kPackedHeaderBytes + expert * expert_bytes + order_bytes + index * block_bytes;
+}
+
+const std::uint16_t* PackedMatrix::input_order(std::int64_t expert, int index) const {
+  if (spec.input_orders == 0) return nullptr;
+  const std::int64_t which = spec.input_orders == 1 ? 0 : index;
+  return reinterpret_cast<const std::uint16_t*>(data + kPackedHeaderBytes + expert * expert_bytes) + which * spec.depth;
 }
 
 WeightFormat choose_format(const std::string& element, std::optional<std::int64_t> group_size, bool zeros,
@@ -326,6 +353,8 @@ PackedMatrix layout_of(const PackedSpec& s, const std::string& name) {
                  " do not go with weights held as ", format->name);
   CPUMOE_REQUIRE(static_cast<int>(s.rows) < kRowFormatCount, name, ": activations of type ", static_cast<int>(s.rows),
                  " are not known");
+  CPUMOE_REQUIRE(s.input_orders >= 0 && s.input_orders <= (s.gated ? 2 : 1), name, ": ", s.input_orders,
+                 " orders of inputs");
   CPUMOE_REQUIRE(find_format(format->element, s.group, traits_of(s.weights).has_zeros()) == format, name,
                  ": group_size=", s.group, " with weights held as ", format->name);
   CPUMOE_REQUIRE(s.group == 0 || s.depth % s.group == 0, name, ": group_size=", s.group,
@@ -341,7 +370,8 @@ PackedMatrix layout_of(const PackedSpec& s, const std::string& name) {
   m.head_bytes = block_head_bytes(m.layout);
   m.record_bytes = record_bytes(s.weights, s.scales);
   m.block_bytes = m.head_bytes + m.records * m.record_bytes;
-  m.expert_bytes = m.blocks * m.block_bytes;
+  m.order_bytes = (s.input_orders * s.depth * 2 + 63) / 64 * 64;  // blocks begin at cache lines
+  m.expert_bytes = m.order_bytes + m.blocks * m.block_bytes;
   m.total_bytes = kPackedHeaderBytes + s.experts * m.expert_bytes;
   return m;
 }
@@ -359,6 +389,7 @@ void write_header(const PackedMatrix& m, std::uint8_t* data) {
   h.flags = (m.spec.gated ? kFlagGated : 0) | (m.spec.has_bias ? kFlagBias : 0);
   h.total_bytes = static_cast<std::uint64_t>(m.total_bytes);
   h.rows = static_cast<std::uint32_t>(m.spec.rows);
+  h.input_orders = static_cast<std::uint32_t>(m.spec.input_orders);
   h.check = header_check(h);
   std::memcpy(data, &h, sizeof(h));
 }
@@ -383,6 +414,8 @@ PackedMatrix open_packed(const std::uint8_t* data, std::int64_t bytes, const std
   s.has_bias = (h.flags & kFlagBias) != 0;
   CPUMOE_REQUIRE(h.rows < kRowFormatCount, name, ": activations of type ", h.rows, " are not known");
   s.rows = static_cast<RowFormat>(h.rows);
+  CPUMOE_REQUIRE(h.input_orders <= 2, name, ": ", h.input_orders, " orders of inputs");
+  s.input_orders = static_cast<int>(h.input_orders);
   PackedMatrix m = layout_of(s, name);
   CPUMOE_REQUIRE(
       static_cast<std::uint64_t>(m.total_bytes) == h.total_bytes && (h.flags & ~(kFlagGated | kFlagBias)) == 0, name,
@@ -420,6 +453,24 @@ void for_each_block(const PackedMatrix& m, std::int64_t count, const Work& work)
   CPUMOE_REQUIRE(error.empty(), error);
 }
 
+// The orders of inputs, each of which must name every input once.
+void write_orders(const PackedMatrix& m, const PackSource& source, std::int64_t expert, const std::string& name,
+                  std::uint8_t* dst) {
+  std::memset(dst, 0, static_cast<std::size_t>(m.order_bytes));
+  for (int index = 0; index < m.spec.input_orders; ++index) {
+    std::vector<bool> named(static_cast<std::size_t>(m.spec.depth), false);
+    for (std::int64_t i = 0; i < m.spec.depth; ++i) {
+      const std::int32_t input = source.input_order[index * m.spec.depth + i];
+      CPUMOE_REQUIRE(input >= 0 && input < m.spec.depth && !named[static_cast<std::size_t>(input)], name,
+                     ": the order of inputs of expert ", expert, " has input ", input, " at ", i,
+                     "; every input from 0 to ", m.spec.depth - 1, " once is accepted");
+      named[static_cast<std::size_t>(input)] = true;
+      const auto stored = static_cast<std::uint16_t>(input);
+      std::memcpy(dst + (index * m.spec.depth + i) * 2, &stored, 2);
+    }
+  }
+}
+
 // The reverse of BlockPacker.
 void unpack_block(const PackedMatrix& m, const std::uint8_t* block, std::int64_t index, const UnpackTarget& target) {
   const BlockLayout& layout = m.layout;
@@ -438,8 +489,14 @@ void unpack_block(const PackedMatrix& m, const std::uint8_t* block, std::int64_t
     for (int c = 0; c < kBlockColumns; ++c) {
       const std::int64_t row = source_row(m.spec, order, index, c);
       if (row < 0) continue;
-      std::memcpy(target.values + row * depth + first, values[c],
-                  static_cast<std::size_t>(std::min<std::int64_t>(kRecordDepth, depth - first)));
+      const auto count = static_cast<int>(std::min<std::int64_t>(kRecordDepth, depth - first));
+      if (target.input_order == nullptr) {
+        std::memcpy(target.values + row * depth + first, values[c], static_cast<std::size_t>(count));
+      } else {
+        const bool up = m.spec.input_orders == 2 && c >= kTileColumns;
+        const std::int32_t* input = target.input_order + (up ? depth : 0) + first;
+        for (int i = 0; i < count; ++i) target.values[row * depth + input[i]] = values[c][i];
+      }
       if (traits.subgroup == 0) continue;
       for (int i = 0; i < kRecordDepth && first + i < depth; i += traits.subgroup) {
         const std::int64_t slot = scale_slot(layout.weights, i) * kBlockColumns + c;
@@ -469,15 +526,23 @@ void unpack_block(const PackedMatrix& m, const std::uint8_t* block, std::int64_t
 void pack_experts(const PackedMatrix& m, std::uint8_t* data, std::int64_t first_expert, const PackSource* sources,
                   std::int64_t count, const std::string& name) {
   check_experts(m, first_expert, count, name);
+  for (std::int64_t e = 0; e < count; ++e) {
+    write_orders(m, sources[e], first_expert + e, name, data + kPackedHeaderBytes + (first_expert + e) * m.expert_bytes);
+  }
   for_each_block(m, count, [&](std::int64_t e, std::int64_t b) {
-    BlockPacker(m, sources[e], name, first_expert + e)
-        .pack(b, data + kPackedHeaderBytes + (first_expert + e) * m.expert_bytes + b * m.block_bytes);
+    std::uint8_t* expert = data + kPackedHeaderBytes + (first_expert + e) * m.expert_bytes + m.order_bytes;
+    BlockPacker(m, sources[e], name, first_expert + e).pack(b, expert + b * m.block_bytes);
   });
 }
 
 void unpack_experts(const PackedMatrix& m, std::int64_t first_expert, const UnpackTarget* targets, std::int64_t count,
                     const std::string& name) {
   check_experts(m, first_expert, count, name);
+  for (std::int64_t e = 0; e < count; ++e) {
+    for (std::int64_t i = 0; i < m.spec.input_orders * m.spec.depth; ++i) {
+      targets[e].input_order[i] = m.input_order(first_expert + e, 0)[i];
+    }
+  }
   for_each_block(m, count,
                  [&](std::int64_t e, std::int64_t b) { unpack_block(m, m.block(first_expert + e, b), b, targets[e]); });
 }

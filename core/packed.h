@@ -1,7 +1,7 @@
 // Packed weights: a self-describing run of bytes that every kernel reads as it is.
 //
 //   header (64 bytes) | expert 0 | expert 1 | ...      the header has numbers for the weight format and the scales
-//   expert = block 0 | block 1 | ...           32 columns (output features) each
+//   expert = orders of inputs, if any | block 0 | block 1 | ...           32 columns (output features) each
 //   block  = head | record 0 | record 1 | ...  a record is 128 inputs
 //   head   = column sums [32] | scales or factors of columns [32] if any | biases [32] if any      (4 bytes each)
 //   record = sub-group scales ([sub-group][32]) | sub-group zero points, a byte each, if any | weights
@@ -18,6 +18,9 @@
 //
 // Column sums are what the zero point of a row is multiplied with: fp32 sum of scale * integer (as the kernels multiply
 // them), or the int32 sum of the integers when there is one scale per channel.
+//
+// Where scales belong to inputs that do not lie side by side (activation order), the inputs are packed in another order:
+// 16-bit numbers, [depth] for all columns or for gate and for up columns, say which input comes where.
 //
 // A gated first product keeps 16 gate columns and their 16 up columns in one block, so that the activation is
 // applied as soon as the block is done.
@@ -46,6 +49,7 @@ struct PackedSpec {
   std::int64_t experts = 0, columns = 0, depth = 0;
   bool gated = false, has_bias = false;
   RowFormat rows = RowFormat::kBytes;  // how the activations are held that these weights are multiplied with
+  int input_orders = 0;                // 0: inputs in their own order; 1: in another; 2: gate and up in one each
 
   std::int64_t groups() const { return group == 0 ? 1 : depth / group; }  // scales of a row
   std::int64_t group_of(std::int64_t input) const { return group == 0 ? 0 : input / group; }
@@ -58,9 +62,12 @@ struct PackedMatrix {
   BlockLayout layout{};
   int blocks = 0, records = 0;
   std::int64_t padded_depth = 0, head_bytes = 0, record_bytes = 0, block_bytes = 0, expert_bytes = 0, total_bytes = 0;
+  std::int64_t order_bytes = 0;        // of an expert's orders of inputs
   const std::uint8_t* data = nullptr;  // the header's first byte
 
   const std::uint8_t* block(std::int64_t expert, std::int64_t index) const;
+  // Which input comes where, for the given of the orders; null where inputs are in their own.
+  const std::uint16_t* input_order(std::int64_t expert, int index) const;
 };
 
 // What a product of `rows` rows with `experts` experts costs, in bytes that could be read meanwhile: each expert is
@@ -93,6 +100,7 @@ struct PackSource {
   const std::int8_t* zeros = nullptr;  // [columns, groups], where the format has zero points
   const float* factors = nullptr;      // [columns] or null, for all 1; where the format has factors
   const float* bias = nullptr;         // [columns] or null
+  const std::int32_t* input_order = nullptr;  // [input_orders, depth] or null
   RowOrder order = RowOrder::kPlain;
 };
 
@@ -109,6 +117,7 @@ struct UnpackTarget {
   std::int8_t* zeros;  // [columns, groups], or null without zero points
   float* factors;      // [columns], or null without factors
   float* bias;         // [columns], or null without biases
+  std::int32_t* input_order;  // [input_orders, depth], or null; the values come back in the order of the inputs
 };
 
 // What was packed (to the bit, but for scales whose sixteenth is subnormal): experts [first_expert, first_expert +

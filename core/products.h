@@ -1,6 +1,8 @@
 // Products of one chunk of rows with consecutive blocks of a packed matrix: what the fused layer and the linear share.
 #pragma once
 
+#include <algorithm>
+
 #include "kernel.h"
 #include "packed.h"
 #include "plan.h"
@@ -24,26 +26,49 @@ struct ChunkInput {
   const std::int32_t* row_zero;
 };
 
-// Where rows lie whose halves of records take 64 bytes for each of the format's planes: by themselves, or in the layout
-// of a chunk (Product::a), in which a row of activations is `planes` rows. The strides are those of PrepareRow.
+// How the rows of activations lie that are multiplied with a matrix: by themselves, with 64 bytes for each half of a
+// record and each plane of the format, or in the layout of a chunk (Product::a). There a row of activations is `rows`
+// rows: its planes, for each order in which the matrix has its inputs. The strides are those of PrepareRow.
 struct RowLayout {
   static constexpr std::int64_t kHalfBytes = kRecordDepth / 2;
-  int planes;
+  int planes, rows;
 
-  explicit RowLayout(RowFormat format) : planes(planes_of(format)) {}
+  explicit RowLayout(const PackedSpec& spec)
+      : planes(planes_of(spec.rows)), rows(planes * (spec.input_orders == 2 ? 2 : 1)) {}
 
   std::int64_t half_bytes() const { return planes * kHalfBytes; }
   std::int64_t row_bytes(std::int64_t padded_depth) const { return planes * padded_depth; }
-  // `row` is one of activations, counted from the first of the chunk.
+  // Where row `row` of the expert goes, a row of a product, counted from the first of the chunk.
   std::int64_t offset(const RowChunk& chunk, int row) const {
-    const int first = row * planes;
-    return (first / chunk.tile_rows * (2 * chunk.tile_rows) + first % chunk.tile_rows) * kHalfBytes;
+    const int in_chunk = row - chunk.first_row;
+    return (in_chunk / chunk.tile_rows * (2 * chunk.tile_rows) + in_chunk % chunk.tile_rows) * kHalfBytes;
   }
   std::ptrdiff_t record_stride(const RowChunk& chunk) const {
     return static_cast<std::ptrdiff_t>(chunk.tiles) * chunk.tile_rows * 2 * kHalfBytes;
   }
   std::ptrdiff_t half_stride(const RowChunk& chunk) const { return chunk.tile_rows * kHalfBytes; }
 };
+
+// Copies a prepared row that lies by itself to `dst` in a chunk, input i of which is input order[i] of the row.
+inline void copy_in_order(const RowLayout& layout, const std::uint8_t* row, const std::uint16_t* order,
+                          std::int64_t depth, const RowChunk& chunk, std::uint8_t* dst) {
+  const std::int64_t half = RowLayout::kHalfBytes;
+  for (std::int64_t first = 0; first < depth; first += half) {
+    const std::int64_t count = std::min(half, depth - first), number = first / half;
+    std::uint8_t* to = dst + number / 2 * layout.record_stride(chunk) + number % 2 * layout.half_stride(chunk);
+    for (int plane = 0; plane < layout.planes; ++plane, to += half) {
+      for (std::int64_t i = 0; i < count; ++i) {
+        const std::int64_t input = order[first + i];
+        to[i] = row[input / half * layout.half_bytes() + plane * half + input % half];
+      }
+      for (std::int64_t i = count; i < half; ++i) to[i] = 0;
+    }
+  }
+  if (depth % kRecordDepth != 0 && depth % kRecordDepth <= half) {  // the last half of the last record
+    std::uint8_t* to = dst + depth / kRecordDepth * layout.record_stride(chunk) + layout.half_stride(chunk);
+    for (std::int64_t i = 0; i < layout.half_bytes(); ++i) to[i] = 0;
+  }
+}
 
 // Prepared rows that will be multiplied after these.
 struct NextRows {
@@ -61,7 +86,8 @@ void multiply_blocks(const Kernels& kernels, const PackedMatrix& m, std::int64_t
   // time.
   constexpr std::ptrdiff_t kPassBytes = 384 << 10;
   const FormatKernels& format = kernels.of(m.layout.weights);
-  const std::ptrdiff_t stride = RowLayout(m.spec.rows).record_stride(in.chunk);
+  const RowLayout layout(m.spec);
+  const std::ptrdiff_t stride = layout.record_stride(in.chunk);
   const bool passes = stride * m.records > kPassBytes && in.chunk.tile_rows == kTileRows;
   const int step = passes ? static_cast<int>(kPassBytes / stride) : m.records;
   const int width = passes ? kBlocksPerPass : 1;
@@ -71,8 +97,10 @@ void multiply_blocks(const Kernels& kernels, const PackedMatrix& m, std::int64_t
     for (int r0 = 0; r0 < m.records; r0 += step) {
       for (int i = 0; i < count; ++i) {
         const std::uint8_t* block = m.block(expert, b0 + i);
-        const int activation_rows = in.chunk.rows / planes_of(m.spec.rows);
-        BlockRows rows{m.layout, block, scratch->acc[i], activation_rows, in.row_scale, in.row_zero};
+        BlockRows rows{m.layout,    block,
+                       scratch->acc[i], in.chunk.rows / layout.rows,
+                       layout.rows, layout.rows - layout.planes,
+                       in.row_scale, in.row_zero};
         if (r0 == 0) format.with(m.spec.rows).start(rows);
         Product p{};
         p.layout = m.layout;

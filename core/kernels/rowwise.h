@@ -141,6 +141,7 @@ template <class V, Sums sums, int planes>
 struct FinishedRows {
   static constexpr bool kOfColumns = sums != Sums::kScaled;  // scales or factors of columns stand in the head
   const float *scale, *bias, *acc;
+  int rows_of_each, rows_of_up;
   const float* row_scale;
 
   explicit FinishedRows(const BlockRows& b)
@@ -148,6 +149,8 @@ struct FinishedRows {
         bias(b.layout.has_bias ? reinterpret_cast<const float*>(b.head + kBlockVectorBytes * (kOfColumns ? 2 : 1))
                                : nullptr),
         acc(b.acc),
+        rows_of_each(b.rows_of_each),
+        rows_of_up(b.rows_of_up),
         row_scale(b.row_scale) {}
 
   V sum_at(int row, int column) const {
@@ -156,8 +159,9 @@ struct FinishedRows {
   }
 
   V at(int row, int column) const {
-    V value = sum_at(row * planes, column);
-    if constexpr (planes == 2) value = V::fma(value, V::set(256.0f), sum_at(row * 2 + 1, column));
+    const int first = row * rows_of_each + (column < kTileColumns ? 0 : rows_of_up);
+    V value = sum_at(first, column);
+    if constexpr (planes == 2) value = V::fma(value, V::set(256.0f), sum_at(first + 1, column));
     if constexpr (kOfColumns) value = value * V::load(scale + column);
     value = value * V::set(row_scale[row]);
     return bias == nullptr ? value : value + V::load(bias + column);
@@ -166,9 +170,9 @@ struct FinishedRows {
 
 template <class V, Sums sums, int planes>
 void start_rows(const BlockRows& b) {
-  for (int row = 0; row < b.rows * planes; ++row) {
+  for (int row = 0; row < b.rows * b.rows_of_each; ++row) {
     // The zero point of two bytes is shared out like the values.
-    std::int32_t zero = b.row_zero[row / planes];
+    std::int32_t zero = b.row_zero[row / b.rows_of_each];
     if constexpr (planes == 2) zero = row % 2 == 0 ? zero >> 8 : zero & 0xFF;
     for (int column = 0; column < kBlockColumns; column += V::kWidth) {
       float* p = b.acc + acc_index(row, column);

@@ -63,13 +63,20 @@ struct Matrix {
   std::vector<std::int8_t> values, zeros;
   std::vector<float> scales, factors, bias;
   std::vector<std::uint8_t> byte_scales;  // in the place of `scales`, which then have their values
+  std::vector<std::int32_t> orders;       // [experts, input_orders, depth]
   std::vector<std::uint8_t> blob;
   PackedMatrix packed;
 
   std::int64_t groups() const { return spec.group == 0 ? 1 : spec.depth / spec.group; }
   double weight(std::int64_t e, std::int64_t n, std::int64_t k) const {
     const auto row = e * spec.columns + n;
-    const auto group = static_cast<std::size_t>(row * groups() + spec.group_of(k));
+    std::int64_t place = k;  // among the packed inputs
+    if (spec.input_orders != 0) {
+      const std::int64_t order = e * spec.input_orders + (spec.input_orders == 2 && n >= spec.columns / 2 ? 1 : 0);
+      const auto begin = orders.begin() + order * spec.depth;
+      place = std::find(begin, begin + spec.depth, static_cast<std::int32_t>(k)) - begin;
+    }
+    const auto group = static_cast<std::size_t>(row * groups() + spec.group_of(place));
     const int value = values[static_cast<std::size_t>(row * spec.depth + k)];
     const FormatTraits traits = traits_of(spec.weights);
     double weight = traits.decoding == Decoding::kFp4 ? kFp4Doubled[value] / 2.0 : value;
@@ -128,6 +135,12 @@ Matrix make_matrix(PackedSpec spec, unsigned seed) {
     m.bias.resize(rows);
     for (auto& b : m.bias) b = bias(random);
   }
+  for (std::int64_t i = 0; i < spec.experts * spec.input_orders; ++i) {
+    std::vector<std::int32_t> order(static_cast<std::size_t>(spec.depth));
+    for (std::size_t k = 0; k < order.size(); ++k) order[k] = static_cast<std::int32_t>(k);
+    std::shuffle(order.begin(), order.end(), random);
+    m.orders.insert(m.orders.end(), order.begin(), order.end());
+  }
   m.packed = layout_of(spec, "matrix");
   m.blob.resize(static_cast<std::size_t>(m.packed.total_bytes));
   write_header(m.packed, m.blob.data());
@@ -142,6 +155,7 @@ Matrix make_matrix(PackedSpec spec, unsigned seed) {
     s.factors = traits.has_factor ? m.factors.data() + row : nullptr;
     s.bias = spec.has_bias ? m.bias.data() + row : nullptr;
     s.order = spec.gated ? RowOrder::kGateThenUp : RowOrder::kPlain;
+    s.input_order = spec.input_orders == 0 ? nullptr : m.orders.data() + e * spec.input_orders * spec.depth;
     sources.push_back(s);
   }
   pack_experts(m.packed, m.blob.data(), 0, sources.data(), spec.experts, "matrix");
@@ -158,7 +172,7 @@ std::vector<float> random_values(std::size_t count, unsigned seed, float offset 
 }
 
 std::string describe(const PackedSpec& s, const std::string& kernel, std::int64_t rows) {
-  return kernel + " " + info_of(s).name + (s.rows == RowFormat::kWords ? " words" : "") + " group " +
+  return std::to_string(s.input_orders) + " orders " + kernel + " " + info_of(s).name + (s.rows == RowFormat::kWords ? " words" : "") + " group " +
          std::to_string(s.group) + " " + std::to_string(s.columns) + "x" + std::to_string(s.depth) + " rows " + std::to_string(rows) +
          (s.has_bias ? " bias" : "") + (s.scales == ScaleType::kBF16 ? " bf16" : " fp32");
 }
@@ -196,6 +210,7 @@ std::vector<PackedSpec> linear_specs() {
         s.columns = depth == 96 ? 10 : depth == 160 ? 33 : 64;
         s.has_bias = depth % 128 == 0;
         s.scales = depth % 64 == 0 ? ScaleType::kBF16 : ScaleType::kF32;
+        s.input_orders = depth == 160 || depth == 192 ? 1 : 0;
         specs.push_back(s);
       }
     }
@@ -300,8 +315,10 @@ struct Layer {
 };
 
 Layer make_layer(std::int64_t hidden, std::int64_t inner, std::int64_t experts, std::int64_t group, const char* element,
-                 bool gated, bool bias, RowFormat rows = RowFormat::kBytes, bool zeros = false) {
+                 bool gated, bool bias, RowFormat rows = RowFormat::kBytes, bool zeros = false, int orders = 0) {
   PackedSpec first, second;
+  first.input_orders = orders;
+  second.input_orders = std::min(orders, 1);
   first.weights = second.weights = find_format(element, group, zeros)->id;
   first.rows = second.rows = rows;
   first.group = second.group = group;
@@ -344,6 +361,7 @@ void test_layers() {
     bool gated, bias;
     Activation activation;
     bool words = false, zeros = false;
+    int orders = 0;
   };
   const char *i4 = "int4", *i8 = "int8", *f4 = "fp4";
   const std::vector<Case> cases = {
@@ -366,10 +384,14 @@ void test_layers() {
       {96, 64, 5, 32, f4, true, true, Activation::kSwigluOai, true},
       {128, 96, 3, 16, f4, true, false, Activation::kSilu, true},
       {64, 128, 70, 16, f4, true, false, Activation::kSilu},
+      {160, 96, 5, 32, i4, true, true, Activation::kSilu, true, false, 2},
+      {192, 64, 70, 64, i4, true, false, Activation::kSilu, true, true, 2},
+      {96, 160, 3, 32, i4, true, false, Activation::kGelu, false, false, 1},
+      {128, 96, 4, 32, i8, false, true, Activation::kRelu2, true, false, 1},
   };
   for (const Case& c : cases) {
     const Layer layer = make_layer(c.hidden, c.inner, c.experts, c.group, c.element, c.gated, c.bias,
-                                   c.words ? RowFormat::kWords : RowFormat::kBytes, c.zeros);
+                                   c.words ? RowFormat::kWords : RowFormat::kBytes, c.zeros, c.orders);
     for (const std::int64_t tokens : {1, 2, 9, 70, 300}) {
       if (tokens > 9 && c.hidden > 1000) continue;
       const std::int64_t topk = std::min<std::int64_t>(3, c.experts);
@@ -465,7 +487,7 @@ std::vector<float> activated(const Kernels& k, const ActivationSpec& spec, std::
   const BlockLayout layout{WeightFormat::kInt4Group128, ScaleType::kF32, false};
   k.of(layout.weights)
       .with(RowFormat::kBytes)
-      .activate({layout, head.data(), acc.data(), kTileRows, scale.data(), zero.data()}, spec, out.data(),
+      .activate({layout, head.data(), acc.data(), kTileRows, 1, 0, scale.data(), zero.data()}, spec, out.data(),
                 kBlockColumns);
   return out;
 }
@@ -836,10 +858,12 @@ void test_unpacking() {
   }
   specs.push_back(make_layer(192, 96, 2, 96, "int4", true, true).gate_up.spec);
   specs.push_back(make_layer(192, 96, 2, 0, "int4", true, true, RowFormat::kWords, true).gate_up.spec);
+  specs.push_back(make_layer(192, 96, 3, 32, "int4", true, false, RowFormat::kWords, false, 2).gate_up.spec);
   for (const PackedSpec& spec : specs) {
     const Matrix m = make_matrix(spec, 97);
     std::vector<std::int8_t> values(m.values.size(), 99);
     std::vector<std::int8_t> zeros(m.zeros.size());
+    std::vector<std::int32_t> orders(m.orders.size());
     std::vector<std::uint8_t> byte_scales(m.byte_scales.size());
     std::vector<float> scales(m.scales.size()), factors(m.factors.size()), bias(m.bias.size());
     std::vector<UnpackTarget> targets;
@@ -853,11 +877,12 @@ void test_unpacking() {
       target.zeros = zeros.data() + group;
       target.factors = factors.data() + row;
       target.bias = bias.data() + row;
+      target.input_order = spec.input_orders == 0 ? nullptr : orders.data() + e * spec.input_orders * spec.depth;
       targets.push_back(target);
     }
     unpack_experts(m.packed, 0, targets.data(), spec.experts, "matrix");
     check(values == m.values && (bytes || scales == m.scales) && byte_scales == m.byte_scales && zeros == m.zeros &&
-              factors == m.factors && bias == m.bias,
+              factors == m.factors && bias == m.bias && orders == m.orders,
           "unpacked " + describe(spec, "", 0));
     check(refused([&] { unpack_experts(m.packed, spec.experts, targets.data(), 1, "matrix"); }), "too many experts");
   }

@@ -142,8 +142,9 @@ const char* name_of(const std::pair<const char*, Value> (&names)[count], Value v
 // What Python gives to make a PackedSpec.
 PackedSpec make_spec(const std::string& weights, std::optional<std::int64_t> group_size, const std::string& scales,
                      std::int64_t experts, std::int64_t out_features, std::int64_t in_features, bool gated,
-                     bool has_bias, bool has_zero_points, const std::string& activations) {
+                     bool has_bias, bool has_zero_points, int input_orders, const std::string& activations) {
   PackedSpec s;
+  s.input_orders = input_orders;
   s.group = group_size.value_or(0);
   s.experts = experts;
   s.columns = out_features;
@@ -172,7 +173,7 @@ std::string spec_text(const PackedSpec& s) {
                 "', group_size=", s.group == 0 ? std::string("None") : std::to_string(s.group), ", scales='",
                 scale_name(s), "', experts=", s.experts, ", out_features=", s.columns, ", in_features=", s.depth,
                 ", gated=", text(s.gated), ", has_bias=", text(s.has_bias),
-                ", has_zero_points=", text(has_zero_points(s)), ", activations='", row_name(s), "')");
+                ", has_zero_points=", text(has_zero_points(s)), ", input_orders=", s.input_orders, ", activations='", row_name(s), "')");
 }
 
 void bind_spec(nb::module_& m) {
@@ -182,12 +183,12 @@ void bind_spec(nb::module_& m) {
           "__init__",
           [](PackedSpec* self, const std::string& weights, std::optional<std::int64_t> group, const std::string& scales,
              std::int64_t experts, std::int64_t out_features, std::int64_t in_features, bool gated, bool has_bias,
-             bool zero_points, const std::string& activations) {
+             bool zero_points, int input_orders, const std::string& activations) {
             new (self) PackedSpec(make_spec(weights, group, scales, experts, out_features, in_features, gated, has_bias,
-                                            zero_points, activations));
+                                            zero_points, input_orders, activations));
           },
           nb::kw_only(), "weights"_a, "group_size"_a.none(), "scales"_a, "experts"_a, "out_features"_a, "in_features"_a,
-          "gated"_a, "has_bias"_a, "has_zero_points"_a, "activations"_a)
+          "gated"_a, "has_bias"_a, "has_zero_points"_a, "input_orders"_a, "activations"_a)
       .def_prop_ro("weights", [](const PackedSpec& s) { return format_of(s).element; })
       .def_prop_ro("weight_format", [](const PackedSpec& s) { return format_of(s).name; })
       .def_prop_ro("weight_bits", [](const PackedSpec& s) { return traits_of(s.weights).bits; })
@@ -201,6 +202,7 @@ void bind_spec(nb::module_& m) {
       .def_ro("has_bias", &PackedSpec::has_bias)
       .def_prop_ro("has_zero_points", &has_zero_points)
       .def_prop_ro("has_factors", [](const PackedSpec& s) { return traits_of(s.weights).has_factor; })
+      .def_ro("input_orders", &PackedSpec::input_orders)
       .def_prop_ro("activations", &row_name)
       .def_prop_ro("packed_bytes", [](const PackedSpec& s) { return layout_of(s, "weights").total_bytes; })
       .def(
@@ -227,21 +229,21 @@ nb::list list_weight_formats() {
   return rows;
 }
 
-// One of the arrays that packed weights are made of: [experts, columns, width], or [experts, columns] with width 0.
-// Absent exactly where the packed weights have no such part.
+// One of the arrays that packed weights are made of: [experts, rows, width], or [experts, rows] with width 0. Absent
+// exactly where the packed weights have no such part.
 template <class T>
 class Part {
  public:
-  Part(nb::handle array, const std::string& name, bool wanted, std::int64_t experts, const PackedSpec& s,
+  Part(nb::handle array, const std::string& name, bool wanted, std::int64_t experts, std::int64_t rows,
        std::int64_t width, const char* type, bool writable = false)
-      : name_(name), stride_(s.columns * std::max<std::int64_t>(width, 1)) {
+      : name_(name), stride_(rows * std::max<std::int64_t>(width, 1)) {
     CPUMOE_REQUIRE(array.is_none() != wanted, name, " is ", array.is_none() ? "missing" : "not expected");
     if (array.is_none()) return;
     array_.emplace(array, name_.c_str());
     if (writable) array_->writable();
     array_->contiguous(width == 0 ? 2 : 3).template expect<T>(type);
-    const bool fits = array_->dim(0) == experts && array_->dim(1) == s.columns && (width == 0 || array_->dim(2) == width);
-    CPUMOE_REQUIRE(fits, name, " is ", array_->shape_text(), "; [", experts, ", ", s.columns,
+    const bool fits = array_->dim(0) == experts && array_->dim(1) == rows && (width == 0 || array_->dim(2) == width);
+    CPUMOE_REQUIRE(fits, name, " is ", array_->shape_text(), "; [", experts, ", ", rows,
                    width == 0 ? std::string() : concat(", ", width), "] is accepted");
   }
 
@@ -272,7 +274,7 @@ int check_scales(const Array& scales, const std::string& name, const PackedSpec&
 // values: int8 [experts, columns, depth], or uint8 nibbles [experts, columns, (depth + 1) / 2]. zeros and factors:
 // PackSource.
 void pack_into(nb::handle blob_, std::int64_t first_expert, nb::handle values_, nb::handle scales_, nb::handle zeros_,
-               nb::handle factors_, nb::handle bias_, int order, const std::string& name) {
+               nb::handle factors_, nb::handle bias_, nb::handle input_order_, int order, const std::string& name) {
   const std::string scales_name = name + "_scale";
   const Array blob(blob_, "blob"), values(values_, name.c_str()), scales(scales_, scales_name.c_str());
   const PackedMatrix m = packed_matrix(blob.writable());
@@ -287,10 +289,12 @@ void pack_into(nb::handle blob_, std::int64_t first_expert, nb::handle values_, 
   const int scale_bytes = check_scales(scales, scales_name, s, experts);
   CPUMOE_REQUIRE(order >= 0 && order <= 2, "order=", order, "; 0, 1 and 2 are accepted");
   CPUMOE_REQUIRE((order != 0) == s.gated, "the row order does not fit the packed layout");
-  const Part<std::int8_t> zeros(zeros_, name + "_zero_point", has_zero_points(s), experts, s, groups, "int8");
+  const Part<std::int8_t> zeros(zeros_, name + "_zero_point", has_zero_points(s), experts, s.columns, groups, "int8");
   const bool has_factors = traits_of(s.weights).has_factor && !factors_.is_none();
-  const Part<float> factors(factors_, name + "_factor", has_factors, experts, s, 0, "float32");
-  const Part<float> bias(bias_, name + "_bias", s.has_bias, experts, s, 0, "float32");
+  const Part<float> factors(factors_, name + "_factor", has_factors, experts, s.columns, 0, "float32");
+  const Part<float> bias(bias_, name + "_bias", s.has_bias, experts, s.columns, 0, "float32");
+  const Part<std::int32_t> input_order(input_order_, name + "_input_order", s.input_orders != 0, experts,
+                                       s.input_orders, s.depth, "int32");
   const DType scale_type = has_byte_scales(s) ? DType::kF32 : scales.float_type();
   CPUMOE_REQUIRE(s.scales != ScaleType::kBF16 || scale_type == DType::kBF16, scales_name, " is ", scales.dtype_text(),
                  "; bfloat16 is accepted, as these weights were begun");
@@ -304,6 +308,7 @@ void pack_into(nb::handle blob_, std::int64_t first_expert, nb::handle values_, 
     source.zeros = zeros.of(e);
     source.factors = factors.of(e);
     source.bias = bias.of(e);
+    source.input_order = input_order.of(e);
     source.order = static_cast<RowOrder>(order);
   }
   const Computation computation;
@@ -313,7 +318,7 @@ void pack_into(nb::handle blob_, std::int64_t first_expert, nb::handle values_, 
 // The experts [first_expert, first_expert + n) back to values [n, columns, depth], scales [n, columns, groups] and,
 // where there are any, zero points like the scales, factors and biases [n, columns].
 void unpack_into(nb::handle blob_, std::int64_t first_expert, nb::handle values_, nb::handle scales_, nb::handle zeros_,
-                 nb::handle factors_, nb::handle bias_) {
+                 nb::handle factors_, nb::handle bias_, nb::handle input_order_) {
   const Array blob(blob_, "blob"), values(values_, "values"), scales(scales_, "scales");
   const PackedMatrix m = packed_matrix(blob);
   const PackedSpec& s = m.spec;
@@ -322,9 +327,11 @@ void unpack_into(nb::handle blob_, std::int64_t first_expert, nb::handle values_
   CPUMOE_REQUIRE(values.dim(1) == s.columns && values.dim(2) == s.depth, "values is ", values.shape_text(),
                  "; [experts, ", s.columns, ", ", s.depth, "] is accepted");
   const int scale_bytes = check_scales(scales.writable(), "scales", s, experts);
-  const Part<std::int8_t> zeros(zeros_, "zeros", has_zero_points(s), experts, s, groups, "int8", true);
-  const Part<float> factors(factors_, "factors", traits_of(s.weights).has_factor, experts, s, 0, "float32", true);
-  const Part<float> bias(bias_, "bias", s.has_bias, experts, s, 0, "float32", true);
+  const Part<std::int8_t> zeros(zeros_, "zeros", has_zero_points(s), experts, s.columns, groups, "int8", true);
+  const Part<float> factors(factors_, "factors", traits_of(s.weights).has_factor, experts, s.columns, 0, "float32", true);
+  const Part<float> bias(bias_, "bias", s.has_bias, experts, s.columns, 0, "float32", true);
+  const Part<std::int32_t> input_order(input_order_, "input_order", s.input_orders != 0, experts, s.input_orders,
+                                       s.depth, "int32", true);
   std::vector<UnpackTarget> targets(static_cast<std::size_t>(experts));
   for (std::int64_t e = 0; e < experts; ++e) {
     UnpackTarget& target = targets[static_cast<std::size_t>(e)];
@@ -334,6 +341,7 @@ void unpack_into(nb::handle blob_, std::int64_t first_expert, nb::handle values_
     target.zeros = zeros.of(e);
     target.factors = factors.of(e);
     target.bias = bias.of(e);
+    target.input_order = input_order.of(e);
   }
   const Computation computation;
   unpack_experts(m, first_expert, targets.data(), experts, "blob");
@@ -508,9 +516,9 @@ NB_MODULE(_core, m) {
   m.def("read_spec", &read_spec, "blob"_a);
   m.def("write_packed_header", &write_packed_header, "blob"_a, "spec"_a);
   m.def("pack_into", &pack_into, "blob"_a, "first_expert"_a, "values"_a, "scales"_a, "zeros"_a.none(),
-        "factors"_a.none(), "bias"_a.none(), "order"_a, "name"_a);
+        "factors"_a.none(), "bias"_a.none(), "input_order"_a.none(), "order"_a, "name"_a);
   m.def("unpack_into", &unpack_into, "blob"_a, "first_expert"_a, "values"_a, "scales"_a, "zeros"_a.none(),
-        "factors"_a.none(), "bias"_a.none());
+        "factors"_a.none(), "bias"_a.none(), "input_order"_a.none());
   m.def("weight_formats", &list_weight_formats);
   m.def("select_experts", &select_experts, "logits"_a, "weights"_a, "ids"_a, "scoring"_a, "score_chosen"_a,
         "bias"_a.none(), "groups"_a, "topk_groups"_a, "renormalize"_a, "scale"_a);

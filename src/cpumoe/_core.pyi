@@ -23,6 +23,7 @@ class PackedSpec:
         gated: bool,
         has_bias: bool,
         has_zero_points: bool,
+        input_orders: int,
         activations: str,
     ) -> None: ...
     @property
@@ -51,6 +52,8 @@ class PackedSpec:
     def has_zero_points(self) -> bool: ...
     @property
     def has_factors(self) -> bool: ...
+    @property
+    def input_orders(self) -> int: ...
     @property
     def activations(self) -> Literal["int8", "int16"]: ...
     @property
@@ -81,6 +84,7 @@ def pack_into(
     zeros: Array | None,
     factors: Array | None,
     bias: Array | None,
+    input_order: Array | None,
     order: int,
     name: str,
 ) -> None: ...
@@ -92,6 +96,7 @@ def unpack_into(
     zeros: Array | None,
     factors: Array | None,
     bias: Array | None,
+    input_order: Array | None,
 ) -> None: ...
 def weight_formats() -> list[tuple[str, str, int, int]]: ...
 def select_experts(

@@ -296,10 +296,12 @@ class PackedBuilder:
         *,
         zero_points: Tensor | None = None,
         factors: Tensor | None = None,
+        input_order: Tensor | None = None,
     ) -> None:
         """Experts from ``first`` on: values [n, out, in] (or nibbles), scales [n, out, groups] and bias [n, out].
 
-        Zero points are like the scales; factors [n, out] multiply scales of type e4m3.
+        Zero points are like the scales; factors [n, out] multiply scales of type e4m3. ``input_order`` [n, orders, in]
+        int32 lists the inputs so that those that share a scale lie side by side; gate and up rows may have one each.
         """
         experts = set(range(first, first + values.shape[0])) & set(range(self.spec.experts))
         self._missing |= experts  # until it is done: what fails half way leaves nothing behind that could be used
@@ -311,6 +313,7 @@ class PackedBuilder:
             None if zero_points is None else zero_points.contiguous(),
             None if factors is None else _aligned(factors.to(torch.float32)),
             None if bias is None else _aligned(bias.to(torch.float32)),
+            None if input_order is None else _aligned(input_order),
             row_order,
             name,
         )
@@ -335,6 +338,7 @@ def _spec_of(
     row_order: int,
     name: str,
     has_zero_points: bool,
+    input_order: Tensor | None,
     activations: str,
 ) -> PackedSpec:
     if values.dim() != 3:
@@ -349,6 +353,7 @@ def _spec_of(
         gated=row_order != ROWS_PLAIN,
         has_bias=bias is not None,
         has_zero_points=has_zero_points,
+        input_orders=0 if input_order is None else input_order.shape[1],
         activations=activations,
     )
 
@@ -364,13 +369,15 @@ def _pack(
     name: str = "values",
     zero_points: Tensor | None = None,
     factors: Tensor | None = None,
+    input_order: Tensor | None = None,
     activations: str = "int8",
 ) -> Tensor:
     has_zeros = zero_points is not None
-    builder = PackedBuilder(
-        _spec_of(values, scales, bias, in_features, group_size, weights, row_order, name, has_zeros, activations)
+    sizes = (in_features, group_size, weights, row_order, name)
+    builder = PackedBuilder(_spec_of(values, scales, bias, *sizes, has_zeros, input_order, activations))
+    builder.put(
+        0, values, scales, bias, row_order, name, zero_points=zero_points, factors=factors, input_order=input_order
     )
-    builder.put(0, values, scales, bias, row_order, name, zero_points=zero_points, factors=factors)
     return builder.finish()
 
 
@@ -385,17 +392,19 @@ def _pack_fake(
     name: str = "values",
     zero_points: Tensor | None = None,
     factors: Tensor | None = None,
+    input_order: Tensor | None = None,
     activations: str = "int8",
 ) -> Tensor:
     has_zeros = zero_points is not None
-    spec = _spec_of(values, scales, bias, in_features, group_size, weights, row_order, name, has_zeros, activations)
+    sizes = (in_features, group_size, weights, row_order, name)
+    spec = _spec_of(values, scales, bias, *sizes, has_zeros, input_order, activations)
     return torch.empty(spec.packed_bytes, dtype=torch.uint8, device=values.device)
 
 
 pack = _register(
     "pack(Tensor values, Tensor scales, Tensor? bias, int in_features, int group_size, str weights, "
-    'int row_order, str name="values", Tensor? zero_points=None, Tensor? factors=None, str activations="int8") '
-    "-> Tensor",
+    'int row_order, str name="values", Tensor? zero_points=None, Tensor? factors=None, Tensor? input_order=None, '
+    'str activations="int8") -> Tensor',
     _pack,
     _pack_fake,
 )
@@ -403,15 +412,15 @@ pack = _register(
 
 def unpack(
     blob: Tensor, first: int = 0, count: int | None = None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Experts ``first`` to ``first + count - 1`` of packed weights (all by default), as they were packed.
 
     To the bit, but for scales of int4 weights below 2^-122, whose sixteenth, which is what is held, has fewer bits.
 
     Returns:
         int8 values [count, out, in], scales [count, out, groups] (groups is 1 per channel) in the dtype that was
-        packed, and, each or None, zero points int8 like the scales, factors and biases [count, out] fp32. Rows of a
-        gated matrix are gate rows, then up rows.
+        packed, and, each or None, zero points int8 like the scales, factors and biases [count, out] fp32, and the
+        orders of inputs [count, orders, in] int32. Rows of a gated matrix are gate rows, then up rows.
     """
     spec = read_spec(blob)
     count = spec.experts - first if count is None else count
@@ -428,8 +437,11 @@ def unpack(
     zero_points = empty(spec.groups, dtype=torch.int8) if spec.has_zero_points else None
     factors = empty() if spec.has_factors else None
     bias = empty() if spec.has_bias else None
-    _core.unpack_into(blob.contiguous(), first, values, scales, zero_points, factors, bias)
-    return values, scales.view(dtype), zero_points, factors, bias
+    order = None
+    if spec.input_orders:
+        order = torch.empty((count, spec.input_orders, spec.in_features), dtype=torch.int32, device="cpu")
+    _core.unpack_into(blob.contiguous(), first, values, scales, zero_points, factors, bias, order)
+    return values, scales.view(dtype), zero_points, factors, bias, order
 
 
 # ---- routing -------------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.packed_weights import packed_spec
@@ -56,13 +57,20 @@ def experts_weights(config: MoEConfig) -> int:
     return config.local_experts * config.hidden_size * (rows + config.intermediate_size)
 
 
-def experts_bytes(config: MoEConfig) -> int:
-    """Bytes of the packed experts of one layer."""
+def experts_bytes(config: MoEConfig, storage: LinearStorage | None = None) -> int:
+    """Bytes of the packed experts of one layer; ``storage`` is that of its linears, None for float."""
+    ordered = storage is not None and storage.has_input_order
     rows, gated = config.activation.gate_up_rows(config.intermediate_size), bool(config.activation.gated)
     sizes = ((rows, config.hidden_size, gated), (config.hidden_size, config.intermediate_size, False))
     specs = (
         packed_spec(
-            config.scheme, config.scale_dtype, config.local_experts, *size, gated=gated, has_bias=config.has_bias
+            config.scheme,
+            config.scale_dtype,
+            config.local_experts,
+            *size,
+            gated=gated,
+            has_bias=config.has_bias,
+            input_orders=(2 if gated else 1) if ordered else 0,
         )
         for *size, gated in sizes
     )
@@ -77,7 +85,7 @@ def offers(configs: list[MoEConfig]) -> list[dict[str, Any]]:
             quantized = [replace(config, scheme=scheme) for config in configs]
         except UnsupportedScheme:
             continue
-        size, weights = sum(map(experts_bytes, quantized)), sum(map(experts_weights, quantized))
+        size, weights = sum(experts_bytes(config) for config in quantized), sum(map(experts_weights, quantized))
         found.append({"scheme": str(scheme), "memory_bytes": size, "bits_per_weight": bits_per_weight(size, weights)})
     return found
 

@@ -152,8 +152,8 @@ class Survey:
         if module in self.linears:
             linear = self.linears[module]
             return linear.rows * linear.columns, self._try(lambda: linear.packed_bytes) or 0
-        config = self.sources[module].config
-        return experts_weights(config), self._try(experts_bytes, config) or 0
+        source = self.sources[module]
+        return experts_weights(source.config), self._try(experts_bytes, source.config, source.storage) or 0
 
     # ---- the whole of it -------------------------------------------------------------------------------------------
 

@@ -61,7 +61,9 @@ class LinearSource:
         scheme.check_inputs(self.columns, self.name)
         infos = self._checkpoint.infos_of(self.name, self.storage.tensors(self.rows, self.columns))
         scale_dtype = self.storage.scale_dtype({suffix: info.dtype for suffix, info in infos.items()})
-        return packed_spec(scheme, scale_dtype, 1, self.rows, self.columns, has_bias=self.has_bias).packed_bytes
+        orders = 1 if self.storage.has_input_order else 0
+        spec = packed_spec(scheme, scale_dtype, 1, self.rows, self.columns, has_bias=self.has_bias, input_orders=orders)
+        return spec.packed_bytes
 
 
 def is_tied_away(checkpoint: Checkpoint, name: str, storage: LinearStorage) -> bool:

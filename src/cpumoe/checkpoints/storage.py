@@ -94,6 +94,11 @@ class LinearStorage(ABC):
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         """A weight [rows, columns], one value per byte -> the tensors that are stored, by suffix; not its bias."""
 
+    @property
+    def has_input_order(self) -> bool:
+        """Whether scales belong to inputs that do not lie side by side, so that packed inputs have an order."""
+        return False
+
     def read_bytes(self, rows: int, columns: int) -> int:
         """Bytes that a linear takes while it is read and decoded."""
         return sum(tensor.bytes for tensor in self.tensors(rows, columns).values())

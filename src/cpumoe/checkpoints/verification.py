@@ -56,8 +56,8 @@ class Result:
 
 def _packed_expert(experts: Experts, expert: int) -> list[QuantizedWeight]:
     """Gate, up and down of one expert, out of the packed weights."""
-    part, inner = experts.quantized(expert, 1)[0], experts.config.intermediate_size
-    return [part.gate_up[:inner], part.gate_up[inner:], part.down]
+    part = experts.quantized(expert, 1)[0]
+    return [*part.gate_up.halves(), part.down]
 
 
 # ---- comparing -----------------------------------------------------------------------------------------------------
@@ -99,6 +99,7 @@ def _compare(result: Result, name: str, stored: QuantizedWeight, packed: Quantiz
         ("zero points", packed.zero_points, stored.zero_points),
         ("factors", factors(packed), factors(stored)),
         ("biases", packed.bias, stored.bias),
+        ("orders of inputs", packed.input_order, stored.input_order),
     ):
         if mine is None or theirs is None:
             if mine is not theirs:

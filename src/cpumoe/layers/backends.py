@@ -214,6 +214,8 @@ class AtenBackend(Backend):
 
     def prepare(self, chunks: Iterable[QuantizedExperts], config: MoEConfig) -> dict[str, Tensor]:
         plain = _joined(chunks, config)
+        if plain.gate_up.input_order is not None or plain.down.input_order is not None:
+            raise NoBackend("weights in activation order; PyTorch's product has them in the order of the inputs only")
         return {
             "gate_up_packed": self._pack(plain.gate_up, config),
             "down_packed": self._pack(plain.down, config),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cpumoe import ops
-from cpumoe.layers.packed_weights import packed_spec, put_weight, scheme_of
+from cpumoe.layers.packed_weights import input_orders_of, packed_spec, put_weight, scheme_of
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.rounding import quantize_weight
 from cpumoe.layers.scheme import Scheme
@@ -77,7 +77,15 @@ class QuantizedLinear(nn.Module):
         out_features, in_features = values.shape[0], values.shape[1] * (2 if values.dtype == torch.uint8 else 1)
         scheme.check_inputs(in_features, "weight")
         check_parts("weight", one, scheme, (1, out_features, in_features))
-        spec = packed_spec(scheme, one.scales.dtype, 1, out_features, in_features, has_bias=one.bias is not None)
+        spec = packed_spec(
+            scheme,
+            one.scales.dtype,
+            1,
+            out_features,
+            in_features,
+            has_bias=one.bias is not None,
+            input_orders=input_orders_of(one),
+        )
         builder = ops.PackedBuilder(spec)
         put_weight(builder, 0, one, ops.ROWS_PLAIN, "weight")
         return cls(builder.finish())

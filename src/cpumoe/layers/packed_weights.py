@@ -20,6 +20,7 @@ def packed_spec(
     *,
     gated: bool = False,
     has_bias: bool = False,
+    input_orders: int = 0,
 ) -> ops.PackedSpec:
     """What packed weights of a scheme are; floating point scales that are not bf16 are held as fp32."""
     weights = scheme.weights
@@ -33,6 +34,7 @@ def packed_spec(
         gated=gated,
         has_bias=has_bias,
         has_zero_points=not weights.symmetric,
+        input_orders=input_orders,
         activations=f"int{scheme.activation_bits}",
     )
 
@@ -55,8 +57,22 @@ def scheme_of(spec: ops.PackedSpec) -> Scheme:
 
 def put_weight(builder: ops.PackedBuilder, first: int, weight: QuantizedWeight, row_order: int, name: str) -> None:
     """Packs weights [n, out, in] as the experts from ``first`` on."""
-    w = weight
-    builder.put(first, w.values, w.scales, w.bias, row_order, name, zero_points=w.zero_points, factors=w.factors)
+    builder.put(
+        first,
+        weight.values,
+        weight.scales,
+        weight.bias,
+        row_order,
+        name,
+        zero_points=weight.zero_points,
+        factors=weight.factors,
+        input_order=weight.input_order,
+    )
+
+
+def input_orders_of(weight: QuantizedWeight) -> int:
+    """How many orders of inputs weights [n, out, in] have."""
+    return 0 if weight.input_order is None else weight.input_order.shape[1]
 
 
 def unpack_weight(blob: Tensor, first: int = 0, count: int | None = None) -> QuantizedWeight:
@@ -89,8 +105,10 @@ class ExpertsPacker:
 
         def builder(weight: QuantizedWeight, out: int, inputs: int, gated: bool) -> ops.PackedBuilder:
             has_bias, dtype = weight.bias is not None, weight.scales.dtype
+            orders = input_orders_of(weight)
+            sizes = (c.local_experts, out, inputs)
             return ops.PackedBuilder(
-                packed_spec(c.scheme, dtype, c.local_experts, out, inputs, gated=gated, has_bias=has_bias)
+                packed_spec(c.scheme, dtype, *sizes, gated=gated, has_bias=has_bias, input_orders=orders)
             )
 
         return (

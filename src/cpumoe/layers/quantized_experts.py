@@ -25,6 +25,8 @@ class QuantizedWeight:
         zero_points: int8 [..., out, groups], which are subtracted from the integers, or None.
         factors: fp32 [..., out], which multiply the scales, or None.
         bias: [..., out] or None.
+        input_order: [..., orders, in] int32 or None: the inputs, listed so that those that share a scale lie side by
+            side (activation order). One order for all rows, or one for gate and one for up rows.
     """
 
     element: ElementType
@@ -33,6 +35,7 @@ class QuantizedWeight:
     zero_points: Tensor | None = None
     factors: Tensor | None = None
     bias: Tensor | None = None
+    input_order: Tensor | None = None
 
     def each(self, function: Callable[[Tensor], Tensor]) -> QuantizedWeight:
         """The same with a function applied to every tensor."""
@@ -41,8 +44,25 @@ class QuantizedWeight:
         return replace(self, **changed)
 
     def __getitem__(self, index: int | slice) -> QuantizedWeight:
-        """A part of the first dimension of every tensor: some rows of a matrix, or some experts of several."""
+        """Some of several weights, or one of them without its dimension."""
         return self.each(lambda tensor: tensor[index])
+
+    def halves(self) -> tuple[QuantizedWeight, QuantizedWeight]:
+        """The gate and the up rows of a weight [..., 2 I, in]."""
+        rows, order = self.values.shape[-2] // 2, self.input_order
+
+        def part(first: bool) -> QuantizedWeight:
+            wanted = slice(0, rows) if first else slice(rows, None)
+            by_rows = replace(self, values=self.values[..., wanted, :], scales=self.scales[..., wanted, :])
+            return replace(
+                by_rows,
+                zero_points=None if self.zero_points is None else self.zero_points[..., wanted, :],
+                factors=None if self.factors is None else self.factors[..., wanted],
+                bias=None if self.bias is None else self.bias[..., wanted],
+                input_order=None if order is None else order[..., :1, :] if first else order[..., -1:, :],
+            )
+
+        return part(True), part(False)
 
     def plain(self) -> QuantizedWeight:
         """One value per byte."""
@@ -91,7 +111,9 @@ class QuantizedExperts:
         """One value per byte, gate rows before up rows."""
         gate_up, down = self.gate_up.plain(), self.down.plain()
         if self.interleaved:
-            gate_up = gate_up.each(lambda t: torch.cat((t[:, 0::2], t[:, 1::2]), 1))
+            order = gate_up.input_order
+            gate_up = replace(gate_up, input_order=None).each(lambda t: torch.cat((t[:, 0::2], t[:, 1::2]), 1))
+            gate_up = replace(gate_up, input_order=order)
         return QuantizedExperts(gate_up, down)
 
     @staticmethod

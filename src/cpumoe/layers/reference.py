@@ -62,13 +62,20 @@ def scale_values(scales: Tensor) -> Tensor:
 
 def dequantize(weight: QuantizedWeight) -> Tensor:
     """A quantised weight [..., out, in] in fp32."""
+    if weight.input_order is not None and weight.input_order.shape[-2] == 2:
+        return torch.cat([dequantize(half) for half in weight.plain().halves()], -2)
     weight = weight.plain()
     values = FP4_VALUES[weight.values.long()] if weight.element == "fp4" else weight.values.to(torch.float32)
-    grouped: Tensor = values.unflatten(-1, (weight.scales.shape[-1], -1))
+    order = None if weight.input_order is None else weight.input_order.long().expand(values.shape)
+    grouped: Tensor = (values if order is None else values.gather(-1, order)).unflatten(
+        -1, (weight.scales.shape[-1], -1)
+    )
     if weight.zero_points is not None:
         grouped = grouped - weight.zero_points.to(torch.float32).unsqueeze(-1)
-    dequantized = (grouped * scale_values(weight.scales).unsqueeze(-1)).flatten(-2)
-    return dequantized if weight.factors is None else dequantized * weight.factors.unsqueeze(-1)
+    scaled = (grouped * scale_values(weight.scales).unsqueeze(-1)).flatten(-2)
+    if weight.factors is not None:
+        scaled = scaled * weight.factors.unsqueeze(-1)
+    return scaled if order is None else torch.empty_like(scaled).scatter_(-1, order, scaled)
 
 
 def apply_activation(h: Tensor, activation: Activation) -> Tensor:

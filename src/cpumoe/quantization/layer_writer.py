@@ -77,8 +77,9 @@ class LayerWriter:
                 self._counts["uncovered"].append(expert)
         first = self._quantized(gate_up[0], seen, config.scheme, gate_name)
         biases = None if gate_up_bias is None else gate_up_bias[0].to(torch.float32)
-        for name, rows in ((gate_name, slice(0, inner)), (up_name, slice(inner, None))):
-            self._write(storage, name, first[rows])
+        gate, up = first.halves()
+        for name, weight, rows in ((gate_name, gate, slice(0, inner)), (up_name, up, slice(inner, None))):
+            self._write(storage, name, weight)
             if biases is not None:
                 self._writer.write(f"{name}.bias", biases[rows])
         second_bias = None if down_bias is None else down_bias[0].to(torch.float32)

@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from cpumoe.checkpoints.formats.input_order import input_order_of
 from cpumoe.checkpoints.storage import LinearStorage, StoredTensor
 from cpumoe.checkpoints.tensor_file import FLOAT_DTYPES, TensorInfo
 from cpumoe.errors import CheckpointError, UnsupportedScheme
@@ -50,10 +51,17 @@ class IntegerStorage(LinearStorage):
 
     ``int-quantized`` has a byte for each of them in ``weight``. ``pack-quantized`` has as many as fit into words in
     ``weight_packed``, where the last word of a row may be filled up, and the size of the linear in ``weight_shape``.
-    Its zero points are packed into words as well, along the rows.
+    Its zero points are packed into words as well, along the rows, and it may have the inputs of a group anywhere:
+    ``weight_g_idx`` has the group of every input.
     """
 
     scale_suffix: ClassVar[str] = "weight_scale"
+
+    activation_order: bool = False
+
+    @property
+    def has_input_order(self) -> bool:
+        return self.activation_order
 
     @property
     def _is_packed(self) -> bool:
@@ -75,6 +83,8 @@ class IntegerStorage(LinearStorage):
         if not self.scheme.weights.symmetric:
             words = (-(-rows // self._per_word), scale_shape[1])
             tensors["weight_zero_point"] = StoredTensor(("I32",), words, by_rows=False)
+        if self.activation_order:
+            tensors["weight_g_idx"] = StoredTensor(("I32",), (columns,), by_rows=False)
         tensors["weight_shape"] = StoredTensor(("I64", "I32"), (2,), by_rows=False, values=(rows, columns))
         return tensors
 
@@ -103,7 +113,13 @@ class IntegerStorage(LinearStorage):
             self._integers(tensors, columns),
             scales,
             None if zeros is None else self._zero_points(zeros, rows).flatten(-3, -2),
+            input_order=self._input_order(tensors),
         )
+
+    def _input_order(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        if not self.activation_order:
+            return None
+        return input_order_of(tensors["weight_g_idx"], self.scheme.group_size, "weight_g_idx")
 
     def _integers(self, tensors: Mapping[str, Tensor], columns: int) -> Tensor:
         """No copy in the cases that matter: int32 words seen as bytes are nibbles in the order that packing takes."""
@@ -140,7 +156,14 @@ class IntegerStorage(LinearStorage):
             elements(tensors["weight_packed"])[:, :columns].to(torch.int8),
             scales,
             None if zeros is None else elements(zeros.T).T[:rows].to(torch.int8),
+            input_order=self._plain_order(tensors),
         )
+
+    def _plain_order(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        if not self.activation_order:
+            return None
+        groups = tensors["weight_g_idx"].tolist()
+        return torch.tensor([sorted(range(len(groups)), key=groups.__getitem__)], dtype=torch.int32)
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         values, scales = weight.values, weight.scales
@@ -149,6 +172,9 @@ class IntegerStorage(LinearStorage):
         tensors = {"weight_packed": self._words(values), "weight_scale": scales}
         if weight.zero_points is not None:
             tensors["weight_zero_point"] = self._words(weight.zero_points.T).T.contiguous()
+        if weight.input_order is not None:
+            groups = torch.arange(values.shape[1], dtype=torch.int32) // (self.scheme.group_size or values.shape[1])
+            tensors["weight_g_idx"] = torch.empty_like(groups).scatter_(0, weight.input_order[0].long(), groups)
         return tensors | {"weight_shape": torch.tensor(values.shape, dtype=torch.int64)}
 
     def _words(self, values: Tensor) -> Tensor:

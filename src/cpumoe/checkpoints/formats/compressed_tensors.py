@@ -37,7 +37,7 @@ class QuantizationConfig(Quantization):
     """Which modules of a compressed-tensors checkpoint are quantised, and how."""
 
     suffixes: ClassVar[frozenset[str]] = frozenset(
-        ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_global_scale")
+        ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale")
     )
 
     groups: tuple[_Group, ...]
@@ -87,7 +87,10 @@ class QuantizationConfig(Quantization):
         if format_name not in INTEGER_FORMATS or (format_name == INT_QUANTIZED and not scheme.weights.symmetric):
             accepted = PACK_QUANTIZED if not scheme.weights.symmetric else " and ".join(INTEGER_FORMATS)
             raise CheckpointError(f"{name}: {described} in the format {format_name!r}; {accepted} is accepted")
-        return _Group(targets, IntegerStorage(scheme, str(format_name)))
+        activation_order = weights.get("actorder") == "group"
+        if activation_order and (format_name != PACK_QUANTIZED or scheme.group_size is None):
+            raise CheckpointError(f"{name}: {described} in the format {format_name!r}; {PACK_QUANTIZED} is accepted")
+        return _Group(targets, IntegerStorage(scheme, str(format_name), activation_order))
 
     def storage_of(self, module: str) -> LinearStorage | None:
         """How the linear named ``module`` is stored; None if it was left in float.
@@ -122,8 +125,9 @@ def _scheme_of(name: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] 
     bits, strategy, size = weights.get("num_bits"), weights.get("strategy"), weights.get("group_size")
     if strategy is None:
         strategy = "group" if isinstance(size, int) and size > 0 else "channel"
-    if weights.get("dynamic", False) or weights.get("actorder") not in (None, "weight", "static"):
-        raise UnsupportedScheme("weights with stored scales, whose inputs are in their own order, are")
+    # "weight" and "static" leave no trace in the file: the scales belong to inputs that lie side by side.
+    if weights.get("dynamic", False) or weights.get("actorder") not in (None, "weight", "static", "group"):
+        raise UnsupportedScheme("weights with stored scales, in activation order 'group', 'weight' or 'static', are")
     symmetric = weights.get("symmetric", True) is True
     if weights.get("type", "int") == "float" and bits == 4 and symmetric and inputs is None:
         fp4: dict[object, str] = {("tensor_group", 16): "nvfp4a16", ("group", 32): "mxfp4a16"}
@@ -156,7 +160,7 @@ def write_config(storages: Mapping[str, LinearStorage], ignore: list[str]) -> di
             f"group_{index}": {
                 "targets": targets_of_group,
                 "format": storage.format,
-                "weights": _weights_section(storage.scheme),
+                "weights": _weights_section(storage),
                 "input_activations": None if storage.scheme.activations is None else _PER_TOKEN_INT8,
                 "output_activations": None,
             }
@@ -170,8 +174,8 @@ def write_config(storages: Mapping[str, LinearStorage], ignore: list[str]) -> di
 _PER_TOKEN_INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
 
 
-def _weights_section(scheme: Scheme) -> dict[str, Any]:
-    weights = scheme.weights
+def _weights_section(storage: LinearStorage) -> dict[str, Any]:
+    scheme, weights = storage.scheme, storage.scheme.weights
     strategy = "channel" if scheme.group_size is None else "tensor_group" if weights.scale == "e4m3" else "group"
     section: dict[str, Any] = {
         "num_bits": weights.bits,
@@ -181,6 +185,8 @@ def _weights_section(scheme: Scheme) -> dict[str, Any]:
         "strategy": strategy,
         "group_size": scheme.group_size,
     }
+    if storage.has_input_order:
+        section["actorder"] = "group"
     scale_dtypes = {"e4m3": "torch.float8_e4m3fn", "e8m0": "torch.uint8"}
     return section | ({"scale_dtype": scale_dtypes[weights.scale]} if weights.scale in scale_dtypes else {})
 

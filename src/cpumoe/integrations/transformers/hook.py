@@ -28,7 +28,8 @@ _SWITCH = "CPUMOE_TRANSFORMERS"
 METHODS = ("compressed-tensors",)
 
 # Names that transformers accepts as experts_implementation. A name without a scheme takes that of CPUMOE_SCHEME.
-_SCHEMES = "w4a8 w4a8-g32 w4a8-g64 w4a8-g128 w8a8 w4a16-g32 w4a16-g128 w8a16 mxfp4a16 nvfp4a16".split()
+_SCHEMES = ["w4a8", "w4a8-g32", "w4a8-g64", "w4a8-g128", "w8a8"]
+_SCHEMES += ["w4a16-g32", "w4a16-g128", "w8a16", "mxfp4a16", "nvfp4a16"]
 EXPERTS_IMPLEMENTATIONS = ("cpumoe", *(f"cpumoe-{scheme}" for scheme in _SCHEMES))
 
 

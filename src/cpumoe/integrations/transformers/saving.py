@@ -94,10 +94,9 @@ def state_dict_for_saving(model: PreTrainedModel, config: QuantizationConfig) ->
         if isinstance(module, QuantizedLinear):
             add(name, unpack_weight(module.weight_packed)[0])
             continue
-        inner = module.config.intermediate_size
         for expert in range(module.config.local_experts):
             part, prefix = module.quantized(expert, 1)[0], f"{name}.{expert}"
-            add(f"{prefix}.{gate}", part.gate_up[:inner])
-            add(f"{prefix}.{up}", part.gate_up[inner:])
+            for projection, weight in zip((gate, up), part.gate_up.halves(), strict=True):
+                add(f"{prefix}.{projection}", weight)
             add(f"{prefix}.{down}", part.down)
     return out

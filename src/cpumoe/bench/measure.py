@@ -125,9 +125,14 @@ def make_row(
     isa: str | None = None,
     *,
     from_memory: bool,
+    dots_per_product: int = 1,
 ) -> Row:
-    """``weight_bytes``: how many bytes of weights one call reads, which are those of the active experts."""
-    median = statistics.median(seconds)
+    """``weight_bytes``: how many bytes of weights one call reads, which are those of the active experts.
+
+    ``dots_per_product``: int8 dot products for each product of a weight and an activation; 16-bit activations take two,
+    so that half of the int8 peak is theirs.
+    """
+    median, peak = statistics.median(seconds), limits.peak / dots_per_product
     operations, rate = shape.operations(tokens) / median, weight_bytes / median
     return Row(
         system,
@@ -142,8 +147,8 @@ def make_row(
         weight_gbps=rate * 1e-9,
         dram_gbps=limits.dram * 1e-9,
         dram_fraction=rate / limits.dram,
-        peak_tops=limits.peak * 1e-12,
-        compute_fraction=operations / limits.peak,
+        peak_tops=peak * 1e-12,
+        compute_fraction=operations / peak,
         from_memory=from_memory,
     )
 
@@ -178,4 +183,14 @@ def bench_shape(shape: Shape, scheme: Scheme, tokens: list[int], dtype: torch.dt
         calls: list[Call] = [layer.__call__ for layer in layers]
         seconds = time_calls(calls, inputs, budget, between)
         weight_bytes = mean_active_experts(inputs) * bytes_per_expert
-        yield make_row("cpumoe", shape, str(scheme), count, seconds, weight_bytes, limits, from_memory=from_memory)
+        yield make_row(
+            "cpumoe",
+            shape,
+            str(scheme),
+            count,
+            seconds,
+            weight_bytes,
+            limits,
+            from_memory=from_memory,
+            dots_per_product=scheme.activation_bits // 8,
+        )

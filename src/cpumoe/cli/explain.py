@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,11 +25,11 @@ from cpumoe.cli.arguments import (
 )
 from cpumoe.errors import NoBackend
 from cpumoe.layers.activation import KINDS, Activation
-from cpumoe.layers.backends import explain, select_backend
+from cpumoe.layers.backends import explain, select_backend, serving_matrix
 from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.packed_weights import packed_spec
 from cpumoe.layers.routing import RoutingMethod
-from cpumoe.layers.scheme import Scheme
+from cpumoe.layers.scheme import SCHEMES, Scheme
 from cpumoe.tables import aligned
 
 if TYPE_CHECKING:
@@ -47,8 +48,9 @@ def add_command(commands: Commands) -> None:
     )
     parser.add_argument(
         "what",
+        nargs="?",
         metavar="MODEL|SCHEME",
-        help="checkpoint folder, id on the Hugging Face hub (owner/name), or scheme (w4a8-g128)",
+        help="checkpoint folder, id on the Hugging Face hub (owner/name), or scheme (w4a8-g128); left out: all schemes",
     )
     layer = parser.add_argument_group("the layer, for a SCHEME (a MODEL has its own)")
     layer.add_argument("--hidden", type=size_in_features, metavar="N", help="hidden size (2048)")
@@ -65,6 +67,9 @@ def add_command(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.what is None:
+        refuse_given(arguments, "without a MODEL or SCHEME", "download", "activations", *_LAYER_OPTIONS)
+        return _explain_all(arguments.json)
     answers = [_answer(config, layers) for config, layers in _layers(arguments).items()]
     if arguments.json:
         print(json.dumps(answers[0] if len(answers) == 1 else answers, indent=1))
@@ -72,6 +77,27 @@ def run(arguments: argparse.Namespace) -> int:
         for answer in answers:
             _print(answer)
     return 0 if all(answer["chosen"] for answer in answers) else 1
+
+
+def _explain_all(as_json: bool) -> int:
+    """Which backend serves each scheme with each routing method and activation on each instruction set of this CPU."""
+    cells = list(serving_matrix())
+    if as_json:
+        print(json.dumps([asdict(cell) for cell in cells], indent=1))
+        return 0
+    rows = [("scheme", "kernels", "bits per weight", "backend", "not served with")]
+    for name in SCHEMES:
+        of_scheme = [cell for cell in cells if cell.scheme == name]
+        backends = dict.fromkeys(cell.backend for cell in of_scheme if cell.backend is not None)
+        gaps = dict.fromkeys(f"{c.routing}, {c.activation} on {c.isa}" for c in of_scheme if c.backend is None)
+        layer = MoEConfig(Scheme.parse(name), 1, 2048, 768, scale_dtype=torch.bfloat16)
+        bits = 8 * packed_spec(layer.scheme, layer.scale_dtype, 1, 2048, 2048).packed_bytes / 2048**2
+        rows.append((name, _weight_format(layer), f"{bits:.2f}", ", ".join(backends), "; ".join(gaps) or "-"))
+    print("\n".join(aligned(rows)))
+    count = len({cell.routing for cell in cells}), len({cell.activation for cell in cells})
+    isas = ", ".join(dict.fromkeys(cell.isa for cell in cells))
+    print(f"asked for {count[0]} routing methods and {count[1]} activations on {isas}")
+    return 0
 
 
 def _layers(arguments: argparse.Namespace) -> dict[MoEConfig, int]:

@@ -7,24 +7,27 @@ one that the user names is taken or refused, never replaced.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from cpumoe import ops
+from cpumoe import cpu, ops
 from cpumoe.errors import NoBackend
 from cpumoe.layers import reference
+from cpumoe.layers.activation import KINDS, Activation
 from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.nibbles import pack_nibbles
 from cpumoe.layers.packed_weights import ExpertsPacker, unpack_weight
 from cpumoe.layers.quantized_experts import QuantizedExperts, QuantizedWeight
 from cpumoe.layers.routing import RoutingMethod
+from cpumoe.layers.scheme import SCHEMES, Scheme
 
 _log = logging.getLogger("cpumoe")
 
@@ -339,6 +342,28 @@ class Verdict:
 def explain(config: MoEConfig) -> list[Verdict]:
     """What every backend says of a layer, in the order of preference."""
     return [Verdict(backend.name, backend.obstacle(config)) for backend in BACKENDS]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One kind of layer on one instruction set, and the backend that serves it; None if none does."""
+
+    scheme: str
+    isa: str
+    routing: str
+    activation: str
+    backend: str | None
+
+
+def serving_matrix() -> Iterator[Cell]:
+    """Every scheme with every routing method and activation, on every instruction set of this CPU."""
+    isas = [entry.name for entry in cpu.instruction_sets() if entry.supported]
+    methods = [method for method in RoutingMethod if method is not RoutingMethod.UNSPECIFIED]
+    for name, method, activation in itertools.product(SCHEMES, methods, KINDS):
+        config = MoEConfig(Scheme.parse(name), 8, 256, 256, Activation(activation), routing=method)
+        backend = next((verdict.backend for verdict in explain(config) if verdict.obstacle is None), None)
+        # All instruction sets have a row for every weight format, or the core would not compile.
+        yield from (Cell(name, isa, method.value, activation, backend) for isa in isas)
 
 
 def select_backend(config: MoEConfig, requested: str | None = None) -> Backend:

@@ -201,3 +201,10 @@ _NAME = re.compile(
 
 #: int8 activations with a zero point, one scale per token, found as the token is seen.
 PER_TOKEN_INT8 = TensorFormat("int8", GroupShape.per_row(), symmetric=False, dynamic=True)
+
+
+_A8 = ["w4a8", "w4a8-g32", "w4a8-g64", "w4a8-g128", "w8a8", "w8a8-g32", "w8a8-g128"]
+_A16 = ["w4a16", "w4a16-g32", "w4a16-g128", "w4a16-asym", "w4a16-g32-asym", "w4a16-g128-asym"]
+_A16 += ["w8a16", "w8a16-g32", "w8a16-g128", "mxfp4a16", "nvfp4a16"]
+#: Names of schemes of every kind that is served. Groups may have any multiple of 32 inputs; these are the usual ones.
+SCHEMES = (*_A8, *_A16, *(f"{name}+int8" for name in _A16))

@@ -53,7 +53,7 @@ def check_parts(name: str, weight: QuantizedWeight, scheme: Scheme, shape: tuple
         raise ValueError(f"{name}_zero_point is {zeros.dtype} {list(zeros.shape)}; int8 {list(expected)} is accepted")
     order = weight.input_order
     if order is not None and (order.dtype != torch.int32 or order.dim() != 3 or order.shape[2] != inputs):
-        accepted = f"int32 [{experts}, orders, {inputs}]"
-        raise ValueError(f"{name}_input_order is {order.dtype} {list(order.shape)}; {accepted} is accepted")
+        wanted = f"int32 [{experts}, orders, {inputs}]"
+        raise ValueError(f"{name}_input_order is {order.dtype} {list(order.shape)}; {wanted} is accepted")
     if bias is not None and tuple(bias.shape) != (experts, out):
         raise ValueError(f"{name}_bias is {list(bias.shape)}; [{experts}, {out}] is accepted")

@@ -1,0 +1,40 @@
+"""The operators: ``torch.ops.cpumoe.*`` and what calls them from Python. Nothing else computes with the core."""
+
+from cpumoe.ops.attention import decode_attention, rms_norm
+from cpumoe.ops.packing import (
+    ROWS_GATE_THEN_UP,
+    ROWS_GATE_UP_INTERLEAVED,
+    ROWS_PLAIN,
+    PackedBuilder,
+    PackedSpec,
+    pack,
+    read_spec,
+    scale_dtype,
+    scales_name,
+    unpack,
+)
+from cpumoe.ops.products import fused_experts, linear
+from cpumoe.ops.registration import refuse_gradient, wants_gradient
+from cpumoe.ops.routing import SCORING, router_logits, select_experts
+
+__all__ = [
+    "ROWS_GATE_THEN_UP",
+    "ROWS_GATE_UP_INTERLEAVED",
+    "ROWS_PLAIN",
+    "SCORING",
+    "PackedBuilder",
+    "PackedSpec",
+    "decode_attention",
+    "fused_experts",
+    "linear",
+    "pack",
+    "read_spec",
+    "refuse_gradient",
+    "rms_norm",
+    "router_logits",
+    "scale_dtype",
+    "scales_name",
+    "select_experts",
+    "unpack",
+    "wants_gradient",
+]

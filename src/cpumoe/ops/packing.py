@@ -1,0 +1,206 @@
+"""Packed weights: what they are, making them a few experts at a time, and taking them apart again."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cpumoe import _core
+from cpumoe.ops.registration import aligned, register
+
+# How the rows of a first product lie in memory (core/packed.h).
+ROWS_PLAIN, ROWS_GATE_THEN_UP, ROWS_GATE_UP_INTERLEAVED = 0, 1, 2
+
+
+#: What packed weights are: weights ("int4", "int8", "fp4"), group_size (None: one scale per row), scales ("float32",
+#: "bfloat16", "e8m0", "e4m3"), experts, out_features, in_features, gated, has_bias, has_zero_points and the activations
+#: they are multiplied with ("int8", "int16"); all by keyword. It also knows ``packed_bytes``.
+PackedSpec = _core.PackedSpec
+
+
+def read_spec(blob: Tensor) -> PackedSpec:
+    """What the header of packed weights says; raises ValueError for what is not packed weights of this version."""
+    return _core.read_spec(blob)
+
+
+#: How scales are held, by the dtype they come in; the codes of E8M0 come as bytes. Others are held as fp32.
+_SCALES = {torch.bfloat16: "bfloat16", torch.uint8: "e8m0", torch.float8_e4m3fn: "e4m3"}
+
+
+def scales_name(dtype: torch.dtype) -> str:
+    """How scales of a dtype are held."""
+    return _SCALES.get(dtype, "float32")
+
+
+def scale_dtype(name: str) -> torch.dtype:
+    """The dtype that scales so named are given in."""
+    return next((dtype for dtype, held in _SCALES.items() if held == name), torch.float32)
+
+
+class PackedBuilder:
+    """Packs a matrix of experts a few at a time, in any order."""
+
+    def __init__(self, spec: PackedSpec) -> None:
+        self.spec = spec
+        self._blob = torch.empty(spec.packed_bytes, dtype=torch.uint8, device="cpu")
+        _core.advise_huge_pages(self._blob)
+        _core.write_packed_header(self._blob, spec)
+        self._missing = set(range(spec.experts))
+
+    def put(
+        self,
+        first: int,
+        values: Tensor,
+        scales: Tensor,
+        bias: Tensor | None,
+        row_order: int,
+        name: str,
+        *,
+        zero_points: Tensor | None = None,
+        factors: Tensor | None = None,
+        input_order: Tensor | None = None,
+    ) -> None:
+        """Experts from ``first`` on: values [n, out, in] (or nibbles), scales [n, out, groups] and bias [n, out].
+
+        Zero points are like the scales; factors [n, out] multiply scales of type e4m3. ``input_order`` [n, orders, in]
+        int32 lists the inputs so that those that share a scale lie side by side; gate and up rows may have one each.
+        """
+        experts = set(range(first, first + values.shape[0])) & set(range(self.spec.experts))
+        self._missing |= experts  # until it is done: what fails half way leaves nothing behind that could be used
+        _core.pack_into(
+            self._blob,
+            first,
+            values.contiguous(),
+            aligned(scales.view(torch.uint8) if scales.dtype == torch.float8_e4m3fn else scales),
+            None if zero_points is None else zero_points.contiguous(),
+            None if factors is None else aligned(factors.to(torch.float32)),
+            None if bias is None else aligned(bias.to(torch.float32)),
+            None if input_order is None else aligned(input_order),
+            row_order,
+            name,
+        )
+        self._missing -= experts
+
+    def finish(self) -> Tensor:
+        """The packed weights; raises ValueError if an expert is missing."""
+        if self._missing:
+            missing = sorted(self._missing)
+            more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
+            raise ValueError(f"experts {', '.join(map(str, missing[:8]))}{more} were not packed")
+        return self._blob
+
+
+def _spec_of(
+    values: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    in_features: int,
+    group_size: int,
+    weights: str,
+    row_order: int,
+    name: str,
+    has_zero_points: bool,
+    input_order: Tensor | None,
+    activations: str,
+) -> PackedSpec:
+    if values.dim() != 3:
+        raise ValueError(f"{name} has {values.dim()} dimensions; [experts, out_features, in_features] is accepted")
+    return PackedSpec(
+        weights=weights,
+        group_size=None if group_size == -1 else group_size,
+        scales=scales_name(scales.dtype),
+        experts=values.shape[0],
+        out_features=values.shape[1],
+        in_features=in_features,
+        gated=row_order != ROWS_PLAIN,
+        has_bias=bias is not None,
+        has_zero_points=has_zero_points,
+        input_orders=0 if input_order is None else input_order.shape[1],
+        activations=activations,
+    )
+
+
+def _pack(
+    values: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    in_features: int,
+    group_size: int,
+    weights: str,
+    row_order: int,
+    name: str = "values",
+    zero_points: Tensor | None = None,
+    factors: Tensor | None = None,
+    input_order: Tensor | None = None,
+    activations: str = "int8",
+) -> Tensor:
+    has_zeros = zero_points is not None
+    sizes = (in_features, group_size, weights, row_order, name)
+    builder = PackedBuilder(_spec_of(values, scales, bias, *sizes, has_zeros, input_order, activations))
+    builder.put(
+        0, values, scales, bias, row_order, name, zero_points=zero_points, factors=factors, input_order=input_order
+    )
+    return builder.finish()
+
+
+def _pack_fake(
+    values: Tensor,
+    scales: Tensor,
+    bias: Tensor | None,
+    in_features: int,
+    group_size: int,
+    weights: str,
+    row_order: int,
+    name: str = "values",
+    zero_points: Tensor | None = None,
+    factors: Tensor | None = None,
+    input_order: Tensor | None = None,
+    activations: str = "int8",
+) -> Tensor:
+    has_zeros = zero_points is not None
+    sizes = (in_features, group_size, weights, row_order, name)
+    spec = _spec_of(values, scales, bias, *sizes, has_zeros, input_order, activations)
+    return torch.empty(spec.packed_bytes, dtype=torch.uint8, device=values.device)
+
+
+pack = register(
+    "pack(Tensor values, Tensor scales, Tensor? bias, int in_features, int group_size, str weights, "
+    'int row_order, str name="values", Tensor? zero_points=None, Tensor? factors=None, Tensor? input_order=None, '
+    'str activations="int8") -> Tensor',
+    _pack,
+    _pack_fake,
+)
+
+
+def unpack(
+    blob: Tensor, first: int = 0, count: int | None = None
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """Experts ``first`` to ``first + count - 1`` of packed weights (all by default), as they were packed.
+
+    To the bit, but for scales of int4 weights below 2^-122, whose sixteenth, which is what is held, has fewer bits.
+
+    Returns:
+        int8 values [count, out, in], scales [count, out, groups] (groups is 1 per channel) in the dtype that was
+        packed, and, each or None, zero points int8 like the scales, factors and biases [count, out] fp32, and the
+        orders of inputs [count, orders, in] int32. Rows of a gated matrix are gate rows, then up rows.
+    """
+    spec = read_spec(blob)
+    count = spec.experts - first if count is None else count
+    if not (first >= 0 and 0 <= count <= spec.experts - first):
+        raise ValueError(f"experts {first} to {first + count - 1}; 0 to {spec.experts - 1} are packed")
+    shape = (count, spec.out_features)
+
+    def empty(*last: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty((*shape, *last), dtype=dtype, device="cpu")
+
+    values = empty(spec.in_features, dtype=torch.int8)
+    dtype = scale_dtype(spec.scales)
+    scales = empty(spec.groups, dtype=torch.uint8 if dtype.itemsize == 1 else dtype)
+    zero_points = empty(spec.groups, dtype=torch.int8) if spec.has_zero_points else None
+    factors = empty() if spec.has_factors else None
+    bias = empty() if spec.has_bias else None
+    order = None
+    if spec.input_orders:
+        order = torch.empty((count, spec.input_orders, spec.in_features), dtype=torch.int32, device="cpu")
+    _core.unpack_into(blob.contiguous(), first, values, scales, zero_points, factors, bias, order)
+    return values, scales.view(dtype), zero_points, factors, bias, order

@@ -12,12 +12,13 @@ from cpumoe.checkpoints.expert_sources import (
     ExpertSource,
     FloatPerExpert,
     FusedFloat,
+    FusedQuantized,
     QuantizedPerExpert,
 )
 from cpumoe.checkpoints.formats import QUANTIZED_SUFFIXES
 from cpumoe.checkpoints.layer_names import check_layers_behind, layers_prefix
 from cpumoe.checkpoints.storage import LinearStorage
-from cpumoe.errors import CheckpointError
+from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.quantized_experts import QuantizedExperts
@@ -80,6 +81,14 @@ def find_experts(
         with naming(module):
             return MoEConfig(of, *sizes, facts.activation, has_bias=architecture.has_bias)
 
+    whole = None if checkpoint.quantization is None else checkpoint.quantization.storage_of(prefixes[0])
+    if whole is not None and whole.fused:
+        if architecture.fused is None or not architecture.fused.interleaved:
+            raise UnsupportedScheme(
+                f"{module}: experts in the format {whole.format!r}, where the rows of gate and up alternate, are not "
+                f"served for the model_type {checkpoint.text_config.get('model_type')!r}; for gpt_oss they are"
+            )
+        return FusedQuantized(checkpoint, prefixes[0], config(whole.scheme), True, whole)
     if architecture.fused is not None:
         fused = next((prefix for prefix in prefixes if f"{prefix}.gate_up_proj" in checkpoint), None)
         if fused is not None and scheme is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -293,6 +294,17 @@ def test_a_scale_that_is_nan(name: str, index: tuple[int, int, int], tmp_path: P
     with pytest.raises(CheckpointError) as refusal:
         load(write_experts(tmp_path / "m", tensors))
     assert place in str(refusal.value)
+
+
+def test_a_refused_load_reads_no_further(tmp_path: Path) -> None:
+    """The next experts are read while some are packed; nothing may be read any more when the refusal is seen."""
+    tensors = random_experts()
+    tensors[f"{EXPERTS}.gate_up_proj_scales"][0, 0, 0] = 255
+    before = threading.active_count()
+    with pytest.raises(CheckpointError, match="which is NaN") as refusal:
+        load(write_experts(tmp_path / "m", tensors))
+    assert refusal.value.__traceback__ is not None  # holds the frames of the load
+    assert threading.active_count() == before
 
 
 @pytest.mark.parametrize("sizes", [{"hidden_size": 128}, {"intermediate_size": 96}, {"num_local_experts": 6}])

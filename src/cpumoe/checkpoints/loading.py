@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 from cpumoe.checkpoints.architectures import Architecture, ExpertsFacts, Projections
 from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck, naming
@@ -30,7 +31,7 @@ _CHUNK_BYTES = 64 << 20  # read at once: enough for all threads to pack, little 
 FITS_ALL_SIZES = Scheme.parse("w8a8")
 
 
-def read_chunks(source: ExpertSource) -> Iterator[QuantizedExperts]:
+def read_chunks(source: ExpertSource) -> Generator[QuantizedExperts, None, None]:
     """All experts of a layer, some megabytes at a time; the next are read from disk while these are packed."""
     count = source.config.local_experts
     # Two chunks are in memory: a quarter of a small layer at most.
@@ -52,8 +53,9 @@ def read_chunks(source: ExpertSource) -> Iterator[QuantizedExperts]:
 
 def load_experts(source: ExpertSource, backend: str | None = None) -> Experts:
     """Packs the experts of one layer as they are read."""
-    with naming(source.prefix):
-        return Experts.from_chunks(read_chunks(source), source.config, backend=backend)
+    # Closed at once where packing refuses a chunk: the next one is being read, from a file that is closed after this.
+    with naming(source.prefix), closing(read_chunks(source)) as chunks:
+        return Experts.from_chunks(chunks, source.config, backend=backend)
 
 
 # ---- finding them --------------------------------------------------------------------------------------------------

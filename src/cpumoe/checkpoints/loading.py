@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 from cpumoe.checkpoints.architectures import Architecture, ExpertsFacts, Projections
 from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck, naming
@@ -12,12 +13,13 @@ from cpumoe.checkpoints.expert_sources import (
     ExpertSource,
     FloatPerExpert,
     FusedFloat,
+    FusedQuantized,
     QuantizedPerExpert,
 )
 from cpumoe.checkpoints.formats import QUANTIZED_SUFFIXES
 from cpumoe.checkpoints.layer_names import check_layers_behind, layers_prefix
 from cpumoe.checkpoints.storage import LinearStorage
-from cpumoe.errors import CheckpointError
+from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.quantized_experts import QuantizedExperts
@@ -29,7 +31,7 @@ _CHUNK_BYTES = 64 << 20  # read at once: enough for all threads to pack, little 
 FITS_ALL_SIZES = Scheme.parse("w8a8")
 
 
-def read_chunks(source: ExpertSource) -> Iterator[QuantizedExperts]:
+def read_chunks(source: ExpertSource) -> Generator[QuantizedExperts, None, None]:
     """All experts of a layer, some megabytes at a time; the next are read from disk while these are packed."""
     count = source.config.local_experts
     # Two chunks are in memory: a quarter of a small layer at most.
@@ -51,8 +53,9 @@ def read_chunks(source: ExpertSource) -> Iterator[QuantizedExperts]:
 
 def load_experts(source: ExpertSource, backend: str | None = None) -> Experts:
     """Packs the experts of one layer as they are read."""
-    with naming(source.prefix):
-        return Experts.from_chunks(read_chunks(source), source.config, backend=backend)
+    # Closed at once where packing refuses a chunk: the next one is being read, from a file that is closed after this.
+    with naming(source.prefix), closing(read_chunks(source)) as chunks:
+        return Experts.from_chunks(chunks, source.config, backend=backend)
 
 
 # ---- finding them --------------------------------------------------------------------------------------------------
@@ -80,6 +83,14 @@ def find_experts(
         with naming(module):
             return MoEConfig(of, *sizes, facts.activation, has_bias=architecture.has_bias)
 
+    whole = None if checkpoint.quantization is None else checkpoint.quantization.storage_of(prefixes[0])
+    if whole is not None and whole.fused:
+        if architecture.fused is None or not architecture.fused.interleaved:
+            raise UnsupportedScheme(
+                f"{module}: experts in the format {whole.format!r}, where the rows of gate and up alternate, are not "
+                f"served for the model_type {checkpoint.text_config.get('model_type')!r}; for gpt_oss they are"
+            )
+        return FusedQuantized(checkpoint, prefixes[0], config(whole.scheme), True, whole)
     if architecture.fused is not None:
         fused = next((prefix for prefix in prefixes if f"{prefix}.gate_up_proj" in checkpoint), None)
         if fused is not None and scheme is None:

@@ -49,6 +49,7 @@ class LinearStorage(ABC):
     """
 
     scale_suffix: ClassVar[str]  # of the tensor that has the scales
+    fused: ClassVar[bool] = False  # a layer's experts lie in one tensor: ``PREFIX.gate_up_proj_SUFFIX`` [experts, ...]
 
     scheme: Scheme
     format: str

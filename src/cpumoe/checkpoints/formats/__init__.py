@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cpumoe.checkpoints.formats.compressed_tensors import QuantizationConfig as CompressedTensors
+from cpumoe.checkpoints.formats.mxfp4 import Mxfp4
 from cpumoe.checkpoints.storage import Quantization
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 
 #: ``quant_method`` of a quantization_config -> what parses it.
 QUANT_METHODS: dict[str, type[Quantization]] = {
     "compressed-tensors": CompressedTensors,
+    "mxfp4": Mxfp4,
 }
 
 #: Suffixes that only tensors of quantised linears have, in any format.

@@ -3,7 +3,8 @@
     python models/python-stdlib/measure.py --data build/model-data --out build/model-quantized
 
 Writes ``measured.json`` (bits per byte by scheme, the expert load of the shipped scheme), the heat map of that load,
-and prints the table of the model card. The calibration text is a part of the training data.
+and prints the table of the model card. The calibration text is a part of the training data; without ``--data`` nothing
+is calibrated. Weight-only schemes are also run with int8 activations.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from transformers import AutoTokenizer
 import cpumoe
 from cpumoe.evaluation.expert_load import count_expert_load
 from cpumoe.evaluation.perplexity import perplexity
+from cpumoe.quantization.gptq import takes_statistics
 
 HERE = Path(__file__).parent
-SCHEMES = ("w4a8", "w4a8-g128", "w4a8-g32", "w8a8")
+SCHEMES = ("w4a8", "w4a8-g128", "w4a8-g32", "w8a8", "w4a16", "w4a16-g128", "w4a16-g32", "w4a16-g128-asym")
+SCHEMES += ("w4a16-g32-asym", "w8a16", "w8a16-g32", "mxfp4a16", "nvfp4a16")
 SHIPPED = "w4a8-g128 calibrated"
 _PIECES, _PIECE_TOKENS = 64, 4096  # of the training data, evenly spread
 
@@ -41,19 +44,23 @@ def calibration_text(data: Path, tokenizer: object, path: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--checkpoint", type=Path, default=HERE / "checkpoint", help="the float model")
-    parser.add_argument("--data", type=Path, required=True, help="what prepare.py wrote")
+    parser.add_argument("--data", type=Path, help="what prepare.py wrote")
     parser.add_argument("--out", type=Path, required=True, help="folder for the quantised models; made anew")
     parser.add_argument("--samples", type=int, default=64, help="calibration sequences of 1024 tokens (64)")
     arguments = parser.parse_args()
     shutil.rmtree(arguments.out, ignore_errors=True)
     arguments.out.mkdir(parents=True)
     tokenizer = AutoTokenizer.from_pretrained(arguments.checkpoint)
-    text = (arguments.data / "heldout.txt").read_text()
-    calibration = calibration_text(arguments.data, tokenizer, arguments.out / "calibration.jsonl")
+    text = (HERE.parents[1] / "tests" / "data" / "heldout.txt").read_text()
+    ways: dict[str, dict[str, object]] = {"round to nearest": {}}
+    if arguments.data is not None:
+        calibration = calibration_text(arguments.data, tokenizer, arguments.out / "calibration.jsonl")
+        options = {"calibration": calibration, "calibration_samples": arguments.samples, "calibration_length": 1024}
+        ways["calibrated"] = options
 
-    def measure(name: str, folder: Path, scheme: str | None = None) -> None:
+    def measure(name: str, folder: Path, **options: str) -> None:
         # fp32 for what is not quantised: the figures are about the weights.
-        model = cpumoe.load_model(folder, scheme=scheme, dtype=torch.float32)
+        model = cpumoe.load_model(folder, dtype=torch.float32, **options)
         with count_expert_load(model) as load:
             bits[name] = perplexity(model, tokenizer, text).bits_per_byte
         loss = bits[name] / bits["float"] - 1
@@ -66,18 +73,16 @@ def main() -> None:
     bits: dict[str, float] = {}
     loads: dict[str, list[int]] = {}
     print("| weights | bits per byte | against float | on disk |\n|---|---:|---:|---:|")
-    measure("float", arguments.checkpoint, "float")
-    for scheme in SCHEMES:
-        for name, options in (
-            ("round to nearest", {}),
-            (
-                "calibrated",
-                {"calibration": calibration, "calibration_samples": arguments.samples, "calibration_length": 1024},
-            ),
-        ):
-            folder = arguments.out / f"{scheme}-{name.replace(' ', '-')}"
+    measure("float", arguments.checkpoint, scheme="float")
+    for scheme in map(cpumoe.Scheme.parse, SCHEMES):
+        for way, options in ways.items():
+            if options and not takes_statistics(scheme):
+                continue
+            folder = arguments.out / f"{scheme}-{way.replace(' ', '-')}"
             cpumoe.quantize_checkpoint(arguments.checkpoint, folder, scheme, **options)
-            measure(f"{scheme} {name}", folder)
+            measure(f"{scheme} {way}", folder)
+            if scheme.activations is None:
+                measure(f"{scheme}+int8 {way}", folder, activations="int8")
     measured = {"bits_per_byte": bits, "expert_load": loads}
     (arguments.out / "measured.json").write_text(json.dumps(measured, indent=1) + "\n")
 

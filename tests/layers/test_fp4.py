@@ -234,12 +234,13 @@ def test_mxfp4_is_rounded_as_they_do(dtype: torch.dtype) -> None:
 
 
 def test_mxfp4_of_the_largest_weights() -> None:
-    """Where the rules part: above 1.75 * 2^127 their scale is infinite and all weights zero; ours stay the nearest."""
+    """Where the rules part: above 1.75 * 2^127 their scale is infinite and all weights zero; ours are clamped."""
     weight = torch.full((1, 32), torch.finfo(torch.float32).max)
     values, scales, _ = rounded_by_them(weight, arguments(**MXFP4))
     assert math.isinf(float(scales)) and not values.any()
     ours = quantize_weight(weight, Scheme.parse("mxfp4a16"))
-    assert int(ours.scales) == 253 and fp4_values(ours).unique().tolist() == [4.0]  # 2^128, one step above the weight
+    assert int(ours.scales) == 252 and fp4_values(ours).unique().tolist() == [6.0]  # 6 * 2^125 is finite, 4 * 2^126 not
+    assert bool(torch.isfinite(reference.dequantize(ours)).all())
 
 
 def test_nvfp4_is_rounded_as_they_do() -> None:

@@ -68,7 +68,7 @@ def _quantize_mxfp4(grouped: Tensor) -> QuantizedWeight:
     # The largest becomes 4 to 8. Rounded to two bits first, so that what would exceed 7 goes to the next power.
     bits = (magnitude.view(torch.int32) + (1 << 21)) & 0x7F800000
     exponent = (bits >> 23) - 2
-    scales = exponent.clamp(0, 254).to(torch.uint8)
+    scales = exponent.clamp(0, 252).to(torch.uint8)  # beyond it 6 times the scale would be infinite in fp32
     step = torch.ldexp(torch.ones_like(magnitude), scales.to(torch.int32) - 127)
     return QuantizedWeight("fp4", fp4_codes(grouped / step.unsqueeze(-1)).flatten(-2), scales)
 

@@ -116,8 +116,9 @@ def test_any_codes_and_scales_are_packed_to_the_bit(
         factors=factors,
         activations=f"int{parsed.activation_bits}",
     )
-    packed = dict(zip(("values", "scales", "zero_points", "factors", "bias"), ops.unpack(blob), strict=True))
-    assert packed["zero_points"] is None
+    names = ("values", "scales", "zero_points", "factors", "bias", "input_order")
+    packed = dict(zip(names, ops.unpack(blob), strict=True))
+    assert packed["zero_points"] is None and packed["input_order"] is None
     expected_factors = torch.ones(experts, rows) if factors is None else factors
     for name, stored in (("values", codes), ("scales", scales), ("factors", expected_factors), ("bias", biases)):
         found = packed[name]

@@ -8,7 +8,7 @@ from random_layers import random_layer, relative_error, routing
 
 import cpumoe
 from cpumoe import ops
-from cpumoe.layers.rounding import pack_nibbles
+from cpumoe.layers.nibbles import pack_nibbles
 
 
 def fused_arguments(tokens: int = 5) -> tuple[object, ...]:

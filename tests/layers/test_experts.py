@@ -156,7 +156,9 @@ def test_interleaved_rows_and_nibbles_are_the_same_layer(scheme: str) -> None:
         return torch.stack((gate, up), 2).flatten(1, 2)
 
     def nibbles_of(t: torch.Tensor) -> torch.Tensor:
-        return t[..., 0::2].view(torch.uint8) | t[..., 1::2].view(torch.uint8) << 4 if "fp4" in scheme else pack_nibbles(t)
+        return (
+            t[..., 0::2].view(torch.uint8) | t[..., 1::2].view(torch.uint8) << 4 if "fp4" in scheme else pack_nibbles(t)
+        )
 
     for backend in ("native", "reference"):
         for nibbles in (False, True):

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from random_layers import INT8_ROWS, INT16_ROWS, global_scale, random_layer, relative_error
+from random_layers import global_scale, random_layer, relative_error
 from torch.nn import functional as F
 
 import cpumoe
@@ -14,8 +14,19 @@ from cpumoe.layers import reference
 from cpumoe.layers.nibbles import pack_nibbles
 from cpumoe.layers.rounding import quantize_weight
 
-
-WEIGHTS = ("w4", "w4-g32", "w4-g160", "w8", "w8-g32", "w8-g160", "w4-asym", "w4-g32-asym", "w4-g160-asym", "mxfp4", "nvfp4")
+WEIGHTS = (
+    "w4",
+    "w4-g32",
+    "w4-g160",
+    "w8",
+    "w8-g32",
+    "w8-g160",
+    "w4-asym",
+    "w4-g32-asym",
+    "w4-g160-asym",
+    "mxfp4",
+    "nvfp4",
+)
 
 
 def scheme_named(weights: str, bits: int) -> str:
@@ -62,9 +73,7 @@ def test_inputs_that_fill_no_vector(scheme: str, inputs: int, isa: str) -> None:
 def test_every_value_with_the_zero_points_at_the_ends(zero: int, isa: str) -> None:
     values = torch.arange(-8, 8, dtype=torch.int8).repeat(4, 6)
     zeros = torch.full((4, 3), zero, dtype=torch.int8)
-    linear = cpumoe.QuantizedLinear.from_quantized(
-        values, torch.ones(4, 3), "w4a16-g32-asym", zero_point=zeros
-    )
+    linear = cpumoe.QuantizedLinear.from_quantized(values, torch.ones(4, 3), "w4a16-g32-asym", zero_point=zeros)
     one_hot = torch.eye(96)
     assert torch.equal(linear(one_hot), (values - zero).float().T)
 
@@ -120,7 +129,13 @@ def test_shapes_of_inputs() -> None:
             "scale is",
         ),
         (torch.zeros(4, 64, dtype=torch.int8), torch.ones(4, 1), "w4a8-g128", None, "does not divide"),
-        (torch.zeros(4, 64, dtype=torch.int8), torch.ones(4, 1), "w8a8", torch.ones(5), r"bias is \[5\]; \[4\] is accepted"),
+        (
+            torch.zeros(4, 64, dtype=torch.int8),
+            torch.ones(4, 1),
+            "w8a8",
+            torch.ones(5),
+            r"bias is \[5\]; \[4\] is accepted",
+        ),
         (
             torch.full((4, 64), 9, dtype=torch.int8),
             torch.ones(4, 1),

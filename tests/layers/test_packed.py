@@ -18,7 +18,6 @@ import cpumoe
 from cpumoe import ops
 from cpumoe.layers.packed_weights import ExpertsPacker, scheme_of
 
-
 KINDS = ["w4a8-g32", "w8a8-g32", "w4a16", "w8a16-g32", "w4a16-g32-asym", "w4a16-asym+int8", "mxfp4a16", "nvfp4a16+int8"]
 
 
@@ -152,7 +151,13 @@ def test_specs_that_differ_are_not_equal() -> None:
     facts |= {"in_features": 32, "gated": False, "has_bias": False, "has_zero_points": False, "activations": "int8"}
     spec = ops.PackedSpec(**facts)
     assert spec == ops.PackedSpec(**facts) and hash(spec) == hash(ops.PackedSpec(**facts))
-    others = {"has_zero_points": True, "activations": "int16", "scales": "bfloat16", "weights": "int8", "has_bias": True}
+    others = {
+        "has_zero_points": True,
+        "activations": "int16",
+        "scales": "bfloat16",
+        "weights": "int8",
+        "has_bias": True,
+    }
     for key, value in others.items():
         other = ops.PackedSpec(**{**facts, key: value})
         assert other != spec and getattr(other, key) == value and repr(value) in repr(other)

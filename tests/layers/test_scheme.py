@@ -24,7 +24,20 @@ def test_names_round_trip(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *("", "w4", "w4a8-", "w4a8-g", "w4a8-g0", "w4a8-g48", "w4a8-g-32", "w5a8", "W4A8", "w4a8 ", "w4a4", "w4a16-g16"),
+        *(
+            "",
+            "w4",
+            "w4a8-",
+            "w4a8-g",
+            "w4a8-g0",
+            "w4a8-g48",
+            "w4a8-g-32",
+            "w5a8",
+            "W4A8",
+            "w4a8 ",
+            "w4a4",
+            "w4a16-g16",
+        ),
         *("w8a16-g48", "w4a8-asym", "w8a8-asym", "w8a16-asym", "w8a16-g32-asym", "w4a16-asym-g32", "w4a16-sym"),
         *("mxfp4", "mxfp4a8", "mxfp4a16-g32", "nvfp4", "nvfp4a4", "nvfp4a16-asym", "mxfp4a16-asym", "fp4a16"),
         *("w4a8+int8", "w8a8-g32+int8", "w4a16+int4", "w4a16+", "w4a16+int8+int8", "+int8", "nvfp4a16 +int8"),

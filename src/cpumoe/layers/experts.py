@@ -288,10 +288,14 @@ def _factors(
     if tuple(global_scale.shape) not in accepted:
         text = f"[{experts}] or [{experts}, 2]" if gated else f"[{experts}]"
         raise ValueError(f"{name}_global_scale is {list(global_scale.shape)}; {text} is accepted")
+    if global_scale.device.type != "cpu":
+        raise ValueError(f"{name}_global_scale is on {global_scale.device}; CPU tensors are accepted")
     scale = global_scale.to(torch.float32).reshape(experts, -1)
-    if not bool((torch.isfinite(scale) & (scale > 0)).all()):
-        raise ValueError(f"{name}_global_scale holds a number that is not positive and finite in fp32")
     factors = 1.0 / scale
+    if not bool((torch.isfinite(scale) & (scale > 0) & torch.isfinite(factors)).all()):
+        raise ValueError(
+            f"{name}_global_scale holds a number that is not positive and finite, or has no inverse, in fp32"
+        )
     if factors.shape[1] == 1:
         return factors.expand(experts, rows)
     return factors.repeat(1, rows // 2) if interleaved else factors.repeat_interleave(rows // 2, 1)

@@ -60,11 +60,13 @@ class QuantizedLinear(nn.Module):
         factors = None
         if global_scale is not None:
             divisor = torch.as_tensor(global_scale, dtype=torch.float32)
+            if divisor.device.type != "cpu":
+                raise ValueError(f"global_scale is on {divisor.device}; CPU tensors are accepted")
             if divisor.numel() != 1:
                 raise ValueError(f"global_scale is {list(divisor.shape)}; one number is accepted")
             if not 0 < float(divisor) < math.inf:
                 raise ValueError(f"global_scale={float(divisor)}; a positive and finite fp32 number is accepted")
-            factors = (1.0 / divisor).reshape(1).expand(weight.shape[:1])
+            factors = (1.0 / divisor).reshape(1).expand(weight.shape[:1] or (1,))
         return cls.from_weight(
             QuantizedWeight(scheme.weights.element, weight, scale, zero_point, factors, bias), scheme
         )

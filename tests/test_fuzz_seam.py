@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from hypothesis import given, settings
@@ -34,7 +34,18 @@ ISAS = [name for name, supported, _ in core.instruction_sets() if supported]
 EXAMPLES = int(os.environ.get("CPUMOE_FUZZ_EXAMPLES", "150"))
 
 
-def make_spec(weights: Any, group: Any, scales: Any, experts: Any, out: Any, inputs: Any, gated: Any, bias: Any) -> Any:
+def make_spec(
+    weights: Any,
+    group: Any,
+    scales: Any,
+    experts: Any,
+    out: Any,
+    inputs: Any,
+    gated: Any,
+    bias: Any,
+    zeros: Any = False,
+    activations: Any = "int8",
+) -> Any:
     return core.PackedSpec(
         weights=weights,
         group_size=group,
@@ -44,27 +55,67 @@ def make_spec(weights: Any, group: Any, scales: Any, experts: Any, out: Any, inp
         in_features=inputs,
         gated=gated,
         has_bias=bias,
+        has_zero_points=zeros,
+        activations=activations,
     )
+
+
+class Format(NamedTuple):
+    """How weights are held: their element, inputs per scale (0: all), the scales, and whether there are zero points."""
+
+    element: str
+    group: int
+    scales: str = "float32"
+    zeros: bool = False
+
+
+FORMATS = [
+    *(Format(element, group) for element in ("int4", "int8") for group in (0, 32)),
+    *(Format("int4", group, zeros=True) for group in (0, 32)),
+    *(Format("fp4", 32, "e8m0"), Format("fp4", 16, "e4m3")),
+]
+
+
+def some_weights(rng: np.random.Generator, form: Format, experts: int, columns: int, depth: int) -> list[Any]:
+    """Values, scales, zero points and factors."""
+    low, high = {"int4": (-8, 8), "int8": (-128, 128), "fp4": (0, 16)}[form.element]
+    values = rng.integers(low, high, (experts, columns, depth)).astype(np.int8)
+    shape = (experts, columns, depth // form.group if form.group else 1)
+    scales = rng.uniform(0.01, 0.1, shape).astype(np.float32)
+    zeros = rng.integers(-8, 8, shape).astype(np.int8) if form.zeros else None
+    factors = None
+    if form.scales == "e8m0":
+        scales = rng.integers(100, 125, shape).astype(np.uint8)
+    if form.scales == "e4m3":
+        scales = rng.integers(0, 127, shape).astype(np.uint8)
+        factors = rng.uniform(1e-4, 1e-3, (experts, columns)).astype(np.float32)
+    return [values, scales, zeros, factors]
 
 
 def packed(
     rng: np.random.Generator,
-    bits: int,
-    group: int,
+    form: Format,
     experts: int,
     columns: int,
     depth: int,
     gated: bool,
     bias: bool,
+    activations: str = "int8",
 ) -> np.ndarray:
-    spec = make_spec(f"int{bits}", group or None, "float32", experts, columns, depth, gated, bias)
+    spec = make_spec(
+        *(form.element, form.group or None, form.scales, experts, columns, depth, gated, bias),
+        *(form.zeros, activations),
+    )
     blob = np.full(spec.packed_bytes, 255, np.uint8)
     core.write_packed_header(blob, spec)
-    limit = 1 << (bits - 1)
-    values = rng.integers(-limit, limit, (experts, columns, depth)).astype(np.int8)
-    scales = rng.uniform(0.01, 0.1, (experts, columns, depth // group if group else 1)).astype(np.float32)
     biases = rng.normal(size=(experts, columns)).astype(np.float32) if bias else None
-    core.pack_into(blob, 0, values, scales, biases, 1 if gated else 0, "w")
+    parts = some_weights(rng, form, experts, columns, depth)
+    core.pack_into(blob, 0, *parts, biases, 1 if gated else 0, "w")
+    back = [None if part is None else np.empty_like(part) for part in parts]
+    if form.element == "fp4":
+        back[3] = np.empty((experts, columns), np.float32)
+    core.unpack_into(blob, 0, *back, None if biases is None else np.empty_like(biases))
+    assert all(part is None or np.array_equal(part, got) for part, got in zip(parts, back, strict=True))
     return blob
 
 
@@ -91,8 +142,10 @@ offsets = st.sampled_from([0, 0, 0, 0, 1, 2, 3, 4, 8])
     experts=st.integers(1, 5),
     tokens=st.integers(0, 40),
     topk=st.integers(0, 4),
-    grouped=st.booleans(),
-    bits=st.sampled_from([4, 8]),
+    form=st.sampled_from(FORMATS),
+    activations=st.tuples(
+        st.sampled_from(["int8", "int16"]), st.sampled_from(["int8", "int16", "the same", "the same"])
+    ),
     gated=st.booleans(),
     bias=st.booleans(),
     activation=st.integers(-1, 6),
@@ -110,8 +163,8 @@ def test_layers(
     experts: int,
     tokens: int,
     topk: int,
-    grouped: bool,
-    bits: int,
+    form: Format,
+    activations: tuple[str, str],
     gated: bool,
     bias: bool,
     activation: int,
@@ -123,9 +176,9 @@ def test_layers(
     seed: int,
 ) -> None:
     rng = np.random.default_rng(seed)
-    group = 32 if grouped and bits == 4 else 0
-    gate_up = packed(rng, bits, group, experts, inner * (2 if gated else 1), hidden, gated, bias)
-    down = packed(rng, bits, group, experts, hidden, inner, False, bias)
+    first, second = activations if activations[1] != "the same" else (activations[0],) * 2
+    gate_up = packed(rng, form, experts, inner * (2 if gated else 1), hidden, gated, bias, first)
+    down = packed(rng, form, experts, hidden, inner, False, bias, second)
     x = rng.normal(size=(tokens, hidden)).astype(np.float32)
     if tokens:
         x[0, 0] = poison
@@ -136,7 +189,7 @@ def test_layers(
     out = np.empty_like(x)
     core.use_isa(isa)
     core.set_thread_count(threads)
-    legal = bool(((ids >= -1) & (ids < experts)).all()) and 0 <= activation <= 5
+    legal = bool(((ids >= -1) & (ids < experts)).all()) and 0 <= activation <= 5 and first == second
     legal = legal and all(a.size == 0 or a.ctypes.data % a.itemsize == 0 for a in (x, ids, weights))
     try:
         core.moe(x, ids, weights, gate_up, down, out, activation, gated, 1.7, 7.0, False)
@@ -155,11 +208,13 @@ def test_layers(
 @given(
     at=st.lists(st.tuples(st.integers(0, 63), st.integers(0, 255)), max_size=4),
     length=st.integers(0, 4000),
+    form=st.sampled_from(FORMATS),
+    activations=st.sampled_from(["int8", "int16"]),
     seed=st.integers(0, 99),
 )
-def test_damaged_blobs(at: list[tuple[int, int]], length: int, seed: int) -> None:
+def test_damaged_blobs(at: list[tuple[int, int]], length: int, form: Format, activations: str, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    blob = packed(rng, 4, 32, 1, 32, 64, False, False)
+    blob = packed(rng, form, 1, 32, 64, False, False, activations)
     good = blob.copy()
     for index, value in at:
         blob[index] = value
@@ -174,6 +229,85 @@ def test_damaged_blobs(at: list[tuple[int, int]], length: int, seed: int) -> Non
         assert np.array_equal(cut, good)
 
 
+def check_of(header: np.ndarray) -> int:
+    """FNV-1a of all that comes before it, as the header has it."""
+    value = 1469598103934665603
+    for byte in header[:56].tolist():
+        value = (value ^ byte) * 1099511628211 % 2**64
+    return value
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    words=st.lists(st.tuples(st.integers(2, 13), st.one_of(st.integers(0, 40), huge)), min_size=1, max_size=3),
+    form=st.sampled_from(FORMATS),
+    activations=st.sampled_from(["int8", "int16"]),
+    isa=st.sampled_from(ISAS),
+)
+def test_forged_headers(words: list[tuple[int, int]], form: Format, activations: str, isa: str) -> None:
+    """Headers whose check is right and whose facts are not: refused, or a format of the same size."""
+    blob = packed(np.random.default_rng(0), form, 1, 32, 64, False, False, activations)
+    assert check_of(blob) == int(blob[56:64].view(np.uint64)[0])
+    for index, value in words:
+        blob[:56].view(np.uint32)[index] = value % 2**32
+    blob[56:64].view(np.uint64)[0] = check_of(blob)
+    x, out = np.ones((3, 64), np.float32), np.empty((3, 32), np.float32)
+    core.use_isa(isa)
+    try:
+        core.linear(x, blob, out)
+        spec = core.read_spec(blob)
+        assert spec.packed_bytes == blob.size and repr(spec).startswith("PackedSpec(")
+    except ValueError:
+        pass
+    finally:
+        core.use_isa("")
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    form=st.sampled_from(FORMATS),
+    activations=st.sampled_from(["int8", "int16"]),
+    where=st.integers(0, 3),
+    value=st.integers(-128, 255),
+    at=st.integers(0, 10**6),
+    seed=st.integers(0, 99),
+)
+def test_any_value_is_packed_or_refused(
+    form: Format, activations: str, where: int, value: int, at: int, seed: int
+) -> None:
+    """One value, code of a scale, zero point or factor is anything: what is accepted comes back as it was."""
+    rng = np.random.default_rng(seed)
+    parts = some_weights(rng, form, 2, 33, 96)
+    part = parts[where]
+    if part is None:
+        return
+    spec = make_spec(
+        *(form.element, form.group or None, form.scales, 2, 33, 96, False, False), *(form.zeros, activations)
+    )
+    blob = np.full(spec.packed_bytes, 255, np.uint8)
+    core.write_packed_header(blob, spec)
+    index = at % part.size
+    part.reshape(-1)[index] = np.array(value).astype(part.dtype)
+    held = int(np.array(value).astype(part.dtype)) if part.dtype != np.float32 else value
+    low, high = {
+        0: {"int4": (-8, 7), "int8": (-128, 127), "fp4": (0, 15)}[form.element],
+        1: {"float32": (-128, 255), "e8m0": (0, 254), "e4m3": (0, 126)}[form.scales],
+        2: (-8, 7),
+        3: (1, 255),
+    }[where]
+    try:
+        core.pack_into(blob, 0, *parts, None, 0, "w")
+    except ValueError:
+        assert not low <= held <= high
+        return
+    assert low <= held <= high
+    back = [None if p is None else np.empty_like(p) for p in parts]
+    if form.element == "fp4":
+        back[3] = np.empty((2, 33), np.float32)
+    core.unpack_into(blob, 0, *back, None)
+    assert all(p is None or np.array_equal(p, got) for p, got in zip(parts, back, strict=True))
+
+
 arrays = st.builds(
     lambda dtype, shape, by: shifted(np.zeros(shape, dtype), by),
     st.sampled_from(["f4", "f8", "f2", "i1", "u1", "i4", "i8", "c8", "b1"]),
@@ -185,20 +319,24 @@ anything = st.one_of(st.none(), st.integers(), st.text(max_size=3), st.lists(st.
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
-    things=st.lists(anything, min_size=6, max_size=6),
+    things=st.lists(anything, min_size=7, max_size=7),
     numbers=st.lists(st.one_of(st.integers(-5, 70), huge), min_size=8, max_size=8),
     flag=st.booleans(),
+    form=st.sampled_from(FORMATS),
 )
-def test_any_arguments(things: list[Any], numbers: list[int], flag: bool) -> None:
+def test_any_arguments(things: list[Any], numbers: list[int], flag: bool, form: Format) -> None:
+    blob = packed(np.random.default_rng(0), form, 1, 32, 32, False, flag)
     calls = [
-        lambda: core.moe(*things, numbers[0], flag, 1.0, 1.0, flag),
+        lambda: core.moe(*things[:6], numbers[0], flag, 1.0, 1.0, flag),
         lambda: core.linear(*things[:3]),
         lambda: core.read_spec(things[0]),
-        lambda: core.unpack_into(things[0], numbers[0], things[1], things[2], things[3]),
-        lambda: core.pack_into(things[0], numbers[0], things[1], things[2], things[3], numbers[1], "w"),
+        lambda: core.unpack_into(things[0], numbers[0], *things[1:6]),
+        lambda: core.pack_into(things[0], numbers[0], *things[1:6], numbers[1], "w"),
+        lambda: core.unpack_into(blob, numbers[0], *things[1:6]),
+        lambda: core.pack_into(blob, numbers[0], *things[1:6], numbers[1], "w"),
         lambda: core.write_packed_header(things[0], make_spec("int4", None, "float32", *numbers[:3], flag, flag)),
         lambda: make_spec(f"int{numbers[0]}", numbers[1], "bfloat16", *numbers[2:5], flag, flag),
-        lambda: make_spec(things[0], things[1], things[2], *numbers[:3], flag, flag),
+        lambda: make_spec(things[0], things[1], things[2], *numbers[:3], flag, flag, *things[3:5]),
         lambda: core.select_experts(
             things[0], things[1], things[2], numbers[0], flag, things[3], numbers[1], numbers[2], flag, 1.0
         ),

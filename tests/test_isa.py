@@ -11,18 +11,18 @@ import torch
 from conftest import SUPPORTED_ISAS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_layers import random_layer
+from random_layers import SCHEMES, random_layer
 
 import cpumoe
 from cpumoe import _core
 from cpumoe.evaluation.selftest import run_self_tests, using_isa
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
-    scheme=st.sampled_from(["w4a8", "w4a8-g32", "w4a8-g64", "w4a8-g96", "w8a8"]),
+    scheme=st.sampled_from(SCHEMES),
     tokens=st.integers(0, 150),
-    experts=st.integers(1, 80),
+    experts=st.sampled_from([1, 2, 5, 20, 80]),
     topk=st.integers(1, 4),
     threads=st.integers(1, 5),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
@@ -52,6 +52,35 @@ def test_bits_do_not_depend_on_isa_or_threads(
         with using_isa(isa):
             assert torch.equal(layer(x, ids, weights), expected)
     cpumoe.set_num_threads(0)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("tokens", [1, 2, 5, 16, 33])
+def test_every_scheme_has_the_same_bits_everywhere(scheme: str, tokens: int) -> None:
+    """Each on purpose, where the property test above draws some."""
+    layer = random_layer(scheme, experts=3, hidden=384, inner=192, bias=True).experts("native")
+    linear = cpumoe.QuantizedLinear.quantize(torch.randn(70, 384), scheme, torch.randn(70))
+    x, ids, weights = torch.randn(tokens, 384), torch.randint(0, 3, (tokens, 2)), torch.rand(tokens, 2)
+    seen = set()
+    for isa in SUPPORTED_ISAS:
+        for threads in (1, 3):
+            cpumoe.set_num_threads(threads)
+            with using_isa(isa):
+                seen.add(layer(x, ids, weights).numpy().tobytes() + linear(x).numpy().tobytes())
+    assert len(seen) == 1
+
+
+def test_packed_bytes_do_not_depend_on_isa_or_threads() -> None:
+    for scheme in SCHEMES:
+        layer = random_layer(scheme, hidden=192, inner=192, bias=True)
+        seen = set()
+        for isa in SUPPORTED_ISAS:
+            for threads in (1, 3):
+                cpumoe.set_num_threads(threads)
+                with using_isa(isa):
+                    packed = layer.experts("native")
+                seen.add(packed.gate_up_packed.numpy().tobytes() + packed.down_packed.numpy().tobytes())
+        assert len(seen) == 1, scheme
 
 
 def test_self_tests_pass() -> None:

@@ -8,7 +8,7 @@ from random_layers import random_layer, relative_error, routing
 
 import cpumoe
 from cpumoe import ops
-from cpumoe.layers.rounding import pack_nibbles
+from cpumoe.layers.nibbles import pack_nibbles
 
 
 def fused_arguments(tokens: int = 5) -> tuple[object, ...]:
@@ -27,26 +27,59 @@ def test_opcheck() -> None:
     linear = cpumoe.QuantizedLinear.quantize(torch.randn(20, 64), "w4a8-g32")
     torch.library.opcheck(torch.ops.cpumoe.linear.default, (torch.randn(3, 64), linear.weight_packed, 20))
     values, scales = torch.randint(-8, 8, (2, 32, 64), dtype=torch.int8), torch.rand(2, 32, 2)
-    torch.library.opcheck(torch.ops.cpumoe.pack.default, (values, scales, None, 64, 32, "int4", 1))
+    pack = torch.ops.cpumoe.pack.default
+    torch.library.opcheck(pack, (values, scales, None, 64, 32, "int4", 1))
+    zeros = torch.randint(-8, 8, (2, 32, 2), dtype=torch.int8)
+    torch.library.opcheck(pack, (values, scales, None, 64, 32, "int4", 1, "w", zeros, None, "int16"))
+    codes, powers = values & 15, torch.full((2, 32, 2), 120, dtype=torch.uint8)
+    torch.library.opcheck(pack, (codes, powers, None, 64, 32, "fp4", 0, "w", None, None, "int16"))
+    small, factors = torch.rand(2, 32, 4).to(torch.float8_e4m3fn), torch.rand(2, 32)
+    # Its look at the schema compares what came in with what is left of it, which PyTorch cannot for 8-bit floats.
+    torch.library.opcheck(
+        pack,
+        (codes, small, torch.randn(2, 32), 64, 16, "fp4", 0, "w", None, factors, "int8"),
+        test_utils=("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"),
+    )
     logits = torch.randn(4, 8)
     torch.library.opcheck(torch.ops.cpumoe.select_experts.default, (logits, 2, 1, True, None, 0, 0, False, 1.0))
 
 
+@pytest.mark.parametrize("scheme", ["w4a8-g32", "w8a16", "w4a16-g32-asym", "mxfp4a16", "nvfp4a16+int8"])
+@torch.no_grad()
+def test_packing_compiles(scheme: str) -> None:
+    """Packing and a product with what was packed, in one graph and without."""
+    parsed = cpumoe.Scheme.parse(scheme)
+    experts = random_layer(scheme, experts=1).experts("native")
+    w = experts.quantized().down
+    settings = (96, parsed.group_size or -1, w.element, ops.ROWS_PLAIN, "w")
+
+    def product(x: torch.Tensor, *parts: torch.Tensor | None) -> torch.Tensor:
+        values, scales, *others = parts
+        packed = ops.pack(values, scales, None, *settings, *others, f"int{parsed.activation_bits}")
+        return ops.linear(x, packed, 128)
+
+    x = torch.randn(3, 96)
+    parts = (w.values, w.scales, w.zero_points, w.factors)
+    compiled = torch.compile(product, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(x, *parts), product(x, *parts))
+    assert torch.equal(product(x, *parts), ops.linear(x, experts.down_packed, 128))
+
+
 class Model(torch.nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, scheme: str = "w4a8-g32") -> None:
         super().__init__()
-        self.first = cpumoe.QuantizedLinear.quantize(torch.randn(128, 64), "w4a8-g32")
-        self.moe = cpumoe.MoELayer(
-            torch.nn.Linear(128, 4, bias=False), random_layer("w4a8-g32").experts("native"), topk=2
-        )
+        self.first = cpumoe.QuantizedLinear.quantize(torch.randn(128, 64), scheme)
+        self.moe = cpumoe.MoELayer(torch.nn.Linear(128, 4, bias=False), random_layer(scheme).experts("native"), topk=2)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.moe(self.first(x)) * 2
 
 
+@pytest.mark.parametrize("scheme", ["w4a8-g32", "w8a16-g32", "w4a16-g32-asym", "mxfp4a16", "nvfp4a16"])
 @torch.no_grad()
-def test_compile_fullgraph() -> None:
-    model = Model()
+def test_compile_fullgraph(scheme: str) -> None:
+    torch._dynamo.reset()  # it compiles the same function for a few models only
+    model = Model(scheme)
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (1, 7, 3):
         x = torch.randn(tokens, 64)
@@ -55,6 +88,7 @@ def test_compile_fullgraph() -> None:
 
 @torch.no_grad()
 def test_compile_inductor() -> None:
+    torch._dynamo.reset()
     model = Model()
     x = torch.randn(6, 64)
     torch.testing.assert_close(torch.compile(model, fullgraph=True)(x), model(x), rtol=1e-4, atol=1e-5)

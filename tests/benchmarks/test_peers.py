@@ -23,13 +23,12 @@ def test_peers_compute_the_layer(peer: Peer, monkeypatch: pytest.MonkeyPatch) ->
     assert len(prepared.calls) == 2 and prepared.bytes_per_expert > 0
     scheme = GROUPED if "g128" in prepared.scheme else PER_CHANNEL
     weights = LayerWeights.random(SHAPE, scheme, 0)
-    gate_up = repeated(dequantize(weights.gate_up, weights.gate_up_scale), SHAPE)
-    down = repeated(dequantize(weights.down, weights.down_scale), SHAPE)
+    gate_up, down = (repeated(dequantize(weight), SHAPE) for weight in (weights.gate_up, weights.down))
     x = torch.randn(9, SHAPE.hidden)
     ids, shares = random_routing(SHAPE, 9, 1)
     from cpumoe import Activation
 
-    expected = experts(x, ids, shares, gate_up, down, None, None, Activation(), quantize=False)
+    expected = experts(x, ids, shares, lambda e: ((gate_up[e], None), (down[e], None)), Activation(), bits=None)
     assert relative_error(prepared.calls[0](x, ids, shares), expected) < 0.05
 
 

@@ -33,12 +33,26 @@ import cpumoe
 from cpumoe import CheckpointError, Scheme, UnsupportedScheme, cli
 from cpumoe.checkpoints import formats, loading
 from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
-from cpumoe.checkpoints.formats.compressed_tensors import IntegerStorage
+from cpumoe.checkpoints.formats.compressed_storages import storage_for
 from cpumoe.checkpoints.linear_sources import LinearSource
 from cpumoe.checkpoints.loading import experts_of, load_experts
 from cpumoe.checkpoints.storage import LinearStorage, Quantization, StoredTensor
+from cpumoe.layers.packed_weights import unpack_weight
+from cpumoe.layers.quantized_experts import QuantizedWeight
+from cpumoe.layers.reference import dequantize
 from cpumoe.layers.rounding import quantize_weight
-from cpumoe.ops import unpack
+
+#: Weight-only schemes, and the form that compressed-tensors has for them.
+WEIGHT_ONLY = {
+    "w4a16": "pack-quantized",
+    "w4a16-g32": "pack-quantized",
+    "w8a16": "pack-quantized",
+    "w8a16-g32": "pack-quantized",
+    "w4a16-asym": "pack-quantized",
+    "w4a16-g32-asym": "pack-quantized",
+    "mxfp4a16": "mxfp4-pack-quantized",
+    "nvfp4a16": "nvfp4-pack-quantized",
+}
 
 EXAMPLES = Path(__file__).parents[1] / "data" / "checkpoints"
 NAMES = sorted(path.name for path in EXAMPLES.iterdir())
@@ -121,13 +135,13 @@ def test_examples_are_held_as_they_lie_in_the_file(name):
         inner = layer.config.intermediate_size
         for expert in range(layer.config.experts):
             parts = {
-                "gate_proj": (held.gate_up[expert, :inner], held.gate_up_scale[expert, :inner]),
-                "up_proj": (held.gate_up[expert, inner:], held.gate_up_scale[expert, inner:]),
-                "down_proj": (held.down[expert], held.down_scale[expert]),
+                "gate_proj": held.gate_up[expert][:inner],
+                "up_proj": held.gate_up[expert][inner:],
+                "down_proj": held.down[expert],
             }
-            for projection, (values, scale) in parts.items():
-                prefix = f"{folder}.{expert}.{projection}"
-                assert torch.equal(scale, tensors[f"{prefix}.weight_scale"])
+            for projection, weight in parts.items():
+                values, prefix = weight.values, f"{folder}.{expert}.{projection}"
+                assert torch.equal(weight.scales, tensors[f"{prefix}.weight_scale"])
                 if f"{prefix}.weight" in tensors:
                     assert torch.equal(values, tensors[f"{prefix}.weight"])
                 else:
@@ -379,7 +393,7 @@ def test_all_spellings_of_mixtral_give_the_same_bits(tmp_path):
 
 
 @pytest.mark.parametrize("architecture", ["gpt_oss", "llama4_text", "qwen3_moe", "mixtral"])
-@pytest.mark.parametrize("scheme", ["w4a8-g32", "w8a8"])
+@pytest.mark.parametrize("scheme", ["w4a8-g32", "w8a8", "w8a8-g32", *WEIGHT_ONLY])
 def test_float_experts_give_the_same_bits_fused_and_one_by_one(tmp_path, architecture, scheme):
     """Fused as transformers writes them, one by one as other tools do, and quantised before as here."""
     fused = write_float(tmp_path / "fused", architecture)
@@ -387,10 +401,12 @@ def test_float_experts_give_the_same_bits_fused_and_one_by_one(tmp_path, archite
     shutil.copytree(fused, single)
     tensors = apart(load_file(fused / "model.safetensors"), architecture)
     write_tensors(single, respelled(tensors, "mlp") if architecture == "mixtral" else tensors, shards=2)
-    quantized = write_quantized(fused, tmp_path / "quantized", scheme, "int-quantized", scale_dtype=None)
-    expected = packed_bytes(load(quantized))
-    assert expected and packed_bytes(load(fused, scheme=scheme)) == expected
-    assert packed_bytes(load(single, scheme=scheme)) == expected
+    expected = packed_bytes(load(fused, scheme=scheme))
+    assert expected and packed_bytes(load(single, scheme=scheme)) == expected
+    if scheme != "nvfp4a16":  # whose linears have a global scale each when they are quantised one by one
+        form = WEIGHT_ONLY.get(scheme, "int-quantized")
+        quantized = write_quantized(fused, tmp_path / "quantized", scheme, form, scale_dtype=None)
+        assert packed_bytes(load(quantized)) == expected
 
 
 def test_the_writer_of_these_tests_is_its_own_inverse(tmp_path):
@@ -434,8 +450,18 @@ def test_float_weights_that_are_not_finite_are_refused_with_their_layer(tmp_path
         load(folder, scheme="w4a8-g32")
 
 
-@pytest.mark.parametrize("scheme", ["w4a8", "w4a8-g32", "w4a8-g96", "w8a8"])
-@pytest.mark.parametrize("form", ["int-quantized", "pack-quantized"])
+@pytest.mark.parametrize(
+    ("scheme", "form"),
+    [
+        *(
+            (s, f)
+            for s in ("w4a8", "w4a8-g32", "w4a8-g96", "w8a8", "w8a8-g96")
+            for f in ("int-quantized", "pack-quantized")
+        ),
+        *(("w4a16-g96", "pack-quantized"), ("w8a16-g96", "pack-quantized"), ("w4a16-g96-asym", "pack-quantized")),
+        *WEIGHT_ONLY.items(),
+    ],
+)
 @pytest.mark.parametrize("scale_dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
 def test_odd_sizes_and_every_dtype_of_scales(tmp_path, scheme, form, scale_dtype):
     sizes = {"hidden_size": 96, "head_dim": 24, "moe_intermediate_size": 288, "num_experts": 3, "num_hidden_layers": 1}
@@ -445,11 +471,112 @@ def test_odd_sizes_and_every_dtype_of_scales(tmp_path, scheme, form, scale_dtype
     _, dequantized = quantized_tensors(tensors, scheme, form, scale_dtype)
     (module, layer), *others = load(folder).items()
     assert not others
+    assert str(layer.config.scheme) == scheme
     held = layer.quantized()
     for expert in range(3):
-        rows = held.down[expert].float()
-        wide = held.down_scale[expert].float().repeat_interleave(rows.shape[1] // held.down_scale.shape[2], 1)
-        assert torch.equal(rows * wide, dequantized[f"{module}.{expert}.down_proj.weight"])
+        parts = (*dequantize(held.gate_up[expert]).chunk(2), dequantize(held.down[expert]))
+        for projection, weight in zip(("gate_proj", "up_proj", "down_proj"), parts, strict=True):
+            expected = dequantized[f"{module}.{expert}.{projection}.weight"]
+            if scheme == "nvfp4a16":  # dividing by the global scale is not multiplying with its inverse
+                torch.testing.assert_close(weight, expected, rtol=2e-7, atol=0)
+            else:
+                assert torch.equal(weight, expected)
+    x, ids, weights = torch.randn(5, 96), torch.randint(0, 3, (5, 2)), torch.rand(5, 2)
+    exact = layer.reference(x, ids, weights, quantize_activations=False)
+    assert relative_error(layer(x, ids, weights), exact) <= (1e-3 if "a16" in scheme else 0.03)
+
+
+@pytest.mark.parametrize("scheme", WEIGHT_ONLY)
+@pytest.mark.parametrize("architecture", ["gpt_oss", "deepseek_v3"])
+def test_weight_only_checkpoints_agree_with_their_files(tmp_path, capsys, architecture, scheme):
+    """By another reading of them, and by other arithmetic, on every instruction set."""
+    source = write_float(tmp_path / "float", architecture)
+    folder = write_quantized(source, tmp_path / "model", scheme, WEIGHT_ONLY[scheme], shards=2)
+    assert cli.main(["check", str(folder)]) == 0, capsys.readouterr().out
+
+
+def a_weight_only_model(folder: Path, scheme: str) -> Path:
+    source = write_float(folder.with_name("float"), "qwen3_moe")
+    return write_quantized(source, folder, scheme, WEIGHT_ONLY[scheme])
+
+
+_EXPERT = "model.layers.1.mlp.experts.3.up_proj"
+_LAYER = "model.layers.1.mlp.experts"
+
+
+@pytest.mark.parametrize(
+    ("scheme", "part", "change", "said"),
+    [
+        *(
+            ("w4a16-g32-asym", "weight_zero_point", change, f"{_EXPERT}.weight_zero_point")
+            for change in (
+                lambda t: None,
+                lambda t: t[1:],
+                lambda t: t.repeat(1, 2),
+                lambda t: t[0],
+                lambda t: t.T,
+                lambda t: t.to(torch.int8),
+                lambda t: t.float(),
+                lambda t: t[:0],
+            )
+        ),
+        (
+            "w4a16-g32",
+            "weight_zero_point",
+            lambda t: torch.zeros(4, 2).int(),
+            f"unexpected: {_EXPERT}.weight_zero_point",
+        ),
+        ("mxfp4a16", "weight_global_scale", lambda t: torch.ones(1), f"unexpected: {_EXPERT}.weight_global_scale"),
+        ("w4a16-g32", "weight_g_idx", lambda t: torch.zeros(64).int(), f"unexpected: {_EXPERT}.weight_g_idx"),
+        ("nvfp4a16", "input_global_scale", lambda t: torch.ones(1), f"unexpected: {_EXPERT}.input_global_scale"),
+        *(
+            ("nvfp4a16", "weight_global_scale", change, f"{_EXPERT}.weight_global_scale")
+            for change in (
+                lambda t: None,
+                lambda t: t.repeat(2),
+                lambda t: t[0],
+                lambda t: t[:0],
+                lambda t: t.double(),
+                lambda t: t.bfloat16(),
+            )
+        ),
+        *(
+            ("nvfp4a16", "weight_global_scale", lambda t, x=bad: t * x, _LAYER)
+            for bad in (0.0, -1.0, torch.nan, torch.inf)
+        ),
+        *(
+            (scheme, "weight_scale", change, f"{_EXPERT}.weight_scale")
+            for scheme in ("nvfp4a16", "mxfp4a16")
+            for change in (lambda t: None, lambda t: t[1:], lambda t: t[:, :1].float(), lambda t: t.view(torch.int8))
+        ),
+        ("nvfp4a16", "weight_scale", lambda t: t.view(torch.uint8), f"{_EXPERT}.weight_scale"),
+        ("mxfp4a16", "weight_scale", lambda t: t.view(torch.float8_e4m3fn), f"{_EXPERT}.weight_scale"),
+        ("mxfp4a16", "weight_scale", lambda t: torch.full_like(t, 255), _LAYER),
+        ("nvfp4a16", "weight_scale", lambda t: torch.full_like(t, torch.nan), _LAYER),
+        ("nvfp4a16", "weight_scale", lambda t: (-t.float()).to(t.dtype), _LAYER),
+        ("w8a16-g32", "weight_scale", lambda t: torch.full_like(t, torch.inf), _LAYER),
+        *(
+            (scheme, "weight_packed", change, f"{_EXPERT}.weight_packed")
+            for scheme in ("w4a16-asym", "w8a16", "mxfp4a16", "nvfp4a16")
+            for change in (
+                lambda t: None,
+                lambda t: t[:, 1:],
+                lambda t: t.view(len(t) // 2, -1),
+                lambda t: t.to(torch.int16),
+            )
+        ),
+    ],
+)
+def test_damaged_weight_only_checkpoints_are_refused_by_name(tmp_path, scheme, part, change, said):
+    folder = a_weight_only_model(tmp_path / "model", scheme)
+    tensors = load_file(folder / "model.safetensors")
+    load(folder)
+    name = f"{_EXPERT}.{part}"
+    new = change(tensors.pop(name, None))
+    write_tensors(folder, tensors if new is None else tensors | {name: new.contiguous()})
+    with pytest.raises(CheckpointError) as refusal:
+        load(folder)
+    assert said in str(refusal.value)
 
 
 @pytest.mark.parametrize("sizes", [{"hidden_size": 80}, {"moe_intermediate_size": 48}])
@@ -466,24 +593,30 @@ def test_a_group_size_that_does_not_fit_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("columns", [32, 33, 36, 37, 127, 128])
-@pytest.mark.parametrize("scheme", ["w4a8", "w8a8"])
-@pytest.mark.parametrize("form", ["int-quantized", "pack-quantized"])
+@pytest.mark.parametrize(
+    ("scheme", "form"),
+    [
+        *((scheme, form) for scheme in ("w4a8", "w8a8") for form in ("int-quantized", "pack-quantized")),
+        *((scheme, "pack-quantized") for scheme in ("w4a16", "w8a16", "w4a16-asym")),
+    ],
+)
 def test_a_linear_of_any_width(tmp_path, columns, scheme, form):
     weight, bias = torch.randn(17, columns), torch.randn(17)
     stored, _ = quantized_tensors({"proj.weight": weight}, scheme, form)
     write_tensors(tmp_path, stored | {"proj.bias": bias})
     (tmp_path / "config.json").write_text("{}")
     with Checkpoint.open(tmp_path) as checkpoint:
-        source = LinearSource(checkpoint, "proj", 17, columns, IntegerStorage(Scheme.parse(scheme), form), True)
+        source = LinearSource(checkpoint, "proj", 17, columns, storage_for(Scheme.parse(scheme), form), True)
         check = TensorCheck(checkpoint)
         source.check(check)
         check.nothing_else_under("proj.")
         check.raise_problems()
         linear = source.load()
-    values, scales, biases = unpack(linear.weight_packed)
-    expected, expected_scales = quantize_weight(weight, Scheme.parse(scheme))
-    assert torch.equal(values[0], expected) and torch.equal(biases[0], bias)
-    assert torch.equal(scales[0], expected_scales.bfloat16())
+    held, expected = unpack_weight(linear.weight_packed)[0], quantize_weight(weight, Scheme.parse(scheme))
+    assert torch.equal(held.values, expected.values) and torch.equal(held.bias, bias)
+    assert torch.equal(held.scales, expected.scales.bfloat16())
+    assert (held.zero_points is None) == (expected.zero_points is None)
+    assert held.zero_points is None or torch.equal(held.zero_points, expected.zero_points)
 
 
 # ---- storages of any kind ------------------------------------------------------------------------------------------
@@ -512,12 +645,14 @@ class Sideways(LinearStorage):
 
     def decode(self, tensors, rows, columns):
         values = tensors["sideways"].transpose(-1, -2).flatten(-3, -2).contiguous()  # [..., n, columns, rows] before
-        return values, tensors["scales"] * tensors["whole_scale"].repeat_interleave(rows, -2)
+        scales = tensors["scales"] * tensors["whole_scale"].repeat_interleave(rows, -2)
+        return QuantizedWeight("int8", values, scales)
 
     def decode_plainly(self, tensors):
-        return tensors["sideways"].T, tensors["scales"] * tensors["whole_scale"]
+        return QuantizedWeight("int8", tensors["sideways"].T, tensors["scales"] * tensors["whole_scale"])
 
-    def encode(self, values, scales):
+    def encode(self, weight):
+        values, scales = weight.values, weight.scales
         whole = torch.tensor([2.0 ** float(values[0, 0])])
         rows = torch.tensor([len(values)])
         return {"sideways": values.T.contiguous(), "scales": scales / whole, "whole_scale": whole, "rows": rows}
@@ -540,20 +675,20 @@ def test_a_storage_with_other_tensors_needs_nothing_but_its_row(monkeypatch, tmp
     source = EXAMPLES / "qwen3moe-w8a8-int8"
     stored, sideways = load_file(source / "model.safetensors"), Sideways(Scheme.parse("w8a8"), "sideways")
     for name in [n.removesuffix(".weight_scale") for n in stored if n.endswith(".weight_scale")]:
-        encoded = sideways.encode(stored.pop(f"{name}.weight"), stored.pop(f"{name}.weight_scale").float())
+        weight = QuantizedWeight("int8", stored.pop(f"{name}.weight"), stored.pop(f"{name}.weight_scale").float())
+        encoded = sideways.encode(weight)
         stored |= {f"{name}.{suffix}": tensor for suffix, tensor in encoded.items()}
     config = json.loads((source / "config.json").read_text()) | {"quantization_config": {"quant_method": "sideways"}}
     write_tensors(tmp_path, stored)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UnsupportedScheme, match="quant_method 'sideways' is not served; 'compressed-tensors' is"):
+    with pytest.raises(UnsupportedScheme, match="quant_method 'sideways' is not served; .*'compressed-tensors'"):
         load(tmp_path)
     monkeypatch.setitem(formats.QUANT_METHODS, "sideways", AllSideways)
     expected, found = load(source), load(tmp_path)
     for name, experts in found.items():
         ours, theirs = experts.quantized(0, 8), expected[name].quantized(0, 8)
-        assert torch.equal(ours.gate_up, theirs.gate_up) and torch.equal(ours.down, theirs.down)
-        assert torch.equal(ours.gate_up_scale, theirs.gate_up_scale.float())
-        assert torch.equal(ours.down_scale, theirs.down_scale.float())
+        for mine, other in ((ours.gate_up, theirs.gate_up), (ours.down, theirs.down)):
+            assert torch.equal(mine.values, other.values) and torch.equal(mine.scales, other.scales.float())
     assert cli.main(["check", str(tmp_path)]) == 0
     stored["model.layers.1.mlp.experts.3.up_proj.rows"] += 1
     write_tensors(tmp_path, stored)
@@ -570,6 +705,15 @@ def test_reading_in_pieces_gives_the_same_bits(monkeypatch, name, chunk_bytes):
     whole = packed_bytes(load(EXAMPLES / name))
     monkeypatch.setattr(loading, "_CHUNK_BYTES", chunk_bytes)
     assert packed_bytes(load(EXAMPLES / name)) == whole
+
+
+@pytest.mark.parametrize("scheme", ["w4a16-g32-asym", "mxfp4a16", "nvfp4a16"])
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_parts_of_weights_are_read_in_pieces_too(monkeypatch, tmp_path, scheme, backend):
+    folder = a_weight_only_model(tmp_path / "model", scheme)
+    whole = packed_bytes(load(folder, backend))
+    monkeypatch.setattr(loading, "_CHUNK_BYTES", 1)
+    assert packed_bytes(load(folder, backend)) == whole
 
 
 @pytest.mark.parametrize("backend", ["aten", "reference"])

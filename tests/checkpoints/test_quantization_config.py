@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpumoe import CheckpointError, Scheme, UnsupportedScheme
-from cpumoe.checkpoints.formats import parse_quantization
-from cpumoe.checkpoints.formats.compressed_tensors import IntegerStorage, write_config
+from cpumoe.checkpoints.formats import QUANT_METHODS, parse_quantization
+from cpumoe.checkpoints.formats.compressed_storages import Fp4Storage, IntegerStorage, storage_for
+from cpumoe.checkpoints.formats.compressed_tensors import write_config
 from cpumoe.checkpoints.formats.name_patterns import NamePatterns
 
 #: The ``quantization_config`` of checkpoints as llm-compressor, GPTQ, AWQ and OpenAI wrote them.
@@ -28,20 +29,20 @@ SERVED = {
     "qwen3moe-w4a8-g32": ("w4a8-g32", "int-quantized"),
     "qwen3moe-w4a8-g32-packed": ("w4a8-g32", "pack-quantized"),
     "qwen3moe-w8a8-int8": ("w8a8", "int-quantized"),
+    "qwen3moe-w4a16-g32": ("w4a16-g32", "pack-quantized"),
+    "qwen3moe-w4a16-asym-g32": ("w4a16-g32-asym", "pack-quantized"),
+    "qwen3moe-mxfp4a16": ("mxfp4a16", "mxfp4-pack-quantized"),
 }
+
+#: Of another quant_method than compressed-tensors.
+OTHERS = {"gptoss-mxfp4native": "mxfp4", "qwen3moe-awq-g32": "awq", "qwen3moe-gptq-g32": "gptq"}
 
 #: What the refusal of the others must say.
 REFUSED = {
-    "gptoss-mxfp4native": "quant_method 'mxfp4'",
-    "qwen3moe-awq-g32": "quant_method 'awq'",
-    "qwen3moe-gptq-g32": "quant_method 'gptq'",
     "qwen3moe-fp8-dynamic": "(weights 8-bit float per channel, activations dynamic 8-bit float per token)",
     "qwen3moe-fp8-tensor": "'float-quantized' (weights 8-bit float per tensor, activations 8-bit float per tensor)",
     "qwen3moe256-fp8-block": "'float-quantized' (weights 8-bit float per block",
-    "qwen3moe-mxfp4a16": "'mxfp4-pack-quantized' (weights 4-bit float per group of 32, activations left in float)",
     "qwen3moe-nvfp4": "locally dynamic 4-bit float per tensor_group of 16",
-    "qwen3moe-w4a16-g32": "weights 4-bit int per group of 32, activations left in float is not served",
-    "qwen3moe-w4a16-asym-g32": "weights asymmetric 4-bit int per group of 32",
     "qwen3moe-w4a16-actgroup-g32": "in activation order (group)",
 }
 
@@ -51,14 +52,23 @@ def base() -> dict:
 
 
 def test_every_example_is_either_served_or_refused():
-    assert set(SERVED) | set(REFUSED) == set(CONFIGS)
+    assert {*SERVED, *REFUSED, *OTHERS} == set(CONFIGS)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_methods_are_served_by_their_own_row_or_refused_by_name(name):
+    if OTHERS[name] in QUANT_METHODS:
+        assert parse_quantization(CONFIGS[name]).schemes
+        return
+    with pytest.raises(UnsupportedScheme, match=f"quant_method '{OTHERS[name]}' is not served"):
+        parse_quantization(CONFIGS[name])
 
 
 @pytest.mark.parametrize("name", SERVED)
 def test_served_configurations_are_understood(name):
     scheme, form = SERVED[name]
     config = parse_quantization(CONFIGS[name])
-    expected = IntegerStorage(Scheme.parse(scheme), form)
+    expected = (Fp4Storage if "fp4" in scheme else IntegerStorage)(Scheme.parse(scheme), form)
     for module in ("model.layers.0.self_attn.q_proj", "model.layers.1.mlp.experts.3.down_proj", "anything"):
         assert config.storage_of(module) == expected
     assert config.schemes == (expected.scheme,)
@@ -87,7 +97,10 @@ def test_other_configurations_are_refused_with_what_they_are(name):
         ("weights", {"actorder": "dynamic"}, "in activation order"),
         ("weights", {"group_size": 48}, "group_size=48"),
         ("weights", {"group_size": 10**9}, "g1000000000"),
-        ("weights", {"num_bits": 8}, "w8a8 is per channel"),
+        ("weights", {"num_bits": 8, "symmetric": False}, "asymmetric 8-bit"),
+        ("weights", {"num_bits": 8, "type": "float"}, "8-bit float"),
+        ("weights", {"type": "float", "strategy": "tensor_group", "group_size": 16}, "activations dynamic 8-bit int"),
+        ("weights", {"group_size": 16}, "group_size=16"),
         ("input_activations", {"num_bits": 4}, "activations dynamic 4-bit int"),
         ("input_activations", {"dynamic": False}, "activations 8-bit int per token"),
         ("input_activations", {"dynamic": "local"}, "locally dynamic"),
@@ -102,6 +115,95 @@ def test_schemes_that_are_not_served_are_refused_with_what_they_are(part, change
     with pytest.raises(UnsupportedScheme) as refusal:
         parse_quantization(config)
     assert reason in str(refusal.value)
+
+
+INT, FLOAT = {"type": "int", "symmetric": True}, {"type": "float", "num_bits": 4, "symmetric": True}
+NVFP4, MXFP4 = FLOAT | {"strategy": "tensor_group", "group_size": 16}, FLOAT | {"strategy": "group", "group_size": 32}
+
+
+@pytest.mark.parametrize(
+    ("weights", "form", "scheme"),
+    [
+        ({"num_bits": 8, "group_size": 64}, "int-quantized", "w8a8-g64"),
+        ({"num_bits": 8}, "pack-quantized", "w8a8-g32"),
+    ],
+)
+def test_int8_weights_in_groups_with_int8_activations_are_served(weights, form, scheme):
+    config = base()
+    group = config["config_groups"]["group_0"]
+    group["weights"].update(weights)
+    group["format"] = form
+    assert parse_quantization(config).storage_of("x") == IntegerStorage(Scheme.parse(scheme), form)
+
+
+@pytest.mark.parametrize(
+    ("weights", "form", "scheme"),
+    [
+        (INT | {"num_bits": 4, "strategy": "channel"}, "pack-quantized", "w4a16"),
+        (INT | {"num_bits": 4, "strategy": "group", "group_size": 32}, "pack-quantized", "w4a16-g32"),
+        (INT | {"num_bits": 8, "strategy": "channel"}, "pack-quantized", "w8a16"),
+        (INT | {"num_bits": 8, "strategy": "group", "group_size": 128}, "pack-quantized", "w8a16-g128"),
+        (INT | {"num_bits": 4, "strategy": "channel", "symmetric": False}, "pack-quantized", "w4a16-asym"),
+        ({"num_bits": 4, "group_size": 64, "symmetric": False}, "pack-quantized", "w4a16-g64-asym"),
+        (NVFP4, "nvfp4-pack-quantized", "nvfp4a16"),
+        (MXFP4, "mxfp4-pack-quantized", "mxfp4a16"),
+    ],
+)
+def test_weight_only_groups_are_served(weights, form, scheme):
+    config = base()
+    config["config_groups"]["group_0"] |= {"weights": weights, "format": form, "input_activations": None}
+    storage = parse_quantization(config).storage_of("x")
+    assert storage == storage_for(Scheme.parse(scheme)) and storage.format == form
+    # the form of the whole, where the group has none
+    del config["config_groups"]["group_0"]["format"]
+    assert parse_quantization(config | {"format": form}).storage_of("x") == storage
+
+
+@pytest.mark.parametrize(
+    ("weights", "form", "reason"),
+    [
+        (
+            NVFP4,
+            "mxfp4-pack-quantized",
+            "tensor_group of 16, .* 'mxfp4-pack-quantized'; nvfp4-pack-quantized is accepted",
+        ),
+        (MXFP4, "pack-quantized", "group of 32, .* 'pack-quantized'; mxfp4-pack-quantized is accepted"),
+        (MXFP4, "int-quantized", "'int-quantized'; mxfp4-pack-quantized is accepted"),
+        (
+            INT | {"num_bits": 4, "group_size": 32},
+            "nvfp4-pack-quantized",
+            "int-quantized and pack-quantized is accepted",
+        ),
+        (
+            {"num_bits": 4, "symmetric": False},
+            "int-quantized",
+            "asymmetric .*'int-quantized'; pack-quantized is accepted",
+        ),
+        (MXFP4 | {"group_size": 16}, "mxfp4-pack-quantized", "4-bit float per group of 16"),
+        (NVFP4 | {"group_size": 32}, "nvfp4-pack-quantized", "4-bit float per tensor_group of 32"),
+        (MXFP4 | {"symmetric": False}, "mxfp4-pack-quantized", "asymmetric 4-bit float"),
+        (MXFP4 | {"num_bits": 6}, "mxfp4-pack-quantized", "6-bit float"),
+        (MXFP4 | {"num_bits": 8}, "mxfp8-quantized", "format 'mxfp8-quantized' .weights 8-bit float"),
+        (INT | {"num_bits": 4, "group_size": 32, "actorder": "group"}, "pack-quantized", "in activation order .group"),
+        (INT | {"num_bits": 8, "symmetric": False}, "pack-quantized", "asymmetric 8-bit int"),
+    ],
+)
+def test_weight_only_groups_that_no_file_can_have_or_that_are_not_served_are_refused(weights, form, reason):
+    config = base()
+    config["config_groups"]["group_0"] |= {"weights": weights, "format": form, "input_activations": None}
+    with pytest.raises((CheckpointError, UnsupportedScheme), match=reason):
+        parse_quantization(config)
+
+
+@pytest.mark.parametrize(
+    "inputs", [NVFP4 | {"dynamic": "local"}, {"num_bits": 8, "type": "float", "dynamic": True, "strategy": "token"}]
+)
+@pytest.mark.parametrize(("weights", "form"), [(NVFP4, "nvfp4-pack-quantized"), (MXFP4, "mxfp4-pack-quantized")])
+def test_4_bit_floats_with_quantised_activations_are_refused(weights, form, inputs):
+    config = base()
+    config["config_groups"]["group_0"] |= {"weights": weights, "format": form, "input_activations": inputs}
+    with pytest.raises(UnsupportedScheme, match=r"activations .*dynamic .*-bit float per .* is not served"):
+        parse_quantization(config)
 
 
 @pytest.mark.parametrize(
@@ -334,6 +436,10 @@ STORAGES = [
         "Linear": IntegerStorage(Scheme.parse("w8a8"), "int-quantized"),
         "re:.*experts[.].*": IntegerStorage(Scheme.parse("w4a8-g128"), "pack-quantized"),
     },
+    {"Linear": storage_for(Scheme.parse("w8a8-g32"), "int-quantized")},
+    *({"Linear": storage_for(Scheme.parse(name))} for name in ("w4a16", "w8a16-g64", "w4a16-asym", "w4a16-g128-asym")),
+    {"Linear": storage_for(Scheme.parse("w8a16")), "re:.*experts[.].*": storage_for(Scheme.parse("nvfp4a16"))},
+    {"Linear": storage_for(Scheme.parse("w4a8-g32")), "re:.*experts[.].*": storage_for(Scheme.parse("mxfp4a16"))},
 ]
 
 
@@ -358,5 +464,17 @@ def test_what_is_written_is_understood_by_compressed_tensors(storages):
         weights, inputs = groups[target].weights, groups[target].input_activations
         assert groups[target].format == storage.format
         assert (weights.num_bits, weights.group_size) == (storage.scheme.weights.bits, storage.scheme.group_size)
-        assert weights.strategy == ("channel" if storage.scheme.group_size is None else "group") and weights.symmetric
-        assert (inputs.num_bits, inputs.strategy, inputs.dynamic) == (8, "token", True)
+        strategy = "channel" if storage.scheme.group_size is None else "group"
+        assert weights.strategy == ("tensor_group" if storage.scheme.weights.scale == "e4m3" else strategy)
+        assert weights.symmetric == storage.scheme.weights.symmetric
+        assert weights.type == ("float" if storage.scheme.weights.element == "fp4" else "int")
+        if storage.scheme.activations is None:
+            assert inputs is None
+        else:
+            assert (inputs.num_bits, inputs.strategy, inputs.dynamic) == (8, "token", True)
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a16-g32", "w4a16-asym", "w4a16-g32-asym"])
+def test_weight_only_integers_are_not_written_a_byte_each(scheme):
+    with pytest.raises(UnsupportedScheme, match=f"{scheme} in the format int-quantized.*pack-quantized is accepted"):
+        storage_for(Scheme.parse(scheme), "int-quantized")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +13,15 @@ import pytest
 import torch
 from changed_checkpoints import CHECKPOINTS, NAMES, Config, Tensors, changed_copy, float_copy
 from conftest import SUPPORTED_ISAS
-from tiny_architectures import together
+from tiny_architectures import together, write_float, write_quantized
 from torch import Tensor
 
 import cpumoe
 from cpumoe import cli
 from cpumoe.checkpoints import expert_sources, linear_sources, loading, verification
-from cpumoe.checkpoints.formats.compressed_tensors import IntegerStorage
+from cpumoe.checkpoints.formats.compressed_storages import Fp4Storage, IntegerStorage
+from cpumoe.checkpoints.storage import LinearStorage
+from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.rounding import quantize_weight
 from cpumoe.layers.scheme import Scheme
 
@@ -89,7 +93,10 @@ def test_layers_and_tokens(checked: Checked) -> None:
     assert code == 0 and {name.split(".")[2] for name in modules(facts)} == {"1"} and "1 of 1 layers" in text
 
 
-@pytest.mark.parametrize("scheme", ["w4a8-g32", "w4a8", "w8a8"])
+@pytest.mark.parametrize(
+    "scheme",
+    ["w4a8-g32", "w4a8", "w8a8", "w8a8-g32", "w4a16-g32", "w8a16", "w4a16-g32-asym", "mxfp4a16", "nvfp4a16"],
+)
 def test_float_checkpoints(scheme: str, tmp_path: Path, checked: Checked) -> None:
     per_expert = float_copy(tmp_path / "apart", PACKED)
     fused = float_copy(tmp_path / "fused", "gptoss-w4a8-g32", lambda tensors: together(tensors, "gpt_oss"))
@@ -104,7 +111,7 @@ def test_a_quantised_head_and_a_model_without_experts(tmp_path: Path, checked: C
     def quantise_head(tensors: Tensors) -> None:
         scheme = Scheme.parse("w4a8-g32")
         storage = IntegerStorage(scheme, "pack-quantized")
-        encoded = storage.encode(*quantize_weight(tensors.pop("lm_head.weight"), scheme))
+        encoded = storage.encode(quantize_weight(tensors.pop("lm_head.weight"), scheme))
         tensors.update({f"lm_head.{name}": tensor for name, tensor in encoded.items()})
         for name in [n for n in tensors if ".mlp." in n]:
             del tensors[name]
@@ -126,11 +133,11 @@ def test_a_quantised_head_and_a_model_without_experts(tmp_path: Path, checked: C
 def test_a_scale_that_changed_while_it_was_loaded(monkeypatch: pytest.MonkeyPatch, checked: Checked) -> None:
     real = IntegerStorage.decode
 
-    def changed(self: IntegerStorage, *arguments: Any) -> tuple[Tensor, Tensor]:
-        values, scales = real(self, *arguments)
-        scales = scales.clone()
+    def changed(self: IntegerStorage, *arguments: Any) -> QuantizedWeight:
+        weight = real(self, *arguments)
+        scales = weight.scales.clone()
         scales.view(-1)[5] *= 1.01
-        return values, scales
+        return replace(weight, scales=scales)
 
     monkeypatch.setattr(IntegerStorage, "decode", changed)
     code, text, facts = checked(CHECKPOINTS / PACKED)
@@ -164,14 +171,48 @@ def test_weights_that_changed_in_memory_in_one_layer(monkeypatch: pytest.MonkeyP
 def test_integers_that_are_decoded_in_the_wrong_order(monkeypatch: pytest.MonkeyPatch, checked: Checked) -> None:
     real = IntegerStorage.decode
 
-    def backwards(self: IntegerStorage, *arguments: Any) -> tuple[Tensor, Tensor]:
-        values, scales = real(self, *arguments)
-        return values.flip(-1), scales
+    def backwards(self: IntegerStorage, *arguments: Any) -> QuantizedWeight:
+        weight = real(self, *arguments)
+        return replace(weight, values=weight.values.flip(-1))
 
     monkeypatch.setattr(IntegerStorage, "decode", backwards)
     code, _, facts = checked(CHECKPOINTS / PACKED)
     assert code == 1 and len(facts["differing"]) == 10
     assert all("packed integers are not those of the file" in m["problems"][0] for m in modules(facts).values())
+
+
+@pytest.mark.parametrize(
+    ("scheme", "form", "part", "said"),
+    [
+        ("w4a16-g32-asym", "pack-quantized", "zero_points", "zero points"),
+        ("w4a16-g32-asym", "pack-quantized", "scales", "scales"),
+        ("mxfp4a16", "mxfp4-pack-quantized", "scales", "scales"),
+        ("nvfp4a16", "nvfp4-pack-quantized", "factors", "factors"),
+        ("nvfp4a16", "nvfp4-pack-quantized", "values", "integers|codes|values"),
+    ],
+)
+def test_any_part_of_a_weight_that_changed_while_it_was_loaded(
+    scheme: str, form: str, part: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, checked: Checked
+) -> None:
+    folder = write_quantized(write_float(tmp_path / "float", "qwen3_moe"), tmp_path / "model", scheme, form)
+    assert checked(folder)[0] == 0
+    storage = Fp4Storage if "fp4" in scheme else IntegerStorage
+    real = storage.decode
+
+    def changed(self: LinearStorage, *arguments: Any) -> QuantizedWeight:
+        weight = real(self, *arguments)
+        tensor = getattr(weight, part).clone(memory_format=torch.contiguous_format)
+        if part == "factors":
+            tensor.view(-1)[3] *= 1.25
+        else:  # another of the 16 values, or the next scale
+            tensor.view(-1).view(torch.uint8)[3] ^= 1
+        return replace(weight, **{part: tensor})
+
+    monkeypatch.setattr(storage, "decode", changed)
+    code, text, facts = checked(folder)
+    assert code == 1 and len(facts["differing"]) == 10, text
+    told = modules(facts)["model.layers.0.self_attn.k_proj"]["problems"][0]
+    assert re.search(rf"packed ({said}) are not those of the file", told), told
 
 
 def test_a_kernel_that_is_slightly_wrong(monkeypatch: pytest.MonkeyPatch, checked: Checked) -> None:

@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from random_layers import random_layer, relative_error, routing
+from random_layers import SCHEMES, random_layer, relative_error, routing
 
 import cpumoe
 from cpumoe import MoEConfig, NoBackend, RoutingMethod, Scheme, explain, select_backend
@@ -18,7 +18,11 @@ def config(scheme: str = "w4a8-g32", **facts: object) -> MoEConfig:
 
 
 def test_aten_agrees_with_native() -> None:
-    for scheme, scale_dtype in (("w4a8-g32", torch.bfloat16), ("w4a8", torch.float32)):
+    for scheme, scale_dtype in (
+        ("w4a8-g32", torch.bfloat16),
+        ("w4a8", torch.float32),
+        ("w4a16-g32+int8", torch.bfloat16),
+    ):
         layer = random_layer(scheme, bias=True, scale_dtype=scale_dtype)
         for dtype in (torch.float32, torch.bfloat16):
             x = torch.randn(11, 128).to(dtype)
@@ -29,11 +33,13 @@ def test_aten_agrees_with_native() -> None:
             assert relative_error(aten, native) < (3e-3 if dtype == torch.float32 else 1e-2)
 
 
-def test_every_backend_keeps_a_nan_in_its_token() -> None:
-    layer = random_layer("w4a8-g32", scale_dtype=torch.bfloat16)
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_backend_keeps_a_nan_in_its_token(scheme: str) -> None:
+    floats = "fp4" not in scheme
+    layer = random_layer(scheme, hidden=192, inner=192, scale_dtype=torch.bfloat16 if floats else None)
     ids, weights = routing(5, 4, 2)
-    x = torch.randn(5, 128)
-    for name in ("native", "aten", "reference"):
+    x = torch.randn(5, 192)
+    for name in ("native", "aten", "reference") if scheme == "w4a8-g32" else ("native", "reference"):
         experts = layer.experts(name)
         clean = experts(x, ids, weights)
         for poison in (torch.nan, torch.inf, -torch.inf):
@@ -69,7 +75,11 @@ def test_first_that_serves_is_taken(caplog: pytest.LogCaptureFixture, monkeypatc
 def test_reasons() -> None:
     told = {v.backend: v.obstacle for v in explain(config("w8a8"))}
     assert told["native"] is None and told["reference"] is None
-    assert told["aten"] == "scheme w8a8; PyTorch's product has 4-bit weights only"
+    assert told["aten"] == "scheme w8a8; PyTorch's product has symmetric int4 weights and int8 activations only"
+    for scheme in ("w4a16", "w4a16-g32-asym+int8", "mxfp4a16", "nvfp4a16+int8"):
+        told = {v.backend: v.obstacle for v in explain(config(scheme))}
+        assert told["native"] is None and told["reference"] is None
+        assert str(told["aten"]).startswith(f"scheme {scheme}; PyTorch's product has symmetric int4")
     assert "bfloat16" in str({v.backend: v.obstacle for v in explain(config())}["aten"])
     for facts, word in [
         ({"device": "cuda"}, "only 'cpu' is served"),

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy
 import pytest
 import torch
-from random_layers import random_layer
+from random_layers import global_scale, random_layer
 
 import cpumoe
+from cpumoe.layers.rounding import quantize_weight
 
 BACKENDS = ("native", "aten", "reference")
 
@@ -92,7 +93,10 @@ def test_things_that_are_no_tensors() -> None:
             r"gate_up_scale is \[4, 192, 1\]; \[4, 192, 4\]",
         ),
         (lambda a: a.update(down_scale=a["down_scale"][:, :5]), r"down_scale is \[4, 5, 3\]; \[4, 128, 3\]"),
-        (lambda a: a.update(down_scale=a["down_scale"].int()), "down_scale is torch.int32; a floating point"),
+        (
+            lambda a: a.update(down_scale=a["down_scale"].int()),
+            "down_scale is torch.int32; float32, bfloat16 or float16",
+        ),
         (lambda a: a.update(gate_up_bias=torch.zeros(4, 191)), r"gate_up_bias is \[4, 191\]; \[4, 192\]"),
         (lambda a: a.update(down_bias=torch.zeros(128)), r"down_bias is \[128\]; \[4, 128\]"),
         (lambda a: a.update(scheme="w4a8-g64"), "group_size=64 does not divide in_features=96; use 32"),
@@ -141,7 +145,7 @@ def test_unknown_options_fail() -> None:
 
 def test_sizes_that_would_overflow() -> None:
     good = {"weights": "int4", "group_size": None, "scales": "float32", "experts": 4, "out_features": 64}
-    good |= {"in_features": 64, "gated": False, "has_bias": False}
+    good |= {"in_features": 64, "gated": False, "has_bias": False, "has_zero_points": False, "activations": "int8"}
     assert cpumoe._core.PackedSpec(**good).packed_bytes > 0
     for change, message in [
         ({"experts": 1 << 40}, "experts=1099511627776; 1 to 65536 are accepted"),
@@ -151,11 +155,19 @@ def test_sizes_that_would_overflow() -> None:
         ({"experts": 0}, "experts=0"),
         ({"out_features": 0}, "out_features=0"),
         ({"weights": "int5"}, "int5 weights are not known"),
-        ({"scales": "float16"}, "scales=float16; float32 and bfloat16 are accepted"),
+        ({"scales": "float16"}, "scales=float16; accepted are float32, bfloat16, e8m0, e4m3"),
         ({"group_size": -32}, "group_size=-32; a multiple of 32"),
         ({"group_size": 48}, "group_size=48; a multiple of 32"),
         ({"group_size": 128}, "group_size=128 does not divide in_features=64"),
-        ({"weights": "int8", "group_size": 32}, "group_size=32 with int8 weights; per channel is accepted"),
+        ({"weights": "int8", "has_zero_points": True}, "int8 weights with zero points, .*there is no such format"),
+        ({"weights": "fp4"}, "fp4 weights, group_size=0: there is no such format"),
+        ({"weights": "fp4", "group_size": 64}, "fp4 weights, group_size=64: there is no such format"),
+        ({"weights": "fp4", "group_size": 32}, "scales of type . do not go with weights held as fp4-g32"),
+        ({"weights": "fp4", "group_size": 16, "scales": "e8m0"}, "do not go with weights held as fp4-g16"),
+        ({"weights": "fp4", "group_size": 32, "scales": "e4m3"}, "do not go with weights held as fp4-g32"),
+        ({"weights": "fp4", "group_size": 8, "scales": "e4m3"}, "group_size=8; a multiple of"),
+        ({"scales": "e8m0"}, "scales of type . do not go with weights held as int4"),
+        ({"activations": "float16"}, "activations=float16; accepted are int8, int16"),
     ]:
         with pytest.raises(ValueError, match=message):
             cpumoe._core.PackedSpec(**(good | change))
@@ -255,4 +267,173 @@ def test_packing_outside_the_experts() -> None:
     values, scales = torch.zeros(1, 128, 96, dtype=torch.int8), torch.ones(1, 128, 1)
     for first in (4, -1, 2**63 - 1):
         with pytest.raises(ValueError, match=f"1 experts from number {first} on, where 4 are packed"):
-            cpumoe._core.pack_into(blob, first, values, scales, None, 0, "w")
+            cpumoe._core.pack_into(blob, first, values, scales, None, None, None, 0, "w")
+
+
+def with_value(tensor: torch.Tensor, value: int) -> torch.Tensor:
+    """A copy with another last element, given as its byte."""
+    copy = tensor.clone()
+    copy.view(-1).view(torch.uint8)[-1] = value % 256
+    return copy
+
+
+@pytest.mark.parametrize(
+    ("scheme", "name", "change", "message"),
+    [
+        *(
+            ("w4a16-g32-asym", "down_zero_point", change, message)
+            for change, message in (
+                (lambda t: with_value(t, 8), r"down.*zero.point.*(8 at \[3, 127, 2\]|outside of).*-8 to 7"),
+                (lambda t: with_value(t, -9), r"down.*zero.point.*(-9 at \[3, 127, 2\]|outside of).*-8 to 7"),
+                (lambda t: t[:, 1:], r"down_zero_point is torch.int8 \[4, 127, 3\]; int8 \[4, 128, 3\] is accepted"),
+                (lambda t: t[..., :1], r"down_zero_point is torch.int8 \[4, 128, 1\]; int8 \[4, 128, 3\]"),
+                (lambda t: t[0], "down_zero_point is torch.int8 "),
+                (lambda t: t.int(), "down_zero_point is torch.int32 "),
+                (lambda t: (t + 8).to(torch.uint8), "down_zero_point is torch.uint8 "),
+                (lambda t: t.float(), "down_zero_point is torch.float32 "),
+                (lambda t: t.to("meta"), "down_zero_point is on meta; CPU tensors are accepted"),
+                (lambda t: None, "down_zero_point is missing for w4a16-g32-asym"),
+            )
+        ),
+        ("w4a16-g32", "gate_up_zero_point", lambda t: torch.zeros(4, 192, 4).char(), "gate_up_zero_point is not exp"),
+        ("w4a8-g32", "down_zero_point", lambda t: torch.zeros(4, 128, 3).char(), "down_zero_point is not expected"),
+        ("mxfp4a16", "down_zero_point", lambda t: torch.zeros(4, 128, 3).char(), "down_zero_point is not expected"),
+        *(
+            ("nvfp4a16", "gate_up_global_scale", change, f"gate_up_global_scale {message}")
+            for change, message in (
+                (lambda t: None, "is missing"),
+                (lambda t: t[:3], r"is \[3\]; \[4\] or \[4, 2\] is accepted"),
+                (lambda t: t[0], r"is \[\]; \[4\] or \[4, 2\] is accepted"),
+                (lambda t: t[:0], r"is \[0\]; \[4\] or \[4, 2\] is accepted"),
+                (lambda t: t.view(2, 2), r"is \[2, 2\]; \[4\] or"),
+                (lambda t: t.repeat(2), r"is \[8\]; \[4\] or"),
+                (lambda t: t.repeat(3).view(4, 3), r"is \[4, 3\]; \[4\] or"),
+                (lambda t: t.to("meta"), "is on meta"),
+                *(
+                    (lambda t, x=bad: t * torch.tensor([1.0, 1.0, 1.0, x]), "holds a number that is not positive and")
+                    for bad in (0.0, -1.0, torch.nan, torch.inf, 1e-44)
+                ),
+            )
+        ),
+        (
+            "nvfp4a16",
+            "down_global_scale",
+            lambda t: torch.ones(4, 2),
+            r"down_global_scale is \[4, 2\]; \[4\] is accept",
+        ),
+        ("mxfp4a16", "down_global_scale", lambda t: torch.ones(4), "down_global_scale is not expected"),
+        ("w4a16", "gate_up_global_scale", lambda t: torch.ones(4), "gate_up_global_scale is not expected"),
+        ("mxfp4a16", "down_scale", lambda t: with_value(t, 255), r"down.*scale.*(NaN; 0 to 254|not finite)"),
+        ("mxfp4a16", "down_scale", torch.Tensor.float, "down_scale is torch.float32; torch.uint8 is accepted"),
+        ("mxfp4a16", "down_scale", torch.Tensor.char, "down_scale is torch.int8; torch.uint8 is accepted"),
+        ("mxfp4a16", "gate_up_scale", lambda t: t[..., 1:], r"gate_up_scale is \[4, 192, 3\]; \[4, 192, 4\]"),
+        ("nvfp4a16", "down_scale", lambda t: with_value(t, 0x7F), r"down.*scale.*(0 to 126|not finite)"),
+        ("nvfp4a16", "down_scale", lambda t: with_value(t, 0xFF), r"down.*scale.*(0 to 126|not finite)"),
+        ("nvfp4a16", "down_scale", lambda t: with_value(t, 0x80), r"down.*scale.*negative.*0 to 126"),
+        ("nvfp4a16", "down_scale", lambda t: with_value(t, 0xB8), r"down.*scale.*negative.*0 to 126"),
+        ("nvfp4a16", "down_scale", torch.Tensor.float, "down_scale is torch.float32; torch.float8_e4m3fn is accept"),
+        ("nvfp4a16", "down_scale", lambda t: t.view(torch.uint8), "down_scale is torch.uint8; torch.float8_e4m3fn"),
+        (
+            "w4a16-g32",
+            "down_scale",
+            lambda t: t.to(torch.float8_e4m3fn),
+            "is torch.float8_e4m3fn; float32, bfloat16 or",
+        ),
+        ("w4a16-g32", "down_scale", torch.Tensor.byte, "down_scale is torch.uint8; float32, bfloat16 or float16"),
+        ("w4a16-g32", "down_scale", torch.Tensor.double, "down_scale is torch.float64; float32, bfloat16 or float16"),
+        ("mxfp4a16", "down", lambda t: with_value(t, 16), r"down.* not a code of e2m1; 0 to 15 are accepted"),
+        ("nvfp4a16", "gate_up", lambda t: with_value(t, -1), r"gate_up.* not a code of e2m1; 0 to 15 are accepted"),
+        ("w4a16-g32-asym", "gate_up", lambda t: with_value(t, 8), "gate_up.* int4 value.*-8 to 7"),
+        ("nvfp4a16", "gate_up", lambda t: t[0], r"gate_up is \[192, 128\]; \[experts, out, in\]"),
+        ("w8a16", "down", lambda t: t.view(torch.uint8), r"gate_up is|down"),
+    ],
+)
+@pytest.mark.parametrize("backend", ["native", "reference"])
+def test_wrong_parts_of_weights(backend: str, scheme: str, name: str, change: object, message: str) -> None:
+    layer = random_layer(scheme)
+    layer.experts(backend)  # is in order
+    held = getattr(layer, name)
+    setattr(layer, name, change(held))  # type: ignore[operator]
+    with pytest.raises(ValueError, match=message):
+        layer.experts(backend)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "change", "message"),
+    [
+        ("nvfp4a16", {"global_scale": None}, "global_scale is missing for nvfp4a16"),
+        ("nvfp4a16", {"global_scale": torch.ones(2)}, r"global_scale is \[2\]; one number is accepted"),
+        ("nvfp4a16", {"global_scale": torch.ones(0)}, r"global_scale is \[0\]; one number is accepted"),
+        ("nvfp4a16", {"global_scale": torch.ones(1, device="meta")}, "global_scale is on meta"),
+        *(
+            ("nvfp4a16", {"global_scale": bad}, f"global_scale={seen}; a positive and finite fp32 number is accepted")
+            for bad, seen in ((0, "0.0"), (-2.0, "-2.0"), (torch.nan, "nan"), (torch.inf, "inf"), (1e300, "inf"))
+        ),
+        ("nvfp4a16", {"global_scale": 1e-41}, "weight: factor of row 0 .* not a positive number that fp32 can hold"),
+        ("mxfp4a16", {"global_scale": 1.0}, "global_scale is not expected for mxfp4a16"),
+        ("mxfp4a16", {"zero_point": torch.zeros(8, 3).char()}, "weight_zero_point is not expected for mxfp4a16"),
+        ("w4a16-g32-asym", {"zero_point": None}, "weight_zero_point is missing for w4a16-g32-asym"),
+        (
+            "w4a16-g32-asym",
+            {"zero_point": torch.full((8, 3), 8).char()},
+            r"weight: zero point 8 at \[0, ., .\]; -8 to 7",
+        ),
+        (
+            "w4a16-g32-asym",
+            {"zero_point": torch.zeros(8, 2).char()},
+            r"weight_zero_point is torch.int8 \[8, 2\]; int8 \[8, 3\]",
+        ),
+        (
+            "w4a16-asym",
+            {"zero_point": torch.zeros(7).char()},
+            r"weight_zero_point is torch.int8 \[7, 1\]; int8 \[8, 1\]",
+        ),
+        ("w8a16", {"weight": torch.zeros(8, 48).byte()}, "weight must be int8 for 8-bit weights"),
+        (
+            "mxfp4a16",
+            {"weight": torch.zeros(8, 80).char()},
+            "does not divide in_features=80; for mxfp4a16 a multiple of 32",
+        ),
+        (
+            "nvfp4a16",
+            {"weight": torch.zeros(8, 41).char()},
+            "does not divide in_features=41; for nvfp4a16 a multiple of 16",
+        ),
+        ("nvfp4a16", {"weight": torch.tensor(1).char()}, r"weight is \[\]; \[out, in\] is accepted"),
+    ],
+)
+def test_wrong_parts_of_a_linear(scheme: str, change: dict[str, object], message: str) -> None:
+    weight = quantize_weight(torch.randn(8, 96), cpumoe.Scheme.parse(scheme))
+    good = {"weight": weight.values, "scale": weight.scales, "zero_point": weight.zero_points}
+    good["global_scale"] = global_scale(weight)
+    cpumoe.QuantizedLinear.from_quantized(**good, scheme=scheme)
+    with pytest.raises(ValueError, match=message):
+        cpumoe.QuantizedLinear.from_quantized(**{**good, **change}, scheme=scheme)
+
+
+def test_the_seam_knows_which_parts_belong_to_a_format() -> None:
+    values, codes = torch.zeros(1, 8, 32, dtype=torch.int8), torch.ones(1, 8, 1, dtype=torch.uint8)
+    scales, zeros, factors = torch.ones(1, 8, 1), torch.zeros(1, 8, 1, dtype=torch.int8), torch.ones(1, 8)
+
+    def pack(weights: str, scales: torch.Tensor, zero_points: object = None, factors: object = None) -> object:
+        return torch.ops.cpumoe.pack(values, scales, None, 32, 32, weights, 0, "w", zero_points, factors, "int16")
+
+    pack("int4", scales, zeros)
+    pack("fp4", codes, None, factors)
+    for arguments, message in [
+        (("int8", scales, zeros), "int8 weights with zero points"),
+        (("int4", scales, zeros.int()), "w_zero_point is int32; int8 is accepted"),
+        (("int4", scales, zeros[:, :7]), r"w_zero_point is \[1, 7, 1\]; \[1, 8, 1\] is accepted"),
+        (("int4", scales, zeros[0]), "w_zero_point has 2 dimensions"),
+        (("int4", scales, None, factors), "w_factor is not expected"),
+        (("fp4", scales), "scales of type . do not go with weights held as fp4-g32"),
+        (("int4", codes), "scales of type . do not go with weights held as int4-g32"),
+        (("fp4", codes, zeros), "fp4 weights with zero points"),
+        (("fp4", codes, None, factors[:, :7]), r"w_factor is \[1, 7\]; \[1, 8\] is accepted"),
+        *(
+            (("fp4", codes, None, factors * bad), "factor of row 0 of expert 0 is not a positive number that fp32 can")
+            for bad in (0.0, -1.0, torch.nan, torch.inf)
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            pack(*arguments)

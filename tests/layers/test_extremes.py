@@ -36,9 +36,10 @@ def grid() -> torch.Tensor:
 # ---- rows ----------------------------------------------------------------------------------------------------------
 
 
-def identity(size: int) -> cpumoe.QuantizedLinear:
-    """Gives back a row as it was quantised."""
-    return cpumoe.QuantizedLinear.from_quantized(torch.eye(size, dtype=torch.int8), torch.ones(size, 1), "w8a8")
+def identity(size: int, bits: int) -> cpumoe.QuantizedLinear:
+    """Gives back a row as it was quantised to 8 or 16 bits."""
+    one = torch.eye(size, dtype=torch.int8)
+    return cpumoe.QuantizedLinear.from_quantized(one, torch.ones(size, 1), f"w8a{bits}")
 
 
 def on_every_isa(call, *arguments: object) -> torch.Tensor:
@@ -53,33 +54,35 @@ def on_every_isa(call, *arguments: object) -> torch.Tensor:
     return results[0]
 
 
-def check_row(x: torch.Tensor) -> None:
+def check_row(x: torch.Tensor, bits: int) -> None:
     row = x.unsqueeze(0)
-    got = on_every_isa(identity(x.numel()), row)[0]
-    assert torch.equal(got, reference.quantize_activations(row)[0])
+    got = on_every_isa(identity(x.numel(), bits), row)[0]
+    assert torch.equal(got, reference.quantize_activations(row, bits)[0])
     exact = x.double()
-    step = float(exact.max().clamp(min=0) - exact.min().clamp(max=0)) / 255
+    step = float(exact.max().clamp(min=0) - exact.min().clamp(max=0)) / (2**bits - 1)
     # Half a step of the value and half of the zero point; the step itself is a number of fp32. At the very end of fp32
     # the nearest multiple of the step may be infinite.
     assert (got.double().clamp(-LARGEST, LARGEST) - exact).abs().max() <= 1.01 * step + SMALLEST
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(any_float, min_size=1, max_size=40))
-def test_a_row_is_off_by_no_more_than_a_step(values: list[float]) -> None:
-    check_row(torch.tensor(values))
+@given(st.lists(any_float, min_size=1, max_size=40), st.sampled_from([8, 16]))
+def test_a_row_is_off_by_no_more_than_a_step(values: list[float], bits: int) -> None:
+    check_row(torch.tensor(values), bits)
 
 
 @pytest.mark.parametrize("high", [LARGEST, 2.0e38, 1e-30, 7.6e-37, 7.4e-37, 1e-38, 1e-40, 3.6e-43, 1e-44, SMALLEST])
 @pytest.mark.parametrize("low", [0.0, -0.3, -1.0])
-def test_rows_of_every_range(high: float, low: float) -> None:
-    check_row(torch.linspace(low, 1.0, 100).double().mul(high).float())
-    check_row(torch.linspace(1.0, low, 7).double().mul(-high).float())
+@pytest.mark.parametrize("bits", [8, 16])
+def test_rows_of_every_range(high: float, low: float, bits: int) -> None:
+    check_row(torch.linspace(low, 1.0, 100).double().mul(high).float(), bits)
+    check_row(torch.linspace(1.0, low, 7).double().mul(-high).float(), bits)
 
 
-def test_products_scale_with_their_row(isa: str) -> None:
+@pytest.mark.parametrize("scheme", ["w4a8-g32", "w4a16-g32", "w8a16", "w4a16-g32-asym", "mxfp4a16", "nvfp4a16"])
+def test_products_scale_with_their_row(scheme: str, isa: str) -> None:
     """Powers of two change the exponent and nothing else, up to ranges that are no fp32 number."""
-    linear = cpumoe.QuantizedLinear.quantize(torch.randn(24, 96), "w4a8-g32")
+    linear = cpumoe.QuantizedLinear.quantize(torch.randn(24, 96), scheme)
     x = torch.randn(5, 96).clamp(-1.9, 1.9)
     x[:, :2] = torch.tensor([-1.9, 1.9])
     for power in (-90, -60, 60, 126, 127):

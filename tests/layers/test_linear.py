@@ -2,29 +2,100 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
-from random_layers import random_layer, relative_error
+from random_layers import global_scale, random_layer, relative_error
 from torch.nn import functional as F
 
 import cpumoe
 from cpumoe.layers import reference
-from cpumoe.layers.rounding import pack_nibbles, quantize_weight
+from cpumoe.layers.nibbles import pack_nibbles
+from cpumoe.layers.rounding import quantize_weight
+
+WEIGHTS = (
+    "w4",
+    "w4-g32",
+    "w4-g160",
+    "w8",
+    "w8-g32",
+    "w8-g160",
+    "w4-asym",
+    "w4-g32-asym",
+    "w4-g160-asym",
+    "mxfp4",
+    "nvfp4",
+)
 
 
-@pytest.mark.parametrize("scheme", ["w4a8", "w4a8-g32", "w4a8-g160", "w8a8"])
+def scheme_named(weights: str, bits: int) -> str:
+    """The scheme of some weights with activations of 8 or 16 bits."""
+    weights, dash, rest = weights.partition("-")
+    on_request = bits == 8 and ("asym" in rest or "fp4" in weights)
+    return f"{weights}a{16 if on_request else bits}{dash}{rest}{'+int8' if on_request else ''}"
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize(("out", "inputs"), [(1, 160), (10, 160), (33, 320), (64, 480)])
 @pytest.mark.parametrize("rows", [1, 6, 40])
-def test_linear_against_reference(scheme: str, out: int, inputs: int, rows: int, isa: str) -> None:
-    weight, bias = torch.randn(out, inputs), torch.randn(out)
-    values, scale = quantize_weight(weight, cpumoe.Scheme.parse(scheme))
-    linear = cpumoe.QuantizedLinear.from_quantized(values, scale, scheme, bias)
+def test_linear_against_reference(weights: str, bits: int, out: int, inputs: int, rows: int, isa: str) -> None:
+    scheme = scheme_named(weights, bits)
+    bias = torch.randn(out)
+    weight = replace(quantize_weight(torch.randn(out, inputs), cpumoe.Scheme.parse(scheme)), bias=bias)
+    others = {"zero_point": weight.zero_points, "global_scale": global_scale(weight)}
+    linear = cpumoe.QuantizedLinear.from_quantized(weight.values, weight.scales, scheme, bias, **others)
+    assert str(linear.scheme) == scheme
     x = torch.randn(rows, inputs)
-    expected = reference.linear(x, reference.dequantize(values, scale), bias)
-    assert relative_error(linear(x), expected) < 2e-6
-    if scheme != "w8a8":
-        packed = cpumoe.QuantizedLinear.from_quantized(pack_nibbles(values), scale, scheme, bias)
+    expected = reference.linear(x, reference.dense(weight), bits)
+    assert relative_error(linear(x), expected) < (2e-6 if bits == 8 else 2e-5)
+    if bits == 16:
+        assert relative_error(linear(x), reference.linear(x, reference.dense(weight), None)) < 2e-4
+    if "w8" not in scheme:
+        nibbles = pack_nibbles(weight.values - 8 if "fp4" in scheme else weight.values)
+        packed = cpumoe.QuantizedLinear.from_quantized(nibbles, weight.scales, scheme, bias, **others)
         assert torch.equal(packed(x), linear(x))
+
+
+@pytest.mark.parametrize("scheme", ["w4a16", "w8a16", "w4a16-asym", "w4a16-asym+int8"])
+@pytest.mark.parametrize("inputs", [1, 31, 100, 127, 129])
+def test_inputs_that_fill_no_vector(scheme: str, inputs: int, isa: str) -> None:
+    """Zero points of what lies beyond the end must not be counted."""
+    weight = quantize_weight(torch.rand(5, inputs) + 1, cpumoe.Scheme.parse(scheme))  # zero points at the end
+    linear = cpumoe.QuantizedLinear.from_weight(weight, cpumoe.Scheme.parse(scheme))
+    x = torch.rand(3, inputs) + 1
+    expected = reference.linear(x, reference.dense(weight), 8 if "+" in scheme else 16)
+    assert relative_error(linear(x), expected) < (2e-6 if "+" in scheme else 2e-5)
+
+
+@pytest.mark.parametrize("zero", [-8, 0, 7])
+def test_every_value_with_the_zero_points_at_the_ends(zero: int, isa: str) -> None:
+    values = torch.arange(-8, 8, dtype=torch.int8).repeat(4, 6)
+    zeros = torch.full((4, 3), zero, dtype=torch.int8)
+    linear = cpumoe.QuantizedLinear.from_quantized(values, torch.ones(4, 3), "w4a16-g32-asym", zero_point=zeros)
+    one_hot = torch.eye(96)
+    assert torch.equal(linear(one_hot), (values - zero).float().T)
+
+
+def test_every_code_of_fp4_with_every_scale(isa: str) -> None:
+    """All 16 codes with the scales of E8M0 up to 2**108 and all of e4m3, to the bit.
+
+    Beyond that the sums overflow before they are multiplied with the step of the row, as those of other schemes do.
+    """
+    values = torch.arange(16, dtype=torch.int8).repeat(236, 2)
+    one_hot = torch.eye(32)[:16]
+    codes = torch.arange(236, dtype=torch.uint8).unsqueeze(1)
+    linear = cpumoe.QuantizedLinear.from_quantized(values, codes, "mxfp4a16")
+    exact = reference.FP4_VALUES.double() * 2.0 ** (codes.double() - 127)
+    assert torch.equal(linear(one_hot).T, exact.float())
+    codes = torch.arange(127, dtype=torch.uint8).unsqueeze(1).repeat(1, 2).view(torch.float8_e4m3fn)
+    for factor in (1.0, 4.0, 2.0**-100):
+        linear = cpumoe.QuantizedLinear.from_quantized(
+            values[:127], codes, "nvfp4a16", global_scale=torch.tensor([factor])
+        )
+        exact = reference.FP4_VALUES.double() * codes[:, :1].double() / factor
+        assert torch.equal(linear(one_hot).T, exact.float())
 
 
 def test_shapes_of_inputs() -> None:
@@ -42,13 +113,13 @@ def test_shapes_of_inputs() -> None:
     ("weight", "scale", "scheme", "bias", "message"),
     [
         (torch.zeros(4, 64), torch.ones(4, 1), "w8a8", None, "weight is torch.float32"),
-        (torch.zeros(64, dtype=torch.int8), torch.ones(4, 1), "w8a8", None, "weight is torch.int8"),
+        (torch.zeros(64, dtype=torch.int8), torch.ones(4, 1), "w8a8", None, r"weight is \[64\]; \[out, in\]"),
         (
             torch.zeros(4, 64, dtype=torch.int8),
             torch.ones(4, 2),
             "w8a8",
             None,
-            r"scale is torch.float32 \[4, 2\]",
+            r"scale is \[4, 2\]; \[4, 1\] is accepted",
         ),
         (
             torch.zeros(4, 64, dtype=torch.int8),
@@ -58,7 +129,13 @@ def test_shapes_of_inputs() -> None:
             "scale is",
         ),
         (torch.zeros(4, 64, dtype=torch.int8), torch.ones(4, 1), "w4a8-g128", None, "does not divide"),
-        (torch.zeros(4, 64, dtype=torch.int8), torch.ones(4, 1), "w8a8", torch.ones(5), r"bias is \[5\]"),
+        (
+            torch.zeros(4, 64, dtype=torch.int8),
+            torch.ones(4, 1),
+            "w8a8",
+            torch.ones(5),
+            r"bias is \[5\]; \[4\] is accepted",
+        ),
         (
             torch.full((4, 64), 9, dtype=torch.int8),
             torch.ones(4, 1),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import pickle
 import subprocess
@@ -10,16 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from random_layers import random_layer, routing
+from random_layers import SCHEMES, random_layer, routing
 from safetensors.torch import load_file, save_file
 
 import cpumoe
 from cpumoe import ops
-from cpumoe.layers.packed_weights import ExpertsPacker
+from cpumoe.layers.packed_weights import ExpertsPacker, scheme_of
+
+KINDS = ["w4a8-g32", "w8a8-g32", "w4a16", "w8a16-g32", "w4a16-g32-asym", "w4a16-asym+int8", "mxfp4a16", "nvfp4a16+int8"]
 
 
-def layer_and_call() -> tuple[cpumoe.Experts, tuple[torch.Tensor, ...], torch.Tensor]:
-    experts = random_layer("w4a8-g32", bias=True).experts("native")
+def layer_and_call(scheme: str = "w4a8-g32") -> tuple[cpumoe.Experts, tuple[torch.Tensor, ...], torch.Tensor]:
+    experts = random_layer(scheme, bias=True).experts("native")
     ids, weights = routing(7, 4, 2)
     arguments = (torch.randn(7, 128), ids, weights)
     return experts, arguments, experts(*arguments)
@@ -33,13 +36,29 @@ def test_state_dict() -> None:
     assert torch.equal(other(*arguments), expected)
 
 
-def test_torch_save_weights_only() -> None:
-    experts, arguments, expected = layer_and_call()
+@pytest.mark.parametrize("scheme", KINDS)
+def test_torch_save_weights_only(scheme: str) -> None:
+    experts, arguments, expected = layer_and_call(scheme)
     buffer = io.BytesIO()
     torch.save(experts.state_dict(), buffer)
     buffer.seek(0)
     state = torch.load(buffer, weights_only=True)
-    assert torch.equal(cpumoe.Experts.from_packed(**state, activation="silu")(*arguments), expected)
+    again = cpumoe.Experts.from_packed(**state, activation="silu")
+    assert torch.equal(again(*arguments), expected)
+    assert again.config == experts.config
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_copies_compute_the_same(scheme: str) -> None:
+    layer = random_layer(scheme, hidden=192, inner=192, bias=True).experts("native")
+    linear = cpumoe.QuantizedLinear.quantize(torch.randn(40, 192), scheme, torch.randn(40))
+    x = torch.randn(5, 192)
+    ids, weights = routing(5, 4, 2)
+    for again in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
+        assert again.config == layer.config and torch.equal(again(x, ids, weights), layer(x, ids, weights))
+    again = pickle.loads(pickle.dumps(linear))
+    assert str(again.scheme) == scheme and torch.equal(again(x), linear(x))
+    assert str(cpumoe.QuantizedLinear(linear.weight_packed.clone()).scheme) == scheme
 
 
 def test_safetensors_and_memory_map(tmp_path: Path) -> None:
@@ -57,8 +76,9 @@ def test_safetensors_and_memory_map(tmp_path: Path) -> None:
     assert torch.equal(cpumoe.Experts.from_packed(mapped, experts.down_packed, activation="silu")(*arguments), expected)
 
 
-def test_pickle_to_another_process(tmp_path: Path) -> None:
-    experts, arguments, expected = layer_and_call()
+@pytest.mark.parametrize("scheme", ["w4a8-g32", "w4a16-g32-asym", "nvfp4a16"])
+def test_pickle_to_another_process(scheme: str, tmp_path: Path) -> None:
+    experts, arguments, expected = layer_and_call(scheme)
     path = tmp_path / "layer.pickle"
     path.write_bytes(pickle.dumps((experts, arguments, expected)))
     code = (
@@ -93,12 +113,54 @@ def test_a_header_says_what_is_inside() -> None:
         in_features=128,
         gated=True,
         has_bias=True,
+        has_zero_points=False,
+        activations="int8",
     )
     assert spec.packed_bytes == experts.gate_up_packed.numel() and spec.weight_format == "int4-g32"
     assert repr(spec) == (
         "PackedSpec(weights='int4', group_size=32, scales='bfloat16', experts=4, out_features=192, in_features=128, "
-        "gated=True, has_bias=True)"
+        "gated=True, has_bias=True, has_zero_points=False, activations='int8')"
     )
+
+
+@pytest.mark.parametrize(
+    ("scheme", "form", "bits", "scales", "zero_points", "factors", "activations"),
+    [
+        ("w4a8", "int4", 4, "float32", False, False, "int8"),
+        ("w8a8-g96", "int8-g32", 8, "float32", False, False, "int8"),
+        ("w4a16-g192", "int4-g64", 4, "float32", False, False, "int16"),
+        ("w8a16", "int8", 8, "float32", False, False, "int16"),
+        ("w4a16-asym", "int4-zero-g128", 4, "float32", True, False, "int16"),
+        ("w4a16-g32-asym+int8", "int4-zero-g32", 4, "float32", True, False, "int8"),
+        ("mxfp4a16", "fp4-g32", 4, "e8m0", False, True, "int16"),
+        ("nvfp4a16+int8", "fp4-g16", 4, "e4m3", False, True, "int8"),
+    ],
+)
+def test_headers_of_every_kind(
+    scheme: str, form: str, bits: int, scales: str, zero_points: bool, factors: bool, activations: str
+) -> None:
+    spec = ops.read_spec(random_layer(scheme, hidden=192, inner=192).experts("native").down_packed)
+    assert (spec.weight_format, spec.weight_bits, spec.scales) == (form, bits, scales)
+    assert (spec.has_zero_points, spec.has_factors, spec.activations) == (zero_points, factors, activations)
+    assert spec.group_size == cpumoe.Scheme.parse(scheme).group_size
+    assert scheme_of(spec) == cpumoe.Scheme.parse(scheme)
+
+
+def test_specs_that_differ_are_not_equal() -> None:
+    facts = {"weights": "int4", "group_size": 32, "scales": "float32", "experts": 1, "out_features": 32}
+    facts |= {"in_features": 32, "gated": False, "has_bias": False, "has_zero_points": False, "activations": "int8"}
+    spec = ops.PackedSpec(**facts)
+    assert spec == ops.PackedSpec(**facts) and hash(spec) == hash(ops.PackedSpec(**facts))
+    others = {
+        "has_zero_points": True,
+        "activations": "int16",
+        "scales": "bfloat16",
+        "weights": "int8",
+        "has_bias": True,
+    }
+    for key, value in others.items():
+        other = ops.PackedSpec(**{**facts, key: value})
+        assert other != spec and getattr(other, key) == value and repr(value) in repr(other)
 
 
 def test_weights_of_another_version_are_refused_by_name() -> None:
@@ -109,20 +171,21 @@ def test_weights_of_another_version_are_refused_by_name() -> None:
         ops.read_spec(blob)
 
 
-def test_experts_in_any_order() -> None:
-    layer = random_layer("w4a8-g32", bias=True, scale_dtype=torch.bfloat16)
+@pytest.mark.parametrize("scheme", ["w4a8-g32", "w4a16-g32-asym", "mxfp4a16", "nvfp4a16"])
+def test_experts_in_any_order(scheme: str) -> None:
+    layer = random_layer(scheme, bias=True, scale_dtype=None if "fp4" in scheme else torch.bfloat16)
     whole = layer.experts("native")
     plain = whole.quantized()
     packer = ExpertsPacker(whole.config)
     for expert in (2, 0, 3):
-        packer.put(expert, plain.each(lambda t, e=expert: t[e : e + 1]))
+        packer.put(expert, plain[expert : expert + 1])
     with pytest.raises(ValueError, match="experts 1 were not packed"):
         packer.finish()
-    packer.put(1, plain.each(lambda t: t[1:2]))
+    packer.put(1, plain[1:2])
     assert torch.equal(packer.finish()["gate_up_packed"], whole.gate_up_packed)
     assert torch.equal(packer.finish()["down_packed"], whole.down_packed)
     with pytest.raises(ValueError, match="1 experts from number 4 on, where 4 are packed"):
-        packer.put(4, plain.each(lambda t: t[:1]))
+        packer.put(4, plain[:1])
 
 
 @pytest.mark.parametrize("damage", ["truncated", "longer", "empty", "magic", "version", "size", "noise"])
@@ -173,6 +236,45 @@ def test_blobs_that_do_not_belong_together_are_refused() -> None:
         cpumoe.QuantizedLinear(experts.gate_up_packed)
 
 
+@pytest.mark.parametrize(
+    ("one", "other", "message"),
+    [
+        ("w4a16-g32", "w4a8-g32", "gate_up_packed has activations=int16, down_packed int8"),
+        ("w4a8-g32", "w4a16-g32", "gate_up_packed has activations=int8, down_packed int16"),
+        ("mxfp4a16", "mxfp4a16+int8", "gate_up_packed has activations=int16, down_packed int8"),
+        ("w4a16-g32-asym", "w4a16-g32", "gate_up_packed has has_zero_points=True, down_packed False"),
+        ("w4a16-asym", "w4a16", "gate_up_packed has has_zero_points=True, down_packed False"),
+        ("mxfp4a16", "w4a16-g32", "gate_up_packed has weights=fp4, down_packed int4"),
+        ("mxfp4a16", "nvfp4a16", "gate_up_packed has group_size=32, down_packed 16"),
+        ("w8a16", "w4a16", "gate_up_packed has weights=int8, down_packed int4"),
+        ("w8a8-g32", "w8a8", "gate_up_packed has group_size=32, down_packed None"),
+    ],
+)
+def test_blobs_of_two_schemes_are_refused(one: str, other: str, message: str) -> None:
+    first, second = random_layer(one).experts("native"), random_layer(other).experts("native")
+    with pytest.raises(ValueError, match=message):
+        cpumoe.Experts.from_packed(first.gate_up_packed, second.down_packed, activation="silu")
+    ids, weights = routing(2, 4, 2)
+    call = (torch.randn(2, 128), ids, weights, first.gate_up_packed, second.down_packed, 0, True, 1.7, 7.0, False)
+    if "activations" in message:  # the rows of both products have one form
+        with pytest.raises(ValueError, match="packed for activations of different kinds"):
+            torch.ops.cpumoe.fused_experts(*call)
+    else:
+        assert torch.ops.cpumoe.fused_experts(*call).isfinite().all()
+
+
+def test_weights_for_other_activations_are_not_taken_for_int8_ones() -> None:
+    """The operator that others call has int8 activations and int4 weights without zero points, whatever it is given."""
+    for scheme, key in (("w4a16-g32", "activations=int16"), ("w4a16-g32-asym+int8", "has_zero_points=True")):
+        experts = random_layer(scheme).experts("native")
+        ids, weights = routing(2, 4, 2)
+        with pytest.raises(ValueError, match=f"gate_up_packed was packed with {key}, but the call says"):
+            torch.ops.cpumoe.dynamic_4bit_int_moe(
+                *(torch.randn(2, 128), ids, weights, experts.gate_up_packed, experts.down_packed),
+                *(128, 96, 192, 32, False, 0),
+            )
+
+
 def test_a_packing_that_fails_leaves_nothing_to_use() -> None:
     spec = ops.PackedSpec(
         weights="int4",
@@ -183,6 +285,8 @@ def test_a_packing_that_fails_leaves_nothing_to_use() -> None:
         in_features=32,
         gated=False,
         has_bias=False,
+        has_zero_points=False,
+        activations="int8",
     )
     builder = ops.PackedBuilder(spec)
     values, scales = torch.ones(2, 32, 32, dtype=torch.int8), torch.ones(2, 32, 1, dtype=torch.bfloat16)

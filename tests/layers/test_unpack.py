@@ -13,7 +13,13 @@ from cpumoe.ops import unpack
 
 @settings(deadline=None)
 @given(
-    scheme=st.sampled_from(["w4a8", "w4a8-g32", "w4a8-g64", "w4a8-g96", "w4a8-g128", "w4a8-g256", "w8a8"]),
+    scheme=st.sampled_from(
+        [
+            *("w4a8", "w4a8-g32", "w4a8-g64", "w4a8-g96", "w4a8-g128", "w4a8-g256", "w8a8", "w8a8-g32", "w8a16-g160"),
+            *("w4a16-asym", "w4a16-g32-asym", "w4a16-g96-asym", "w4a16-g128-asym", "w4a16-g256-asym+int8"),
+            *("mxfp4a16", "nvfp4a16"),
+        ]
+    ),
     groups=st.integers(1, 5),
     rows=st.integers(1, 100),
     experts=st.integers(1, 3),
@@ -26,25 +32,37 @@ def test_round_trip(scheme, groups, rows, experts, gated, interleaved, bias, nar
     parsed = Scheme.parse(scheme)
     columns = groups * (parsed.group_size or 1) + (groups if parsed.group_size is None else 0) * 17
     rows = (rows % 6 + 1) * 32 if gated else rows
-    largest = parsed.weights.largest
-    values = torch.randint(-largest - 1, largest + 1, (experts, rows, columns), dtype=torch.int8)
-    scales = torch.rand(experts, rows, groups if parsed.group_size else 1) + 0.01
+    smallest = 0 if parsed.weights.element == "fp4" else -parsed.weights.largest - 1
+    values = torch.randint(smallest, smallest + 2**parsed.weights.bits, (experts, rows, columns), dtype=torch.int8)
+    shape = (experts, rows, groups if parsed.group_size else 1)
+    scales = torch.rand(shape) + 0.01
     scales = scales.bfloat16() if narrow_scales else scales
+    zeros = factors = None
+    if not parsed.weights.symmetric:
+        zeros = torch.randint(-8, 8, shape, dtype=torch.int8)
+    if parsed.weights.scale != "float":
+        scales = torch.randint(0, 127, shape, dtype=torch.uint8) * (2 if parsed.weights.scale == "e8m0" else 1)
+    if parsed.weights.scale == "e4m3":
+        scales, factors = scales.view(torch.float8_e4m3fn), torch.rand(experts, rows) + 0.01
     biases = torch.randn(experts, rows) if bias else None
     order = (2 if interleaved else 1) if gated else 0
     blob = torch.ops.cpumoe.pack(
-        values, scales, biases, columns, parsed.group_size or -1, parsed.weights.element, order, "values"
+        *(values, scales, biases, columns, parsed.group_size or -1, parsed.weights.element, order, "values"),
+        *(zeros, factors, f"int{parsed.activation_bits}"),
     )
-    got_values, got_scales, got_bias = unpack(blob)
+    if parsed.weights.element == "fp4" and factors is None:  # rows have a factor whatever their scales
+        factors = torch.ones(experts, rows)
+    packed = (values, scales, zeros, factors, biases)
     if order == 2:
-        values, scales, biases = (
-            None if t is None else torch.cat((t[:, 0::2], t[:, 1::2]), 1) for t in (values, scales, biases)
-        )
-    assert torch.equal(got_values, values)
-    assert got_scales.dtype == scales.dtype and torch.equal(got_scales, scales)
-    assert (got_bias is None) == (biases is None) and (biases is None or torch.equal(got_bias, biases))
-    last_values, last_scales, _ = unpack(blob, experts - 1, 1)
-    assert torch.equal(last_values, values[-1:]) and torch.equal(last_scales, scales[-1:])
+        packed = tuple(None if t is None else torch.cat((t[:, 0::2], t[:, 1::2]), 1) for t in packed)
+    for got, last, expected in zip(unpack(blob), unpack(blob, experts - 1, 1), packed, strict=True):
+        assert (got is None) == (last is None) == (expected is None)
+        if expected is not None:
+            assert got.dtype == expected.dtype and same_bits(got, expected) and same_bits(last, expected[-1:])
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
 
 
 def test_experts_outside_are_refused():

@@ -16,8 +16,9 @@ from cpumoe import CheckpointError, UnsupportedScheme
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.inspection import Survey
 from cpumoe.integrations.transformers.model_config import completed_config
+from cpumoe.layers.nibbles import unpack_nibbles
+from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.reference import dequantize
-from cpumoe.layers.rounding import unpack_nibbles
 
 CHECKPOINTS = Path(__file__).parents[1] / "data" / "checkpoints"
 NAMES = (
@@ -82,7 +83,9 @@ def float_copy(folder: Path, name: str, regroup: Callable[[Tensors], Tensors] | 
                 values = held[f"{module}.weight"]
             else:
                 values = unpack_nibbles(held.pop(f"{module}.weight_packed").view(torch.uint8))
-            held[f"{module}.weight"] = dequantize(values, held.pop(scale)).to(torch.bfloat16)
+            element = "int8" if name == "qwen3moe-w8a8-int8" else "int4"
+            weight = QuantizedWeight(element, values, held.pop(scale))
+            held[f"{module}.weight"] = dequantize(weight).to(torch.bfloat16)
         if regroup is not None:
             grouped = regroup(dict(held))
             held.clear()

@@ -1,4 +1,4 @@
-"""Random layers and routings for tests."""
+"""Random layers and routings for tests, and the schemes that they are tried with."""
 
 from __future__ import annotations
 
@@ -8,7 +8,19 @@ import torch
 from torch import Tensor
 
 import cpumoe
+from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.rounding import quantize_weight
+
+#: Every kind of weights and of activations; groups of 96 and 192 are held in smaller parts.
+INT8_ROWS = (
+    *("w4a8", "w4a8-g32", "w4a8-g64", "w4a8-g96", "w4a8-g192", "w8a8", "w8a8-g32", "w8a8-g96"),
+    *("w4a16-asym+int8", "w4a16-g32-asym+int8", "w4a16-g96-asym+int8", "mxfp4a16+int8", "nvfp4a16+int8"),
+)
+INT16_ROWS = (
+    *("w4a16", "w4a16-g32", "w4a16-g64", "w4a16-g96", "w4a16-g192", "w8a16", "w8a16-g32", "w8a16-g96"),
+    *("w4a16-asym", "w4a16-g32-asym", "w4a16-g96-asym", "w4a16-g192-asym", "mxfp4a16", "nvfp4a16"),
+)
+SCHEMES = (*INT8_ROWS, *INT16_ROWS)
 
 
 @dataclass
@@ -23,11 +35,19 @@ class RandomLayer:
     down_scale: Tensor
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
+    gate_up_zero_point: Tensor | None = None
+    down_zero_point: Tensor | None = None
+    gate_up_global_scale: Tensor | None = None
+    down_global_scale: Tensor | None = None
 
     def experts(self, backend: str | None = None, **changes: object) -> cpumoe.Experts:
         arguments: dict[str, object] = {
             "gate_up_bias": self.gate_up_bias,
             "down_bias": self.down_bias,
+            "gate_up_zero_point": self.gate_up_zero_point,
+            "down_zero_point": self.down_zero_point,
+            "gate_up_global_scale": self.gate_up_global_scale,
+            "down_global_scale": self.down_global_scale,
             "activation": self.activation,
             "backend": backend,
         }
@@ -51,20 +71,30 @@ def random_layer(
     parsed = cpumoe.Scheme.parse(scheme)
     kind = cpumoe.Activation(activation, gated=gated)
     rows = kind.gate_up_rows(inner)
-    gate_up, gate_up_scale = quantize_weight(torch.randn(experts, rows, hidden) / hidden**0.5, parsed)
-    down, down_scale = quantize_weight(torch.randn(experts, hidden, inner) / inner**0.5, parsed)
+    gate_up = quantize_weight(torch.randn(experts, rows, hidden) / hidden**0.5, parsed)
+    down = quantize_weight(torch.randn(experts, hidden, inner) / inner**0.5, parsed)
+    gate_up_scale, down_scale = gate_up.scales, down.scales
     if scale_dtype is not None:
         gate_up_scale, down_scale = gate_up_scale.to(scale_dtype), down_scale.to(scale_dtype)
     return RandomLayer(
         scheme,
         kind,
-        gate_up,
+        gate_up.values,
         gate_up_scale,
-        down,
+        down.values,
         down_scale,
         torch.randn(experts, rows) * 0.1 if bias else None,
         torch.randn(experts, hidden) * 0.1 if bias else None,
+        gate_up.zero_points,
+        down.zero_points,
+        global_scale(gate_up),
+        global_scale(down),
     )
+
+
+def global_scale(weight: QuantizedWeight) -> Tensor | None:
+    """What divides the scales of each matrix [experts]; all rows have the same."""
+    return None if weight.factors is None else 1.0 / weight.factors[..., 0]
 
 
 def routing(tokens: int, experts: int, topk: int) -> tuple[Tensor, Tensor]:

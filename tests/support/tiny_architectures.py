@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.rounding import quantize_weight
 from cpumoe.layers.scheme import Scheme
 
@@ -214,36 +216,66 @@ def quantized_tensors(
         if not is_quantized(name, tensor):
             stored[name] = dequantized[name] = tensor
             continue
-        values, scales = quantize_weight(tensor.float(), parsed)
-        scales = scales if scale_dtype is None else scales.to(scale_dtype)
-        wide = scales.float().repeat_interleave(tensor.shape[1] // scales.shape[1], 1)
-        dequantized[name] = values.float() * wide
-        stored[f"{name}_scale"] = scales
-        if form == "int-quantized":
-            stored[name] = values
+        weight = quantize_weight(tensor.float(), parsed)
+        if parsed.weights.element == "fp4":
+            parts, dequantized[name] = stored_fp4(weight)
         else:
-            stored[f"{name}_packed"] = packed_words(values, parsed.weights.bits)
-            stored[f"{name}_shape"] = torch.tensor(tensor.shape)
+            dtype = weight.scales.dtype if scale_dtype is None else scale_dtype
+            parts, dequantized[name] = stored_integers(replace(weight, scales=weight.scales.to(dtype)), form)
+        stored |= {f"{name}{suffix}": part for suffix, part in parts.items()}
     return stored, dequantized
+
+
+def stored_integers(weight: QuantizedWeight, form: str) -> tuple[dict[str, Tensor], Tensor]:
+    """Integers [rows, columns] as they are stored, by what follows "weight" in the names, and in float."""
+    values, zeros, group = weight.values, weight.zero_points, weight.values.shape[1] // weight.scales.shape[1]
+    centred = values.float() - (0.0 if zeros is None else zeros.float().repeat_interleave(group, 1))
+    dequantized = centred * weight.scales.float().repeat_interleave(group, 1)
+    if form == "int-quantized":
+        return {"": values, "_scale": weight.scales}, dequantized
+    bits = 8 if weight.element == "int8" else 4
+    parts = {"_packed": packed_words(values, bits), "_scale": weight.scales, "_shape": torch.tensor(values.shape)}
+    if zeros is not None:  # packed along the rows
+        parts["_zero_point"] = packed_words(zeros.T, bits).T.contiguous()
+    return parts, dequantized
+
+
+_FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+
+def stored_fp4(weight: QuantizedWeight) -> tuple[dict[str, Tensor], Tensor]:
+    """Codes [rows, columns] as they are stored, by what follows "weight" in the names, and in float."""
+    codes = weight.values.to(torch.int64)
+    parts = {"_packed": (codes[:, 0::2] + 16 * codes[:, 1::2]).to(torch.uint8), "_scale": weight.scales}
+    values = _FP4[codes % 8] * (1 - 2 * (codes // 8))
+    if weight.factors is None:
+        scales = 2.0 ** (weight.scales.double() - 127).float()
+        return parts, values * scales.repeat_interleave(32, 1)
+    divisor = 1.0 / weight.factors[:1]
+    scales = weight.scales.float().repeat_interleave(16, 1)
+    return parts | {"_global_scale": divisor}, values * scales / divisor
 
 
 def quantization_section(scheme: str, form: str, ignore: list[str]) -> dict[str, Any]:
     """A ``quantization_config`` as llm-compressor writes it."""
     parsed = Scheme.parse(scheme)
     tensor = {"actorder": None, "block_structure": None, "observer_kwargs": {}, "symmetric": True, "type": "int"}
+    strategy = "channel" if parsed.group_size is None else "tensor_group" if parsed.group_size == 16 else "group"
     weights = {
         "dynamic": False,
         "num_bits": parsed.weights.bits,
         "group_size": parsed.group_size,
-        "strategy": "channel" if parsed.group_size is None else "group",
+        "strategy": strategy,
         "observer": "memoryless_minmax",
+        "symmetric": "asym" not in scheme,
+        "type": "float" if "fp4" in scheme else "int",
     }
     inputs = {"dynamic": True, "num_bits": 8, "group_size": None, "strategy": "token", "observer": None}
     return {
         "config_groups": {
             "group_0": {
                 "format": form,
-                "input_activations": tensor | inputs,
+                "input_activations": tensor | inputs if scheme.startswith(("w4a8", "w8a8")) else None,
                 "output_activations": None,
                 "targets": ["Linear"],
                 "weights": tensor | weights,

@@ -77,8 +77,16 @@ class FloatExpertSource(ExpertSource):
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """gate_up [count, 2 I, H] (gate rows first), down [count, H, I] and their biases, in the stored dtype."""
 
-    def _rounded(self, name: str, weight: Tensor, bias: Tensor | None) -> QuantizedWeight:
-        return replace(quantize_weight(weight, self.config.scheme, name), bias=bias)
+    def _rounded(self, floats: dict[str, tuple[Tensor, Tensor | None]]) -> dict[str, QuantizedWeight]:
+        """Gate, up and down [rows, columns] with their biases, by name, rounded to nearest.
+
+        Gate and up are one matrix for what a scheme finds from all of a matrix: the global scale of nvfp4.
+        """
+        (gate, up, down), scheme = floats, self.config.scheme
+        both = quantize_weight(torch.cat((floats[gate][0], floats[up][0])), scheme, f"{gate} and {up}")
+        rows = len(floats[gate][0])
+        weights = {gate: both[:rows], up: both[rows:], down: quantize_weight(floats[down][0], scheme, down)}
+        return {name: replace(weight, bias=floats[name][1]) for name, weight in weights.items()}
 
 
 class Buffers:
@@ -244,11 +252,11 @@ class FloatPerExpert(_PerExpert, FloatExpertSource):
         return gate_up["weight"], down["weight"], gate_up.get("bias"), down.get("bias")
 
     def stored_expert(self, expert: int) -> dict[str, QuantizedWeight]:
-        def rounded(name: str) -> QuantizedWeight:
+        def read(name: str) -> tuple[Tensor, Tensor | None]:
             bias = self._checkpoint.read(f"{name}.bias") if f"{name}.bias" in self._checkpoint else None
-            return self._rounded(name, self._checkpoint.read(f"{name}.weight"), bias)
+            return self._checkpoint.read(f"{name}.weight"), bias
 
-        return {name: rounded(name) for name in self.linear_names(expert)}
+        return self._rounded({name: read(name) for name in self.linear_names(expert)})
 
 
 # ---- all experts in one tensor -------------------------------------------------------------------------------------
@@ -345,11 +353,13 @@ class FusedFloat(_Fused, FloatExpertSource):
         gate_up_bias, down_bias = (self._bias_slice(name, expert) for name in ("gate_up_proj", "down_proj"))
         gate, up = self._gate_and_up
         gate_name, up_name, down_name = self.linear_names(expert)
-        return {
-            gate_name: self._rounded(gate_name, gate_up[gate], None if gate_up_bias is None else gate_up_bias[gate]),
-            up_name: self._rounded(up_name, gate_up[up], None if gate_up_bias is None else gate_up_bias[up]),
-            down_name: self._rounded(down_name, down, down_bias),
-        }
+        return self._rounded(
+            {
+                gate_name: (gate_up[gate], None if gate_up_bias is None else gate_up_bias[gate]),
+                up_name: (gate_up[up], None if gate_up_bias is None else gate_up_bias[up]),
+                down_name: (down, down_bias),
+            }
+        )
 
 
 class FusedQuantized(_Fused):

@@ -41,8 +41,11 @@ def _check_weight(name: str, weight: QuantizedWeight, config: MoEConfig) -> None
     values = weight.values
     if values.dtype == torch.int8 and bool(((values < low) | (values > high)).any()):
         raise ValueError(f"{name} holds a value that is not {kind}; {low} to {high} are accepted")
-    if not bool(torch.isfinite(reference.scale_values(weight.scales)).all()):
+    scales = reference.scale_values(weight.scales)
+    if not bool(torch.isfinite(scales).all()):
         raise ValueError(f"{name}_scale is not finite; only finite scales are accepted")
+    if form.scale == "e4m3" and bool(torch.signbit(scales).any()):
+        raise ValueError(f"{name}_scale holds a code of a negative number; 0 to 126 are accepted")
     if weight.zero_points is not None and bool(((weight.zero_points < -8) | (weight.zero_points > 7)).any()):
         raise ValueError(f"{name}_zero_point holds a value outside of -8 to 7")
 

@@ -281,14 +281,21 @@ def _factors(
         raise ValueError(f"{name}_global_scale is {'missing' if divides else 'not expected'}")
     if global_scale is None:
         return None
+    if values.dim() != 3:
+        return global_scale  # the values are refused before it matters
     experts, rows = values.shape[:2]
-    scale = global_scale.to(torch.float32).reshape(experts, -1) if global_scale.numel() else global_scale
-    if global_scale.shape[:1] != (experts,) or scale.shape[1] not in ((1, 2) if gated else (1,)):
-        accepted = f"[{experts}] or [{experts}, 2]" if gated else f"[{experts}]"
-        raise ValueError(f"{name}_global_scale is {list(global_scale.shape)}; {accepted} is accepted")
-    if not bool((torch.isfinite(scale) & (scale > 0)).all()):
-        raise ValueError(f"{name}_global_scale holds a number that is not positive and finite")
+    accepted = [(experts,), (experts, 1), *([(experts, 2)] if gated else [])]
+    if tuple(global_scale.shape) not in accepted:
+        text = f"[{experts}] or [{experts}, 2]" if gated else f"[{experts}]"
+        raise ValueError(f"{name}_global_scale is {list(global_scale.shape)}; {text} is accepted")
+    if global_scale.device.type != "cpu":
+        raise ValueError(f"{name}_global_scale is on {global_scale.device}; CPU tensors are accepted")
+    scale = global_scale.to(torch.float32).reshape(experts, -1)
     factors = 1.0 / scale
+    if not bool((torch.isfinite(scale) & (scale > 0) & torch.isfinite(factors)).all()):
+        raise ValueError(
+            f"{name}_global_scale holds a number that is not positive and finite, or has no inverse, in fp32"
+        )
     if factors.shape[1] == 1:
         return factors.expand(experts, rows)
     return factors.repeat(1, rows // 2) if interleaved else factors.repeat_interleave(rows // 2, 1)

@@ -59,10 +59,14 @@ class QuantizedLinear(nn.Module):
             raise ValueError(f"global_scale is {'missing' if global_scale is None else 'not expected'} for {scheme}")
         factors = None
         if global_scale is not None:
-            factor = float(global_scale)
-            if not 0 < factor < math.inf:
-                raise ValueError(f"global_scale={factor}; a positive number is accepted")
-            factors = torch.full((weight.shape[0],), 1.0 / factor)
+            divisor = torch.as_tensor(global_scale, dtype=torch.float32)
+            if divisor.device.type != "cpu":
+                raise ValueError(f"global_scale is on {divisor.device}; CPU tensors are accepted")
+            if divisor.numel() != 1:
+                raise ValueError(f"global_scale is {list(divisor.shape)}; one number is accepted")
+            if not 0 < float(divisor) < math.inf:
+                raise ValueError(f"global_scale={float(divisor)}; a positive and finite fp32 number is accepted")
+            factors = (1.0 / divisor).reshape(1).expand(weight.shape[:1] or (1,))
         return cls.from_weight(
             QuantizedWeight(scheme.weights.element, weight, scale, zero_point, factors, bias), scheme
         )
@@ -70,13 +74,12 @@ class QuantizedLinear(nn.Module):
     @classmethod
     def from_weight(cls, weight: QuantizedWeight, scheme: Scheme) -> QuantizedLinear:
         """Takes a quantised weight [out, in] with all that belongs to it."""
+        weight = checked_weight("weight", weight, ("out", "in"))
         values = weight.values
-        if values.dim() != 2:
-            raise ValueError(f"weight is {list(values.shape)}; [out, in] is accepted")
-        one = checked_weight("weight", weight.each(lambda t: t.unsqueeze(0)))
         out_features, in_features = values.shape[0], values.shape[1] * (2 if values.dtype == torch.uint8 else 1)
         scheme.check_inputs(in_features, "weight")
-        check_parts("weight", one, scheme, (1, out_features, in_features))
+        check_parts("weight", weight, scheme, (out_features, in_features))
+        one = weight.each(lambda t: t.unsqueeze(0))
         spec = packed_spec(
             scheme,
             one.scales.dtype,

@@ -182,6 +182,8 @@ class Scheme:
         if not self.fits(in_features):
             fitting = [g for g in (32, 64, 128) if in_features % g == 0]
             advice = f"use {', '.join(map(str, fitting))}" if fitting else "use per channel"
+            if self.weights.element == "fp4":
+                advice = f"for {self} a multiple of {size} is accepted"
             raise UnsupportedScheme(f"{name}: group_size={size} does not divide in_features={in_features}; {advice}")
 
     def __str__(self) -> str:

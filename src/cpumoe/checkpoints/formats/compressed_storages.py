@@ -12,7 +12,7 @@ from torch import Tensor
 from cpumoe.checkpoints.formats.input_order import input_order_of
 from cpumoe.checkpoints.storage import LinearStorage, StoredTensor
 from cpumoe.checkpoints.tensor_file import FLOAT_DTYPES, TensorInfo
-from cpumoe.errors import CheckpointError, UnsupportedScheme
+from cpumoe.errors import UnsupportedScheme
 from cpumoe.layers.nibbles import pack_nibbles, unpack_nibbles
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.scheme import Scheme
@@ -248,5 +248,5 @@ def _checked_global_scale(tensors: Mapping[str, Tensor]) -> Tensor:
     scale = tensors["weight_global_scale"]
     if not bool((torch.isfinite(scale) & (scale > 0)).all()):
         seen = scale[~(torch.isfinite(scale) & (scale > 0))].flatten()[0]
-        raise CheckpointError(f"weight_global_scale is {float(seen)}; a positive number is accepted")
+        raise ValueError(f"weight_global_scale is {float(seen)}; a positive number is accepted")  # the reader names it
     return scale

@@ -116,7 +116,7 @@ class _Block:
                 f"{self.name}.{suffix}", (count, len(self.projections), *stored.shape), DTYPES[stored.dtypes[0]]
             )
             for suffix, stored in self.tensors.items()
-            if stored.values is None
+            if not stored.is_known
         }
 
     def joined(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -165,7 +165,7 @@ class _PerExpert(ExpertSource):
     def _tensors(self, rows: int, columns: int) -> dict[str, StoredTensor]:
         return {
             suffix: replace(stored, dtypes=(self._dtypes[suffix],))
-            if suffix in self._dtypes and stored.values is None
+            if suffix in self._dtypes and not stored.is_known
             else stored
             for suffix, stored in self._accepted_tensors(rows, columns).items()
         }
@@ -189,10 +189,10 @@ class _PerExpert(ExpertSource):
                 for place, projection in enumerate(block.projections):
                     name = f"{self.prefix}.{first + index}.{projection}"
                     for suffix, stored in block.tensors.items():
-                        if stored.values is None:
-                            self._checkpoint.read_into(f"{name}.{suffix}", tensors[suffix][index, place])
+                        if stored.is_known:
+                            self._checkpoint.refuse_other_contents(f"{name}.{suffix}", stored)
                         else:
-                            self._checkpoint.refuse_other_values(f"{name}.{suffix}", stored.values)
+                            self._checkpoint.read_into(f"{name}.{suffix}", tensors[suffix][index, place])
         return [block.joined(tensors) for block, tensors in zip(self._blocks, read, strict=True)]
 
 

@@ -40,8 +40,8 @@ class LinearSource:
     def load(self) -> QuantizedLinear:
         tensors = {}
         for suffix, stored in self.storage.tensors(self.rows, self.columns).items():
-            if stored.values is not None:
-                self._checkpoint.refuse_other_values(f"{self.name}.{suffix}", stored.values)
+            if stored.is_known:
+                self._checkpoint.refuse_other_contents(f"{self.name}.{suffix}", stored)
                 continue
             tensor = self._checkpoint.read(f"{self.name}.{suffix}")
             tensors[suffix] = tensor if stored.by_rows else tensor.unsqueeze(0)

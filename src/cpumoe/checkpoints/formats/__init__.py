@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from cpumoe.checkpoints.formats.auto_round import AutoRoundQuantization
+from cpumoe.checkpoints.formats.awq import AwqQuantization
 from cpumoe.checkpoints.formats.compressed_tensors import QuantizationConfig as CompressedTensors
+from cpumoe.checkpoints.formats.gptq import GptqQuantization
 from cpumoe.checkpoints.storage import Quantization
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 
 #: ``quant_method`` of a quantization_config -> what parses it.
 QUANT_METHODS: dict[str, type[Quantization]] = {
     "compressed-tensors": CompressedTensors,
+    "gptq": GptqQuantization,
+    "awq": AwqQuantization,
+    "auto-round": AutoRoundQuantization,
+    "auto_round": AutoRoundQuantization,
+    "intel/auto-round": AutoRoundQuantization,
 }
 
 #: Suffixes that only tensors of quantised linears have, in any format.

@@ -28,10 +28,11 @@ from word_checkpoints import (
 )
 
 from cpumoe import CheckpointError, Scheme, UnsupportedScheme, cli
-from cpumoe.checkpoints.checkpoint import Checkpoint
+from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
 from cpumoe.checkpoints.formats import parse_quantization
 from cpumoe.checkpoints.formats.gptq import GptqStorage, ZeroPoints
 from cpumoe.checkpoints.inspection import Survey
+from cpumoe.checkpoints.linear_sources import LinearSource, find_linears
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.reference import dequantize
 
@@ -150,6 +151,36 @@ def test_zero_points_of_0_are_read_as_the_tool_wrote_them(source: Path, tmp_path
         assert_loads(written.folder, written.weights)
     wrong = write("another", "borrowed", {})
     assert any(not torch.equal(w, wrong.weights[n]) for n, w in packed_weights(wrong.folder)[0].items())
+
+
+def test_biases_of_zeros_that_a_tool_has_added(symmetric: Written, tmp_path: Path) -> None:
+    """AutoGPTQ gave them to all linears for a year."""
+
+    def add(tensors: Tensors) -> None:
+        tensors |= {f"{n}.bias": torch.zeros(len(w), dtype=torch.float16) for n, w in symmetric.weights.items()}
+
+    written = symmetric.changed(tmp_path / "model", add)
+    assert_loads(written.folder, written.weights)
+    assert cli.main(["check", str(written.folder)]) == 0
+
+    def damage(tensors: Tensors) -> None:
+        tensors[f"{GATE}.bias"][5] = 0.25
+
+    said = refusal(written.changed(tmp_path / "damaged", damage).folder)
+    assert f"{GATE}.bias has 0.25 for output 5, and the model has no bias; 0 is accepted" in said
+    short = written.changed(tmp_path / "short", lambda held: held.update({f"{GATE}.bias": torch.zeros(3)}))
+    assert f"{GATE}.bias is F32 [3], BF16 or F16 or F32 [64] is accepted" in refusal(short.folder)
+
+    def damage_linear(tensors: Tensors) -> None:
+        tensors[f"{QUERY}.bias"][5] = 0.25
+
+    with Checkpoint.open(written.changed(tmp_path / "linear", damage_linear).folder) as checkpoint:
+        assert any(f"{QUERY}.bias has 0.25 for output 5" in text for text in Survey(checkpoint).problems.wrong)
+        source = LinearSource(
+            checkpoint, QUERY, 64, 64, find_linears(checkpoint, TensorCheck(checkpoint))[QUERY].storage, False
+        )
+        with pytest.raises(CheckpointError, match=f"{QUERY}.bias has 0.25 for output 5"):
+            source.load()
 
 
 # ---- groups and their order ----------------------------------------------------------------------------------------

@@ -56,6 +56,7 @@ class LinearStorage(ABC):
     """
 
     scale_suffix: ClassVar[str]  # of the tensor that has the scales
+    adds_biases: ClassVar[bool] = False  # whether tools give a bias of zeros to linears that have none
 
     scheme: Scheme
     format: str

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -46,6 +46,8 @@ class ZeroPoints(Enum):
 @dataclass(frozen=True)
 class GptqStorage(TransposedStorage):
     """One linear of a GPTQ checkpoint."""
+
+    adds_biases: ClassVar[bool] = True  # AutoGPTQ before 0.8
 
     zero_points: ZeroPoints = ZeroPoints.LESS_ONE
 

@@ -153,7 +153,7 @@ class Checkpoint:
         """Which modules are quantised and how; None for a float checkpoint."""
         section = self.quantization_section
         try:
-            return None if section is None else parse_quantization(section)
+            return None if section is None else parse_quantization(section).with_tensors(self.names)
         except (CheckpointError, UnsupportedScheme) as problem:
             raise type(problem)(f"{self.folder}: quantization_config in config.json: {problem}") from None
 
@@ -186,11 +186,13 @@ class Checkpoint:
         """Fills the contiguous tensor ``out`` with bytes of ``name``."""
         self._file_of[name].read_into(name, out, first_byte)
 
-    def refuse_other_values(self, name: str, values: tuple[int, ...]) -> None:
-        """Raises CheckpointError if the tensor ``name``, which has few elements, does not hold exactly these."""
-        found = self.read(name).tolist()
-        if found != list(values):
-            raise CheckpointError(f"{name} is {found}; {list(values)} is accepted")
+    def refuse_other_contents(self, name: str, stored: StoredTensor) -> None:
+        """Raises CheckpointError or UnsupportedScheme if the tensor ``name`` does not hold what is known of it."""
+        found = self.read(name)
+        if stored.values is not None and found.tolist() != list(stored.values):
+            raise CheckpointError(f"{name} is {found.tolist()}; {list(stored.values)} is accepted")
+        if stored.check is not None:
+            stored.check(name, found)
 
     def fingerprint(self) -> list[list[str | int]]:
         """What tells whether the files are still those that were opened: name, size, times and inode of each."""
@@ -237,10 +239,10 @@ class TensorCheck:
         if info.dtype not in stored.dtypes or info.shape != stored.shape:
             accepted = f"{' or '.join(stored.dtypes)} {list(stored.shape)}"
             self.wrong.append(f"{name} is {info}, {accepted} is accepted")
-        elif self._read_values and stored.values is not None:
+        elif self._read_values and stored.is_known:
             try:
-                self._checkpoint.refuse_other_values(name, stored.values)
-            except CheckpointError as problem:
+                self._checkpoint.refuse_other_contents(name, stored)
+            except (CheckpointError, UnsupportedScheme) as problem:
                 self.wrong.append(str(problem))
 
     def nothing_else_under(self, *prefixes: str) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cpumoe.checkpoints.architectures import Projections
 from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
-from cpumoe.checkpoints.linear_sources import stored_weight
+from cpumoe.checkpoints.linear_sources import added_bias, stored_weight
 from cpumoe.checkpoints.storage import LinearStorage, StoredTensor
 from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES
 from cpumoe.layers.config import MoEConfig
@@ -124,7 +124,7 @@ class _Block:
                 f"{self.name}.{suffix}", (count, len(self.projections), *stored.shape), DTYPES[stored.dtypes[0]]
             )
             for suffix, stored in self.tensors.items()
-            if stored.values is None
+            if not stored.is_known
         }
 
     def joined(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -173,7 +173,7 @@ class _PerExpert(ExpertSource):
     def _tensors(self, rows: int, columns: int) -> dict[str, StoredTensor]:
         return {
             suffix: replace(stored, dtypes=(self._dtypes[suffix],))
-            if suffix in self._dtypes and stored.values is None
+            if suffix in self._dtypes and not stored.is_known
             else stored
             for suffix, stored in self._accepted_tensors(rows, columns).items()
         }
@@ -186,8 +186,14 @@ class _PerExpert(ExpertSource):
         for expert in range(self.config.local_experts):
             for block in self._blocks:
                 for projection in block.projections:
-                    for suffix, stored in block.tensors.items():
-                        check.expect(f"{self.prefix}.{expert}.{projection}.{suffix}", stored)
+                    name = f"{self.prefix}.{expert}.{projection}"
+                    for suffix, stored in self._tensors_of(name, block).items():
+                        check.expect(f"{name}.{suffix}", stored)
+
+    def _tensors_of(self, name: str, block: _Block) -> dict[str, StoredTensor]:
+        """The tensors of the linear ``name``, with a bias of zeros if a tool has added one."""
+        bias = None if self.config.has_bias else added_bias(self._checkpoint, name, block.rows, self.storage)
+        return block.tensors if bias is None else {**block.tensors, "bias": bias}
 
     def _read_blocks(self, first: int, count: int, buffers: Buffers) -> list[dict[str, Tensor]]:
         """The tensors of ``count`` experts by suffix: those of gate and up together, and those of down."""
@@ -196,11 +202,11 @@ class _PerExpert(ExpertSource):
             for block, tensors in zip(self._blocks, read, strict=True):
                 for place, projection in enumerate(block.projections):
                     name = f"{self.prefix}.{first + index}.{projection}"
-                    for suffix, stored in block.tensors.items():
-                        if stored.values is None:
-                            self._checkpoint.read_into(f"{name}.{suffix}", tensors[suffix][index, place])
+                    for suffix, stored in self._tensors_of(name, block).items():
+                        if stored.is_known:
+                            self._checkpoint.refuse_other_contents(f"{name}.{suffix}", stored)
                         else:
-                            self._checkpoint.refuse_other_values(f"{name}.{suffix}", stored.values)
+                            self._checkpoint.read_into(f"{name}.{suffix}", tensors[suffix][index, place])
         return [block.joined(tensors) for block, tensors in zip(self._blocks, read, strict=True)]
 
 
@@ -235,7 +241,10 @@ class QuantizedPerExpert(_PerExpert):
         )
 
     def stored_expert(self, expert: int) -> dict[str, QuantizedWeight]:
-        return {name: stored_weight(self._checkpoint, name, self.storage) for name in self.linear_names(expert)}
+        weights = {name: stored_weight(self._checkpoint, name, self.storage) for name in self.linear_names(expert)}
+        if self.config.has_bias:
+            return weights
+        return {name: replace(weight, bias=None) for name, weight in weights.items()}  # zeros that a tool has added
 
 
 class FloatPerExpert(_PerExpert, FloatExpertSource):

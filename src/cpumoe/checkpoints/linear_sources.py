@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from torch import Tensor
+
 from cpumoe.checkpoints.architectures import known_architecture
 from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck, naming
 from cpumoe.checkpoints.layer_names import EXPERT, prediction_layers
 from cpumoe.checkpoints.storage import LinearStorage, StoredTensor
 from cpumoe.checkpoints.tensor_file import FLOAT_DTYPES
+from cpumoe.errors import CheckpointError
 from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.layers.packed_weights import packed_spec
 from cpumoe.layers.quantized_experts import QuantizedWeight
@@ -36,16 +39,20 @@ class LinearSource:
             check.expect(f"{self.name}.{suffix}", stored)
         if self.has_bias:
             check.expect(f"{self.name}.bias", StoredTensor(FLOAT_DTYPES, (self.rows,)))
+        elif (bias := added_bias(self._checkpoint, self.name, self.rows, self.storage)) is not None:
+            check.expect(f"{self.name}.bias", bias)
 
     def load(self) -> QuantizedLinear:
         tensors = {}
         for suffix, stored in self.storage.tensors(self.rows, self.columns).items():
-            if stored.values is not None:
-                self._checkpoint.refuse_other_values(f"{self.name}.{suffix}", stored.values)
+            if stored.is_known:
+                self._checkpoint.refuse_other_contents(f"{self.name}.{suffix}", stored)
                 continue
             tensor = self._checkpoint.read(f"{self.name}.{suffix}")
             tensors[suffix] = tensor if stored.by_rows else tensor.unsqueeze(0)
         bias = self._checkpoint.read(f"{self.name}.bias") if self.has_bias else None
+        if bias is None and (added := added_bias(self._checkpoint, self.name, self.rows, self.storage)) is not None:
+            self._checkpoint.refuse_other_contents(f"{self.name}.bias", added)
         with naming(self.name):
             weight = replace(self.storage.decode(tensors, self.rows, self.columns), bias=bias)
             return QuantizedLinear.from_weight(weight, self.storage.scheme)
@@ -64,6 +71,19 @@ class LinearSource:
         orders = 1 if self.storage.has_input_order else 0
         spec = packed_spec(scheme, scale_dtype, 1, self.rows, self.columns, has_bias=self.has_bias, input_orders=orders)
         return spec.packed_bytes
+
+
+def added_bias(checkpoint: Checkpoint, name: str, rows: int, storage: LinearStorage | None) -> StoredTensor | None:
+    """What a bias must be that is in the files and not in the model; None if there is none, or it must not be there."""
+    if storage is None or not storage.adds_biases or f"{name}.bias" not in checkpoint:
+        return None
+    return StoredTensor(FLOAT_DTYPES, (rows,), check=_refuse_numbers)
+
+
+def _refuse_numbers(name: str, bias: Tensor) -> None:
+    if (wrong := bias.nonzero()).numel():
+        at = int(wrong[0])
+        raise CheckpointError(f"{name} has {float(bias[at])} for output {at}, and the model has no bias; 0 is accepted")
 
 
 def is_tied_away(checkpoint: Checkpoint, name: str, storage: LinearStorage) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from cpumoe.checkpoints.architectures import Architecture, Config, ExpertsFacts, Sizes, Vectors
 from cpumoe.checkpoints.checkpoint import LAYER, Checkpoint, TensorCheck
 from cpumoe.checkpoints.formats import QUANTIZED_SUFFIXES
-from cpumoe.checkpoints.linear_sources import LinearSource, is_tied_away
+from cpumoe.checkpoints.linear_sources import LinearSource, added_bias, is_tied_away
 from cpumoe.checkpoints.storage import LinearStorage, StoredTensor
 from cpumoe.checkpoints.tensor_file import FLOAT_DTYPES
 from cpumoe.checkpoints.tensor_kinds import LINEARS, NOT_LOADED, OTHER, PER_MLP, kind_of
@@ -86,7 +86,16 @@ class ModelTensors:
             if has_biases is True and path in sizes:
                 self._expect(name, sizes[path][0])
             elif has_biases is False and name in self.checkpoint:
-                self.check.extra.append(name)
+                self._check_added_bias(name)
+
+    def _check_added_bias(self, name: str) -> None:
+        """A bias that config.json says is not there: zeros that a tool has added, or one too many."""
+        linear = self.linears.get(name.removesuffix(".bias"))
+        bias = None if linear is None else added_bias(self.checkpoint, linear.name, linear.rows, linear.storage)
+        if bias is None:
+            self.check.extra.append(name)
+        else:
+            self.check.expect(name, bias)
 
     def _check_router(self, layer: str, architecture: Architecture, facts: ExpertsFacts) -> None:
         modules = [f"{layer}{path}" for path in architecture.router_paths]

@@ -8,7 +8,7 @@ knows neither the names of tensors nor how their bits are arranged.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import ClassVar
@@ -27,13 +27,20 @@ class StoredTensor:
 
     ``by_rows``: its first dimension are the rows of the linear, so that the tensors of several linears can lie in one
     piece of memory, one below the other. ``values``: what it must hold, where that follows from the size of the linear;
-    such a tensor is compared and not decoded.
+    such a tensor is compared and not decoded. ``check`` is for those of which more can be said than that they differ:
+    given the name of the tensor and the tensor, it raises CheckpointError or UnsupportedScheme.
     """
 
     dtypes: tuple[str, ...]
     shape: tuple[int, ...]
     by_rows: bool = True
     values: tuple[int, ...] | None = None
+    check: Callable[[str, Tensor], None] | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether it is known what it holds: nothing is decoded then."""
+        return self.values is not None or self.check is not None
 
     @property
     def bytes(self) -> int:
@@ -50,6 +57,7 @@ class LinearStorage(ABC):
 
     scale_suffix: ClassVar[str]  # of the tensor that has the scales
     fused: ClassVar[bool] = False  # a layer's experts lie in one tensor: ``PREFIX.gate_up_proj_SUFFIX`` [experts, ...]
+    adds_biases: ClassVar[bool] = False  # whether tools give a bias of zeros to linears that have none
 
     scheme: Scheme
     format: str
@@ -122,6 +130,10 @@ class Quantization(ABC):
     @abstractmethod
     def storage_of(self, module: str) -> LinearStorage | None:
         """How the linear named ``module`` is stored; None if it was left in float."""
+
+    def with_tensors(self, names: Collection[str]) -> Quantization:
+        """The same for files with tensors of these names: not every configuration lists what was left in float."""
+        return self
 
     @property
     @abstractmethod

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from cpumoe.checkpoints.formats.auto_round import AutoRoundQuantization
+from cpumoe.checkpoints.formats.awq import AwqQuantization
 from cpumoe.checkpoints.formats.compressed_tensors import QuantizationConfig as CompressedTensors
+from cpumoe.checkpoints.formats.gptq import GptqQuantization
 from cpumoe.checkpoints.formats.mxfp4 import Mxfp4
 from cpumoe.checkpoints.storage import Quantization
 from cpumoe.errors import CheckpointError, UnsupportedScheme
@@ -13,6 +16,11 @@ from cpumoe.errors import CheckpointError, UnsupportedScheme
 QUANT_METHODS: dict[str, type[Quantization]] = {
     "compressed-tensors": CompressedTensors,
     "mxfp4": Mxfp4,
+    "gptq": GptqQuantization,
+    "awq": AwqQuantization,
+    "auto-round": AutoRoundQuantization,
+    "auto_round": AutoRoundQuantization,
+    "intel/auto-round": AutoRoundQuantization,
 }
 
 #: Suffixes that only tensors of quantised linears have, in any format.

@@ -25,7 +25,7 @@ _log = logging.getLogger("cpumoe")
 
 _SWITCH = "CPUMOE_TRANSFORMERS"
 #: What transformers calls the kinds of quantisation that we read, at least in part.
-METHODS = ("compressed-tensors", "mxfp4")
+METHODS = ("compressed-tensors", "mxfp4", "gptq", "awq", "auto-round")
 
 # Names that transformers accepts as experts_implementation. A name without a scheme takes that of CPUMOE_SCHEME.
 _SCHEMES = ["w4a8", "w4a8-g32", "w4a8-g64", "w4a8-g128", "w8a8"]

@@ -1,0 +1,237 @@
+"""What GPTQ and AWQ have in common: integers packed into words, inputs before outputs, and zero points beside scales.
+
+A linear [out, in] is stored as ``qweight`` (int32 words), ``qzeros`` [groups, out / integers in a word] (zero points in
+words, along the outputs), ``scales`` [groups, out] and, if the tool writes it, ``g_idx`` [in]: the group of each input.
+Integers are unsigned; the value is (integer - zero point) * scale.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from cpumoe.checkpoints.storage import LinearStorage, StoredTensor
+from cpumoe.checkpoints.tensor_file import FLOAT_DTYPES, TensorInfo
+from cpumoe.errors import CheckpointError, UnsupportedScheme
+from cpumoe.layers.nibbles import pack_nibbles, unpack_nibbles
+from cpumoe.layers.quantized_experts import QuantizedWeight
+
+_WORD_BITS = 32
+
+
+@dataclass(frozen=True)
+class TransposedStorage(LinearStorage):
+    """How one linear lies in the files.
+
+    ``row_order`` are the outputs that the parts of a word stand for, the lowest bits first. Symmetric weights have
+    zero points too: all of them are in the middle of the range, and a file that has another one is refused.
+    """
+
+    scale_suffix: ClassVar[str] = "scales"
+    row_order: ClassVar[Sequence[int] | None] = None  # None: as they come
+
+    has_g_idx: bool = False
+
+    @property
+    def _per_word(self) -> int:
+        return _WORD_BITS // self.scheme.weights.bits
+
+    @property
+    def _middle(self) -> int:
+        return int(2 ** (self.scheme.weights.bits - 1))
+
+    # ---- what lies in the files ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _weight_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Shape of ``qweight``."""
+
+    def tensors(self, rows: int, columns: int) -> dict[str, StoredTensor]:
+        groups = self.scheme.weights.group.scale_shape(rows, columns)[1]
+        words = (groups, -(-rows // self._per_word))
+        check = self._check_zero_points if self.scheme.weights.symmetric else None
+        tensors = {
+            "qweight": StoredTensor(("I32",), self._weight_shape(rows, columns), by_rows=False),
+            "qzeros": StoredTensor(("I32",), words, by_rows=False, check=check),
+            "scales": StoredTensor(FLOAT_DTYPES, (groups, rows), by_rows=False),
+        }
+        if self.has_g_idx:
+            tensors["g_idx"] = StoredTensor(("I32",), (columns,), by_rows=False, check=self._check_order)
+        return tensors
+
+    def size(self, found: Mapping[str, TensorInfo], read: Callable[[str], Tensor]) -> tuple[int, int]:
+        def matrix(suffix: str) -> tuple[int, ...]:
+            shape = found[suffix].shape if suffix in found else ()
+            return shape if len(shape) == 2 else ()
+
+        weight, scales = matrix("qweight"), matrix("scales")
+        if weight:
+            rows, columns = self._weight_shape(self._per_word, self._per_word)[::-1]  # of one word each way
+            return weight[1] * self._per_word // rows, weight[0] * self._per_word // columns
+        return (scales[1], scales[0] * (self.scheme.group_size or 1)) if scales else (0, 0)
+
+    def read_bytes(self, rows: int, columns: int) -> int:
+        # The words are there twice while they are brought into the order of packing, and so are the scales, as fp32.
+        stored = self.tensors(rows, columns)
+        return sum(t.bytes for t in stored.values()) + stored["qweight"].bytes + 2 * stored["scales"].bytes
+
+    def scale_dtype(self, dtypes: Mapping[str, str]) -> torch.dtype:
+        return torch.bfloat16 if dtypes.get("scales") == "BF16" else torch.float32
+
+    def _check_zero_points(self, name: str, words: Tensor) -> None:
+        if not bool((words != self._middle_word).any()):
+            return
+        zeros = self._plain_zero_points(words)
+        row, group = (int(i) for i in (zeros != self._middle).nonzero()[0])
+        raise CheckpointError(
+            f"{name} has the zero point {int(zeros[row, group])} for output {row}, group {group}, and config.json says "
+            f"that weights are symmetric; {self._middle} is accepted"
+        )
+
+    def _check_order(self, name: str, groups: Tensor) -> None:
+        """Refuses a ``g_idx`` that does not say what the place of each input says."""
+        size = self.scheme.group_size or len(groups)
+        if torch.equal(groups, _neighbours(len(groups), size)):
+            return
+        count = -(-len(groups) // size)
+        outside = ((groups < 0) | (groups >= count)).nonzero()
+        if len(outside):
+            at = int(outside[0])
+            raise CheckpointError(f"{name} has input {at} in group {int(groups[at])}; 0 to {count - 1} are accepted")
+        sizes = torch.bincount(groups.long(), minlength=count)
+        wrong = (sizes != torch.bincount(_neighbours(len(groups), size).long(), minlength=count)).nonzero()
+        if len(wrong):
+            at = int(wrong[0])
+            raise CheckpointError(f"{name} has {int(sizes[at])} inputs in group {at}; {size} are accepted")
+        at = int((groups != _neighbours(len(groups), size)).nonzero()[0])
+        raise UnsupportedScheme(
+            f"{name} has input {at} in group {int(groups[at])} and not in group {at // size}: groups in activation "
+            "order (desc_act) are not served; groups of neighbouring inputs (desc_act false, or static_groups true) are"
+        )
+
+    # ---- reading ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _values(self, words: Tensor, rows: int, columns: int) -> Tensor:
+        """``qweight`` [linears, ...] -> [linears, rows, columns]: int8, or uint8 nibbles with half the columns."""
+
+    @abstractmethod
+    def _true_zeros(self, words: Tensor) -> Tensor:
+        """Words of zero points as they are stored -> the zero points themselves, in words."""
+
+    def decode(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedWeight:
+        words = tensors["qweight"]
+        values = self._values(words.flatten(0, -3), rows, columns).unflatten(0, words.shape[:-2])
+        scales = tensors["scales"].transpose(-2, -1)
+        zeros = None
+        if not self.scheme.weights.symmetric:
+            zeros = self._zero_points(self._true_zeros(tensors["qzeros"]))[..., :rows].transpose(-2, -1)
+        if scales.dtype == torch.float16:  # packing takes bf16 and fp32
+            scales = scales.to(torch.float32)
+
+        def below_one_another(parts: Tensor) -> Tensor:  # [..., linears, rows, n] -> [..., linears * rows, n]
+            return parts.contiguous().flatten(-3, -2)
+
+        return QuantizedWeight(
+            self.scheme.weights.element,
+            below_one_another(values),
+            below_one_another(scales),
+            None if zeros is None else below_one_another(zeros),
+        )
+
+    def _zero_points(self, words: Tensor) -> Tensor:
+        """Zero points of 4 bits [..., groups, words] -> [..., groups, outputs] int8, less 8 as the integers are."""
+        zeros = unpack_nibbles(words.view(torch.uint8))
+        if self.row_order is None:
+            return zeros
+        words_apart: Tensor = zeros.unflatten(-1, (-1, self._per_word))
+        return words_apart[..., _places(self.row_order)].flatten(-2)
+
+    # ---- the definition --------------------------------------------------------------------------------------------
+
+    def _parts(self, words: Tensor) -> Tensor:
+        """Words [n, m] -> their unsigned integers [n, m * integers in a word] in the order of the outputs."""
+        bits = self.scheme.weights.bits
+        order = self.row_order or range(self._per_word)
+        shifts = torch.tensor([bits * order.index(row) for row in range(self._per_word)], dtype=torch.int32)
+        parts: Tensor = (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
+        return parts.flatten(1)
+
+    @abstractmethod
+    def _plain_zero_points(self, words: Tensor) -> Tensor:
+        """``qzeros`` -> the zero points [rows, groups], unsigned."""
+
+    @abstractmethod
+    def _plain_integers(self, words: Tensor) -> Tensor:
+        """``qweight`` -> the unsigned integers [rows, columns]."""
+
+    def decode_plainly(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
+        scales = tensors["scales"].T
+        zeros = None
+        if not self.scheme.weights.symmetric:
+            zeros = (self._plain_zero_points(tensors["qzeros"])[: len(scales)] - self._middle).to(torch.int8)
+        values = (self._plain_integers(tensors["qweight"])[: len(scales)] - self._middle).to(torch.int8)
+        return QuantizedWeight(self.scheme.weights.element, values, scales, zeros)
+
+    # ---- writing ---------------------------------------------------------------------------------------------------
+
+    def _words(self, values: Tensor) -> Tensor:
+        """int8 [n, m] in the order of the lowest bits first -> int32 words [n, m / integers in a word]."""
+        stored = pack_nibbles(values) if self.scheme.weights.bits == 4 else values.view(torch.uint8) ^ 0x80
+        return copied(stored).view(torch.int32)
+
+    @abstractmethod
+    def _weight_words(self, values: Tensor) -> Tensor:
+        """int8 [rows, columns] -> ``qweight``."""
+
+    @abstractmethod
+    def _stored_zeros(self, words: Tensor) -> Tensor:
+        """The reverse of :meth:`_true_zeros`."""
+
+    @cached_property
+    def _middle_word(self) -> int:
+        """The word, as int32 has it, of zero points that are all in the middle of the range."""
+        return int(self._stored_zeros(self._words(torch.zeros((1, self._per_word), dtype=torch.int8))))
+
+    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        rows, columns = weight.values.shape
+        zeros = torch.zeros(weight.scales.shape, dtype=torch.int8) if weight.zero_points is None else weight.zero_points
+        if rows % self._per_word or columns % self._per_word:
+            raise UnsupportedScheme(
+                f"{self.format} for [{rows}, {columns}] weights; multiples of {self._per_word} are accepted"
+            )
+        tensors = {
+            "qweight": self._weight_words(weight.values),
+            "qzeros": self._stored_zeros(self._words(in_row_order(zeros, self.row_order).T)),
+            "scales": weight.scales.T.contiguous(),
+        }
+        if self.has_g_idx:
+            tensors["g_idx"] = _neighbours(columns, self.scheme.group_size or columns).clone()
+        return tensors
+
+
+def copied(tensor: Tensor) -> Tensor:
+    """The same in fresh memory. (``contiguous`` keeps odd strides of dimensions of size 1, where ``view`` fails.)"""
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def in_row_order(values: Tensor, order: Sequence[int] | None) -> Tensor:
+    """[rows, n] -> the same with the rows of each word in the order in which a word has them."""
+    return values if order is None else values.unflatten(0, (-1, len(order)))[:, list(order)].flatten(0, 1)
+
+
+def _places(order: Sequence[int]) -> list[int]:
+    """Where in a word each of its outputs is."""
+    return [order.index(row) for row in range(len(order))]
+
+
+@lru_cache(maxsize=16)
+def _neighbours(columns: int, group_size: int) -> Tensor:
+    """The group of each input where neighbouring inputs are one group."""
+    return (torch.arange(columns) // group_size).to(torch.int32)

@@ -1,0 +1,59 @@
+"""What is packed after loading a checkpoint, as float weights by the names of linears, and what stops the load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from cpumoe import CheckpointError, UnsupportedScheme
+from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
+from cpumoe.checkpoints.inspection import Survey
+from cpumoe.checkpoints.linear_sources import find_linears
+from cpumoe.checkpoints.loading import experts_of, load_experts
+from cpumoe.layers.packed_weights import unpack_weight
+from cpumoe.layers.reference import dequantize
+
+
+def packed_weights(folder: Path) -> tuple[dict[str, Tensor], set[str]]:
+    """Dequantised weights of all quantised linears, those of experts too, out of their packed form; their schemes."""
+    weights, schemes = {}, set()
+    with Checkpoint.open(folder) as checkpoint:
+        check = TensorCheck(checkpoint)
+        linears = find_linears(checkpoint, check)
+        check.raise_problems()
+        for name, source in linears.items():
+            weights[name] = dequantize(unpack_weight(source.load().weight_packed)[0])
+            schemes.add(str(source.storage.scheme))
+        for source in experts_of(checkpoint).values():
+            experts = load_experts(source)
+            schemes.add(str(experts.config.scheme))
+            for expert in range(experts.config.local_experts):
+                part = experts.quantized(expert, 1)[0]
+                gate_up, down = dequantize(part.gate_up), dequantize(part.down)
+                names = source.linear_names(expert)
+                weights |= dict(zip(names, (*gate_up.chunk(2), down), strict=True))
+    return weights, schemes
+
+
+def assert_loads(folder: Path, expected: dict[str, Tensor]) -> set[str]:
+    """Inspection finds nothing wrong, and exactly the expected weights are packed, to the bit. Returns the schemes."""
+    with Checkpoint.open(folder) as checkpoint:
+        assert not Survey(checkpoint).problems
+    found, schemes = packed_weights(folder)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], weight) for name, weight in expected.items())
+    return schemes
+
+
+def refusal(folder: Path, kind: type[Exception] = CheckpointError) -> str:
+    """What loading says as it refuses; inspection must find a problem too."""
+    with pytest.raises((CheckpointError, UnsupportedScheme)) as refused:
+        packed_weights(folder)
+    assert isinstance(refused.value, kind), refused.value
+    with Checkpoint.open(folder) as checkpoint:
+        problems = Survey(checkpoint).problems
+    assert problems, f"inspection finds nothing wrong; loading says: {refused.value}"
+    return str(refused.value)

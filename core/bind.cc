@@ -173,7 +173,8 @@ std::string spec_text(const PackedSpec& s) {
                 "', group_size=", s.group == 0 ? std::string("None") : std::to_string(s.group), ", scales='",
                 scale_name(s), "', experts=", s.experts, ", out_features=", s.columns, ", in_features=", s.depth,
                 ", gated=", text(s.gated), ", has_bias=", text(s.has_bias),
-                ", has_zero_points=", text(has_zero_points(s)), ", input_orders=", s.input_orders, ", activations='", row_name(s), "')");
+                ", has_zero_points=", text(has_zero_points(s)), ", input_orders=", s.input_orders, ", activations='",
+                row_name(s), "')");
 }
 
 void bind_spec(nb::module_& m) {
@@ -183,12 +184,12 @@ void bind_spec(nb::module_& m) {
           "__init__",
           [](PackedSpec* self, const std::string& weights, std::optional<std::int64_t> group, const std::string& scales,
              std::int64_t experts, std::int64_t out_features, std::int64_t in_features, bool gated, bool has_bias,
-             bool zero_points, int input_orders, const std::string& activations) {
+             bool zero_points, const std::string& activations, int input_orders) {
             new (self) PackedSpec(make_spec(weights, group, scales, experts, out_features, in_features, gated, has_bias,
                                             zero_points, input_orders, activations));
           },
           nb::kw_only(), "weights"_a, "group_size"_a.none(), "scales"_a, "experts"_a, "out_features"_a, "in_features"_a,
-          "gated"_a, "has_bias"_a, "has_zero_points"_a, "input_orders"_a, "activations"_a)
+          "gated"_a, "has_bias"_a, "has_zero_points"_a, "activations"_a, "input_orders"_a = 0)
       .def_prop_ro("weights", [](const PackedSpec& s) { return format_of(s).element; })
       .def_prop_ro("weight_format", [](const PackedSpec& s) { return format_of(s).name; })
       .def_prop_ro("weight_bits", [](const PackedSpec& s) { return traits_of(s.weights).bits; })
@@ -247,9 +248,7 @@ class Part {
                    width == 0 ? std::string() : concat(", ", width), "] is accepted");
   }
 
-  T* of(std::int64_t expert) const {
-    return array_ ? array_->template data<T>() + expert * stride_ : nullptr;
-  }
+  T* of(std::int64_t expert) const { return array_ ? array_->template data<T>() + expert * stride_ : nullptr; }
 
  private:
   std::string name_;
@@ -328,7 +327,8 @@ void unpack_into(nb::handle blob_, std::int64_t first_expert, nb::handle values_
                  "; [experts, ", s.columns, ", ", s.depth, "] is accepted");
   const int scale_bytes = check_scales(scales.writable(), "scales", s, experts);
   const Part<std::int8_t> zeros(zeros_, "zeros", has_zero_points(s), experts, s.columns, groups, "int8", true);
-  const Part<float> factors(factors_, "factors", traits_of(s.weights).has_factor, experts, s.columns, 0, "float32", true);
+  const Part<float> factors(factors_, "factors", traits_of(s.weights).has_factor, experts, s.columns, 0, "float32",
+                            true);
   const Part<float> bias(bias_, "bias", s.has_bias, experts, s.columns, 0, "float32", true);
   const Part<std::int32_t> input_order(input_order_, "input_order", s.input_orders != 0, experts, s.input_orders,
                                        s.depth, "int32", true);

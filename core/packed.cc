@@ -527,7 +527,8 @@ void pack_experts(const PackedMatrix& m, std::uint8_t* data, std::int64_t first_
                   std::int64_t count, const std::string& name) {
   check_experts(m, first_expert, count, name);
   for (std::int64_t e = 0; e < count; ++e) {
-    write_orders(m, sources[e], first_expert + e, name, data + kPackedHeaderBytes + (first_expert + e) * m.expert_bytes);
+    write_orders(m, sources[e], first_expert + e, name,
+                 data + kPackedHeaderBytes + (first_expert + e) * m.expert_bytes);
   }
   for_each_block(m, count, [&](std::int64_t e, std::int64_t b) {
     std::uint8_t* expert = data + kPackedHeaderBytes + (first_expert + e) * m.expert_bytes + m.order_bytes;

@@ -19,8 +19,8 @@
 // Column sums are what the zero point of a row is multiplied with: fp32 sum of scale * integer (as the kernels multiply
 // them), or the int32 sum of the integers when there is one scale per channel.
 //
-// Where scales belong to inputs that do not lie side by side (activation order), the inputs are packed in another order:
-// 16-bit numbers, [depth] for all columns or for gate and for up columns, say which input comes where.
+// Where scales belong to inputs that do not lie side by side (activation order), the inputs are packed in another
+// order: 16-bit numbers, [depth] for all columns or for gate and for up columns, say which input comes where.
 //
 // A gated first product keeps 16 gate columns and their 16 up columns in one block, so that the activation is
 // applied as soon as the block is done.
@@ -97,9 +97,9 @@ struct PackSource {
   bool nibbles = false;          // low nibble = even input; value = nibble - 8, or the code of e2m1
   const void* scales = nullptr;  // [columns, groups]; bytes where the format has E8M0 or e4m3 scales
   DType scale_type = DType::kF32;
-  const std::int8_t* zeros = nullptr;  // [columns, groups], where the format has zero points
-  const float* factors = nullptr;      // [columns] or null, for all 1; where the format has factors
-  const float* bias = nullptr;         // [columns] or null
+  const std::int8_t* zeros = nullptr;         // [columns, groups], where the format has zero points
+  const float* factors = nullptr;             // [columns] or null, for all 1; where the format has factors
+  const float* bias = nullptr;                // [columns] or null
   const std::int32_t* input_order = nullptr;  // [input_orders, depth] or null
   RowOrder order = RowOrder::kPlain;
 };
@@ -114,9 +114,9 @@ struct UnpackTarget {
   std::int8_t* values;  // [columns, depth]
   void* scales;         // [columns, groups], as in PackSource
   DType scale_type;
-  std::int8_t* zeros;  // [columns, groups], or null without zero points
-  float* factors;      // [columns], or null without factors
-  float* bias;         // [columns], or null without biases
+  std::int8_t* zeros;         // [columns, groups], or null without zero points
+  float* factors;             // [columns], or null without factors
+  float* bias;                // [columns], or null without biases
   std::int32_t* input_order;  // [input_orders, depth], or null; the values come back in the order of the inputs
 };
 

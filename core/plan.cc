@@ -39,8 +39,8 @@ void make_plan(const Routing& routing, std::int64_t experts, int first_rows, int
   for (std::int32_t e = 0; e < experts; ++e) {
     const std::int32_t n = pairs[static_cast<std::size_t>(e)];
     if (n == 0) continue;
-    const ExpertRows entry{e, plan->pairs, n, cut_rows(n * first_rows, few_rows), cut_rows(n * second_rows, few_rows),
-                           plan->second_slots};
+    const ExpertRows entry{
+        e, plan->pairs, n, cut_rows(n * first_rows, few_rows), cut_rows(n * second_rows, few_rows), plan->second_slots};
     next_pair[static_cast<std::size_t>(e)] = plan->pairs;
     plan->pairs += n;
     plan->second_slots += entry.second.slots;

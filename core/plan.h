@@ -11,9 +11,9 @@ struct RowChunk {
   std::int32_t first_row, rows, tile_rows, tiles;
 };
 
-// How the rows of one expert are cut into chunks: one chunk of one tile of `rows` rows when they are few, else chunks of
-// up to `chunk_tiles` tiles of 16, the last of which may be filled up. These are rows of a product: a pair of token and
-// expert has one, or several in a row (RowLayout).
+// How the rows of one expert are cut into chunks: one chunk of one tile of `rows` rows when they are few, else chunks
+// of up to `chunk_tiles` tiles of 16, the last of which may be filled up. These are rows of a product: a pair of token
+// and expert has one, or several in a row (RowLayout).
 struct RowCut {
   std::int32_t rows, slots, tile_rows, chunk_tiles, chunks;
 
@@ -35,7 +35,7 @@ struct Plan {
   std::vector<ExpertRows> experts;       // ascending by expert, only those with rows
   std::vector<std::int32_t> pair_token;  // [pairs]
   std::vector<float> pair_weight;
-  std::int32_t pairs = 0, second_slots = 0;            // of all experts
+  std::int32_t pairs = 0, second_slots = 0;           // of all experts
   std::int32_t most_pairs = 0, most_first_slots = 0;  // of one
 };
 
@@ -47,7 +47,8 @@ struct Routing {
 };
 
 // Groups the pairs; within an expert they are in the order of tokens, then of choice. Id -1 is skipped. The ids have
-// been checked to be below `experts`. A pair has `first_rows` rows in the first product and `second_rows` in the second.
+// been checked to be below `experts`. A pair has `first_rows` rows in the first product and `second_rows` in the
+// second.
 void make_plan(const Routing& routing, std::int64_t experts, int first_rows, int second_rows, int few_rows, Plan* plan);
 
 }  // namespace cpumoe

@@ -97,10 +97,10 @@ void multiply_blocks(const Kernels& kernels, const PackedMatrix& m, std::int64_t
     for (int r0 = 0; r0 < m.records; r0 += step) {
       for (int i = 0; i < count; ++i) {
         const std::uint8_t* block = m.block(expert, b0 + i);
-        BlockRows rows{m.layout,    block,
+        BlockRows rows{m.layout,        block,
                        scratch->acc[i], in.chunk.rows / layout.rows,
-                       layout.rows, layout.rows - layout.planes,
-                       in.row_scale, in.row_zero};
+                       layout.rows,     layout.rows - layout.planes,
+                       in.row_scale,    in.row_zero};
         if (r0 == 0) format.with(m.spec.rows).start(rows);
         Product p{};
         p.layout = m.layout;

@@ -110,11 +110,11 @@ def packed(
     core.write_packed_header(blob, spec)
     biases = rng.normal(size=(experts, columns)).astype(np.float32) if bias else None
     parts = some_weights(rng, form, experts, columns, depth)
-    core.pack_into(blob, 0, *parts, biases, 1 if gated else 0, "w")
+    core.pack_into(blob, 0, *parts, biases, None, 1 if gated else 0, "w")
     back = [None if part is None else np.empty_like(part) for part in parts]
     if form.element == "fp4":
         back[3] = np.empty((experts, columns), np.float32)
-    core.unpack_into(blob, 0, *back, None if biases is None else np.empty_like(biases))
+    core.unpack_into(blob, 0, *back, None if biases is None else np.empty_like(biases), None)
     assert all(part is None or np.array_equal(part, got) for part, got in zip(parts, back, strict=True))
     return blob
 
@@ -296,7 +296,7 @@ def test_any_value_is_packed_or_refused(
         3: (1, 255),
     }[where]
     try:
-        core.pack_into(blob, 0, *parts, None, 0, "w")
+        core.pack_into(blob, 0, *parts, None, None, 0, "w")
     except ValueError:
         assert not low <= held <= high
         return
@@ -304,7 +304,7 @@ def test_any_value_is_packed_or_refused(
     back = [None if p is None else np.empty_like(p) for p in parts]
     if form.element == "fp4":
         back[3] = np.empty((2, 33), np.float32)
-    core.unpack_into(blob, 0, *back, None)
+    core.unpack_into(blob, 0, *back, None, None)
     assert all(p is None or np.array_equal(p, got) for p, got in zip(parts, back, strict=True))
 
 
@@ -330,10 +330,10 @@ def test_any_arguments(things: list[Any], numbers: list[int], flag: bool, form: 
         lambda: core.moe(*things[:6], numbers[0], flag, 1.0, 1.0, flag),
         lambda: core.linear(*things[:3]),
         lambda: core.read_spec(things[0]),
-        lambda: core.unpack_into(things[0], numbers[0], *things[1:6]),
-        lambda: core.pack_into(things[0], numbers[0], *things[1:6], numbers[1], "w"),
-        lambda: core.unpack_into(blob, numbers[0], *things[1:6]),
-        lambda: core.pack_into(blob, numbers[0], *things[1:6], numbers[1], "w"),
+        lambda: core.unpack_into(things[0], numbers[0], *things[1:7]),
+        lambda: core.pack_into(things[0], numbers[0], *things[1:7], numbers[1], "w"),
+        lambda: core.unpack_into(blob, numbers[0], *things[1:7]),
+        lambda: core.pack_into(blob, numbers[0], *things[1:7], numbers[1], "w"),
         lambda: core.write_packed_header(things[0], make_spec("int4", None, "float32", *numbers[:3], flag, flag)),
         lambda: make_spec(f"int{numbers[0]}", numbers[1], "bfloat16", *numbers[2:5], flag, flag),
         lambda: make_spec(things[0], things[1], things[2], *numbers[:3], flag, flag, *things[3:5]),

@@ -175,7 +175,8 @@ void multiply_grouped(const Product& p) {
   const Pending unfinished[2] = {before_last, last};
   for (const Pending& step : unfinished) {
     add_scaled_rows(ready, step.acc, load_scales<format>(step.scales, type, 0), 0, 16);
-    add_scaled_rows(ready + kTileInts, step.acc + kTileInts, load_scales<format>(step.scales, type, kTileColumns), 0, 16);
+    add_scaled_rows(ready + kTileInts, step.acc + kTileInts, load_scales<format>(step.scales, type, kTileColumns), 0,
+                    16);
     ready = stored;
   }
 }

@@ -114,9 +114,8 @@ struct Neon {
         }
         if (!part.scale_ends) continue;
         for (int quarter = 0; quarter < 4; ++quarter) {
-          const float32x4_t s =
-              load_scales<format>(args.record.scales, args.record.scale_type,
-                                  part.slot * kBlockColumns + tile * kTileColumns + quarter * 4);
+          const float32x4_t s = load_scales<format>(args.record.scales, args.record.scale_type,
+                                                    part.slot * kBlockColumns + tile * kTileColumns + quarter * 4);
           for (int r = 0; r < M; ++r) {
             float* p = tile_acc + r * kTileColumns + quarter * 4;
             vst1q_f32(p, vfmaq_f32(vld1q_f32(p), vcvtq_f32_s32(sums.value(r, quarter)), s));

@@ -1,5 +1,5 @@
-// The order in which a record is read, and the loop around the products that all vector kernels share: record by record,
-// a few rows at a time. An `Isa` gives
+// The order in which a record is read, and the loop around the products that all vector kernels share: record by
+// record, a few rows at a time. An `Isa` gives
 //
 //   kRowsAtOnce                       rows whose running sums fit the registers
 //   kStraightRows<format>             up to so many rows nibbles are decoded on the way instead of into a buffer first
@@ -118,8 +118,8 @@ template <WeightFormat format, int lines>
 constexpr RecordPart record_part(int part) {
   constexpr int kParts = 2 * 16 / lines;
   RecordPart at = place_of_part<format, lines>(part);
-  at.scale_ends = traits_of(format).subgroup != 0 &&
-                  (part + 1 == kParts || place_of_part<format, lines>(part + 1).slot != at.slot);
+  at.scale_ends =
+      traits_of(format).subgroup != 0 && (part + 1 == kParts || place_of_part<format, lines>(part + 1).slot != at.slot);
   return at;
 }
 

@@ -224,7 +224,8 @@ void activate_rows(const BlockRows& b, const ActivationSpec& spec, float* hidden
   switch (spec.kind) {
     case Activation::kSilu: return activate_kind<V, sums, planes, Activation::kSilu>(b, spec, hidden, stride);
     case Activation::kSwigluOai: return activate_kind<V, sums, planes, Activation::kSwigluOai>(b, spec, hidden, stride);
-    case Activation::kSwigluStep: return activate_kind<V, sums, planes, Activation::kSwigluStep>(b, spec, hidden, stride);
+    case Activation::kSwigluStep:
+      return activate_kind<V, sums, planes, Activation::kSwigluStep>(b, spec, hidden, stride);
     case Activation::kGelu: return activate_kind<V, sums, planes, Activation::kGelu>(b, spec, hidden, stride);
     case Activation::kGeluTanh: return activate_kind<V, sums, planes, Activation::kGeluTanh>(b, spec, hidden, stride);
     case Activation::kRelu2: return activate_kind<V, sums, planes, Activation::kRelu2>(b, spec, hidden, stride);

@@ -51,8 +51,7 @@ struct Scalar {
       for (int column = 0; column < kBlockColumns; ++column) {
         float* acc = p.acc + acc_index(tile * kTileRows + r, column);
         for (int g = 0; g < p.record_count; ++g) {
-          const Record record =
-              record_at<format>(p.records + static_cast<std::ptrdiff_t>(g) * stride, p.layout.scales);
+          const Record record = record_at<format>(p.records + static_cast<std::ptrdiff_t>(g) * stride, p.layout.scales);
           const std::uint8_t* a = p.a + g * p.a_record_stride + tile * (2 * p.tile_rows * 64) + r * 64;
           std::int32_t sum = 0;
           for (int index = 0; index < kParts; ++index) {

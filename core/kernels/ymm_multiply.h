@@ -61,8 +61,8 @@ inline __m256i nibbles(__m256i v) {
 
 // The zero points of 8 columns, four bytes of each.
 inline __m256i load_zeros(const std::uint8_t* zeros) {
-  const __m256i first_bytes = _mm256_set_epi32(0x0C0C0C0C, 0x08080808, 0x04040404, 0, 0x0C0C0C0C, 0x08080808,
-                                               0x04040404, 0);
+  const __m256i first_bytes =
+      _mm256_set_epi32(0x0C0C0C0C, 0x08080808, 0x04040404, 0, 0x0C0C0C0C, 0x08080808, 0x04040404, 0);
   const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(zeros));
   return _mm256_shuffle_epi8(_mm256_cvtepu8_epi32(bytes), first_bytes);
 }

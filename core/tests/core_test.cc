@@ -127,7 +127,8 @@ Matrix make_matrix(PackedSpec spec, unsigned seed) {
     for (auto& f : m.factors) f = scale(random);
     m.byte_scales.resize(scales);
     for (std::size_t i = 0; i < scales; ++i) {
-      m.byte_scales[i] = static_cast<std::uint8_t>(spec.scales == ScaleType::kE8M0 ? 120 + random() % 8 : random() % 127);
+      m.byte_scales[i] =
+          static_cast<std::uint8_t>(spec.scales == ScaleType::kE8M0 ? 120 + random() % 8 : random() % 127);
       m.scales[i] = static_cast<float>(value_of(spec.scales, m.byte_scales[i]));
     }
   }
@@ -172,8 +173,9 @@ std::vector<float> random_values(std::size_t count, unsigned seed, float offset 
 }
 
 std::string describe(const PackedSpec& s, const std::string& kernel, std::int64_t rows) {
-  return std::to_string(s.input_orders) + " orders " + kernel + " " + info_of(s).name + (s.rows == RowFormat::kWords ? " words" : "") + " group " +
-         std::to_string(s.group) + " " + std::to_string(s.columns) + "x" + std::to_string(s.depth) + " rows " + std::to_string(rows) +
+  return std::to_string(s.input_orders) + " orders " + kernel + " " + info_of(s).name +
+         (s.rows == RowFormat::kWords ? " words" : "") + " group " + std::to_string(s.group) + " " +
+         std::to_string(s.columns) + "x" + std::to_string(s.depth) + " rows " + std::to_string(rows) +
          (s.has_bias ? " bias" : "") + (s.scales == ScaleType::kBF16 ? " bf16" : " fp32");
 }
 
@@ -816,7 +818,8 @@ void test_packed_bytes() {
     check(refused([&] { open_packed(m.blob.data(), static_cast<std::int64_t>(size), "blob"); }), "truncated");
   }
   const ScaleType f32 = ScaleType::kF32;
-  check(refused([&] { choose_format("int4", 48, false, "m"); }) && refused([&] { choose_format("int8", 32, true, "m"); }) &&
+  check(refused([&] { choose_format("int4", 48, false, "m"); }) &&
+            refused([&] { choose_format("int8", 32, true, "m"); }) &&
             refused([&] { choose_format("fp4", 64, false, "m"); }),
         "formats that there are not");
   check(refused([&] { layout_of({WeightFormat::kInt4Group64, f32, 64, 1, 32, 96, false, false}, "m"); }), "64 in 96");

@@ -23,8 +23,8 @@ class PackedSpec:
         gated: bool,
         has_bias: bool,
         has_zero_points: bool,
-        input_orders: int,
         activations: str,
+        input_orders: int = 0,
     ) -> None: ...
     @property
     def weights(self) -> Literal["int4", "int8", "fp4"]: ...

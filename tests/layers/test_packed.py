@@ -119,7 +119,7 @@ def test_a_header_says_what_is_inside() -> None:
     assert spec.packed_bytes == experts.gate_up_packed.numel() and spec.weight_format == "int4-g32"
     assert repr(spec) == (
         "PackedSpec(weights='int4', group_size=32, scales='bfloat16', experts=4, out_features=192, in_features=128, "
-        "gated=True, has_bias=True, has_zero_points=False, activations='int8')"
+        "gated=True, has_bias=True, has_zero_points=False, input_orders=0, activations='int8')"
     )
 
 

@@ -46,15 +46,20 @@ def test_round_trip(scheme, groups, rows, experts, gated, interleaved, bias, nar
         scales, factors = scales.view(torch.float8_e4m3fn), torch.rand(experts, rows) + 0.01
     biases = torch.randn(experts, rows) if bias else None
     order = (2 if interleaved else 1) if gated else 0
+    input_order = None
+    if bias and columns > 1:  # inputs in another order, gate and up rows in one each
+        orders = [[torch.randperm(columns) for _ in range(2 if gated else 1)] for _ in range(experts)]
+        input_order = torch.stack([torch.stack(of_expert) for of_expert in orders]).to(torch.int32)
     blob = torch.ops.cpumoe.pack(
         *(values, scales, biases, columns, parsed.group_size or -1, parsed.weights.element, order, "values"),
-        *(zeros, factors, f"int{parsed.activation_bits}"),
+        *(zeros, factors, f"int{parsed.activation_bits}", input_order),
     )
     if parsed.weights.element == "fp4" and factors is None:  # rows have a factor whatever their scales
         factors = torch.ones(experts, rows)
     packed = (values, scales, zeros, factors, biases)
     if order == 2:
         packed = tuple(None if t is None else torch.cat((t[:, 0::2], t[:, 1::2]), 1) for t in packed)
+    packed = (*packed, input_order)
     for got, last, expected in zip(unpack(blob), unpack(blob, experts - 1, 1), packed, strict=True):
         assert (got is None) == (last is None) == (expected is None)
         if expected is not None:

@@ -131,8 +131,8 @@ def _pack(
     name: str = "values",
     zero_points: Tensor | None = None,
     factors: Tensor | None = None,
-    input_order: Tensor | None = None,
     activations: str = "int8",
+    input_order: Tensor | None = None,
 ) -> Tensor:
     has_zeros = zero_points is not None
     sizes = (in_features, group_size, weights, row_order, name)
@@ -154,8 +154,8 @@ def _pack_fake(
     name: str = "values",
     zero_points: Tensor | None = None,
     factors: Tensor | None = None,
-    input_order: Tensor | None = None,
     activations: str = "int8",
+    input_order: Tensor | None = None,
 ) -> Tensor:
     has_zeros = zero_points is not None
     sizes = (in_features, group_size, weights, row_order, name)
@@ -165,8 +165,8 @@ def _pack_fake(
 
 pack = register(
     "pack(Tensor values, Tensor scales, Tensor? bias, int in_features, int group_size, str weights, "
-    'int row_order, str name="values", Tensor? zero_points=None, Tensor? factors=None, Tensor? input_order=None, '
-    'str activations="int8") -> Tensor',
+    'int row_order, str name="values", Tensor? zero_points=None, Tensor? factors=None, '
+    'str activations="int8", Tensor? input_order=None) -> Tensor',
     _pack,
     _pack_fake,
 )

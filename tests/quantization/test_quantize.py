@@ -12,12 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cpumoe import Scheme, UnsupportedScheme
+from cpumoe import QuantizedLinear, Scheme, UnsupportedScheme
+from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.reference import dequantize
 from cpumoe.layers.rounding import plain_scales, quantize_weight
 from cpumoe.quantization.gptq import MIN_TOKENS, InputStatistics, quantize_with_statistics
 
-SCHEMES = ["w4a8", "w4a8-g32", "w4a8-g128", "w8a8"]
+SCHEMES = ["w4a8", "w4a8-g32", "w4a8-g128", "w8a8", "w4a16-g32", "w8a16-g128"]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
@@ -58,19 +59,25 @@ def statistics_of(x: Tensor) -> InputStatistics:
     return statistics
 
 
-def group_errors(weight: Tensor, values: Tensor, scales: Tensor) -> Tensor:
+def group_errors(weight: Tensor, quantised: QuantizedWeight) -> Tensor:
     """Squared errors [..., out, groups] in fp64."""
-    squares = (dequantize(values, scales).double() - weight.double()).square()
-    grouped: Tensor = squares.unflatten(-1, (scales.shape[-1], -1))
+    squares = (dequantize(quantised).double() - weight.double()).square()
+    grouped: Tensor = squares.unflatten(-1, (quantised.scales.shape[-1], -1))
     return grouped.sum(-1)
 
 
-def output_error(weight: Tensor, quantised: tuple[Tensor, Tensor], x: Tensor) -> float:
-    return float((x @ (dequantize(*quantised) - weight.float()).T).norm() / (x @ weight.float().T).norm())
+def same(one: QuantizedWeight, other: QuantizedWeight) -> bool:
+    return torch.equal(one.values, other.values) and torch.equal(one.scales, other.scales)
 
 
-def assert_sound(weight: Tensor, quantised: tuple[Tensor, Tensor], scheme: Scheme) -> None:
-    values, scales = quantised
+def output_error(weight: Tensor, quantised: QuantizedWeight, x: Tensor) -> float:
+    return float((x @ (dequantize(quantised) - weight.float()).T).norm() / (x @ weight.float().T).norm())
+
+
+def assert_sound(weight: Tensor, quantised: QuantizedWeight, scheme: Scheme) -> None:
+    values, scales = quantised.values, quantised.scales
+    assert quantised.element == scheme.weights.element
+    assert quantised.zero_points is None and quantised.factors is None and quantised.bias is None
     largest = scheme.weights.largest
     assert values.dtype == torch.int8 and values.shape == weight.shape
     assert values.min() >= -largest - 1 and values.max() <= largest
@@ -88,9 +95,10 @@ def test_plain_rule_is_that_of_compressed_tensors(name: str, dtype: torch.dtype)
     scheme = Scheme.parse(name)
     weight = heavy_tailed(2, 3, 256).to(dtype)
     weight[1, 2, :128] = 0
-    values, scales = quantize_weight(weight, scheme)
-    assert_sound(weight, (values, scales), scheme)
-    bits, size = (8, 256) if name == "w8a8" else (4, scheme.group_size or 256)
+    quantised = quantize_weight(weight, scheme)
+    values, scales = quantised.values, quantised.scales
+    assert_sound(weight, quantised, scheme)
+    bits, size = scheme.weights.bits, scheme.group_size or 256
     for index in torch.cartesian_prod(torch.arange(2), torch.arange(3), torch.arange(256 // size)).tolist():
         row, columns = tuple(index[:2]), slice(index[2] * size, (index[2] + 1) * size)
         group = weight[row][columns].float()
@@ -100,6 +108,57 @@ def test_plain_rule_is_that_of_compressed_tensors(name: str, dtype: torch.dtype)
         assert scales[tuple(index)] == scale
         expected = torch.clamp(torch.round(group / scale.float()), -(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
         assert torch.equal(values[row][columns].float(), expected)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", ["w4a16-asym", "w4a16-g32-asym", "w4a16-g128-asym"])
+def test_zero_points_are_those_of_compressed_tensors(name: str, dtype: torch.dtype) -> None:
+    from compressed_tensors.quantization import QuantizationArgs
+    from compressed_tensors.quantization.utils import calculate_qparams
+
+    scheme = Scheme.parse(name)
+    weight = (heavy_tailed(6, 256) + 0.5 * gaussian(6, 1)).to(dtype)
+    weight[1], weight[2, :128], weight[3], weight[4] = weight[1].abs() + 1, 0, -weight[3].abs() - 1, 0
+    quantised = quantize_weight(weight, scheme)
+    groups = weight.float().unflatten(-1, (-1, scheme.group_size or 256))
+    arguments = QuantizationArgs(num_bits=4, symmetric=False, strategy="channel")
+    scales, zeros = calculate_qparams(groups.amin(-1), groups.amax(-1), arguments)
+    found = groups.abs().amax(-1) > 0  # of zeros alone it makes other scales, which mean the same
+    expected = scales.to(quantised.scales.dtype)
+    assert torch.equal(quantised.scales[found], expected[found])
+    if dtype != torch.bfloat16:  # where the rounded scale decides, with us
+        assert torch.equal(quantised.zero_points[found], zeros.to(torch.int8)[found])
+    assert quantised.values.dtype == quantised.zero_points.dtype == torch.int8
+    for integers in (quantised.values, quantised.zero_points):
+        assert integers.min() >= -8 and integers.max() <= 7
+    steps = quantised.scales.float().repeat_interleave(256 // quantised.scales.shape[1], 1)
+    # Half a step of the value and half of the zero point; a scale in bf16 may be a little too small for the range.
+    slack = 15 * 2.0**-8 if dtype == torch.bfloat16 else 1e-4
+    assert bool(((dequantize(quantised) - weight.float()).abs() <= (1 + slack) * steps).all())
+    assert bool((dequantize(quantised)[weight == 0] == 0).all())
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    name=st.sampled_from(["w4a16-asym", "w4a16-g32-asym", "mxfp4a16", "nvfp4a16"]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    rows=st.integers(1, 5),
+    groups=st.integers(1, 3),
+    exponent=st.integers(-46, 37),
+    seed=st.integers(0, 1000),
+)
+def test_any_size_of_weight_is_quantised_to_the_other_schemes(
+    name: str, dtype: torch.dtype, rows: int, groups: int, exponent: int, seed: int
+) -> None:
+    """Finite numbers of the size of the weights: packing accepts them, and no group is off by more than its size."""
+    scheme = Scheme.parse(name)
+    weight = (gaussian(rows, groups * 32, seed=seed).double() * 10.0**exponent).to(dtype)
+    quantised = quantize_weight(weight, scheme)
+    QuantizedLinear.from_weight(quantised, scheme)
+    held = dequantize(quantised).double()
+    assert bool(held.isfinite().all())
+    # Of the smallest weights the scale is the smallest that there is; what it cannot count becomes zero.
+    assert float((held - weight.double()).abs().max()) <= max(0.34 * float(weight.double().abs().max()), 1e-35)
 
 
 # The clip search
@@ -112,29 +171,27 @@ def test_clip_search_is_never_worse_in_a_group_and_better_in_sum(name: str, dtyp
     weight = heavy_tailed(3, 40, 512).to(dtype)
     plain, searched = quantize_weight(weight, scheme), quantize_weight(weight, scheme, clip_search=True)
     assert_sound(weight, searched, scheme)
-    before, after = group_errors(weight.float(), *plain), group_errors(weight.float(), *searched)
+    before, after = group_errors(weight.float(), plain), group_errors(weight.float(), searched)
     assert bool((after <= before).all())
     # Less squared error in all by at least this share; the last is what int8 can gain, which loses little to clipping.
-    gain = {"w4a8": 0.25, "w4a8-g32": 0.1, "w4a8-g128": 0.1, "w8a8": 0.001}[name]
+    gain = {"w4a8": 0.25, "w4a8-g32": 0.1, "w4a8-g128": 0.1, "w8a8": 0.001, "w4a16-g32": 0.1, "w8a16-g128": 0.0}[name]
     assert after.sum() < (1 - gain) * before.sum()
 
 
 def test_clip_search_finds_the_scale_that_clips_nothing() -> None:
     weight = torch.arange(-7, 8).float().repeat(3)[:32].unsqueeze(0)  # exact with a scale of 1, not with 7 / 7.5
-    values, scales = quantize_weight(weight, Scheme.parse("w4a8-g32"), clip_search=True)
-    assert torch.equal(dequantize(values, scales), weight)
+    assert torch.equal(dequantize(quantize_weight(weight, Scheme.parse("w4a8-g32"), clip_search=True)), weight)
 
 
 def test_clip_search_does_not_depend_on_chunks_or_strides(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = heavy_tailed(2, 96, 64)
     scheme = Scheme.parse("w4a8-g32")
-    values, scales = quantize_weight(weight, scheme, clip_search=True)
+    whole = quantize_weight(weight, scheme, clip_search=True)
     strided = quantize_weight(weight.transpose(1, 2).contiguous().transpose(1, 2), scheme, clip_search=True)
-    assert torch.equal(strided[0], values) and torch.equal(strided[1], scales)
+    assert same(strided, whole)
     for chunk in (1, 1000):
         monkeypatch.setattr("cpumoe.layers.rounding._CHUNK", chunk)
-        chunked = quantize_weight(weight, scheme, clip_search=True)
-        assert torch.equal(chunked[0], values) and torch.equal(chunked[1], scales)
+        assert same(quantize_weight(weight, scheme, clip_search=True), whole)
 
 
 @settings(deadline=None, max_examples=60)
@@ -154,16 +211,15 @@ def test_any_size_of_weight_is_quantised(
     plain, searched = quantize_weight(weight, scheme), quantize_weight(weight, scheme, clip_search=True)
     if rows > 0:
         assert_sound(weight, searched, scheme)
-    assert bool((group_errors(weight, *searched) <= group_errors(weight, *plain)).all())
+    assert bool((group_errors(weight, searched) <= group_errors(weight, plain)).all())
 
 
 def test_weights_that_need_gradients() -> None:
     weight = torch.nn.Parameter(gaussian(8, 64))
     scheme = Scheme.parse("w4a8-g32")
     expected = quantize_weight(weight.detach(), scheme, clip_search=True)
-    values, scales = quantize_weight(weight, scheme, clip_search=True)
-    assert torch.equal(values, expected[0]) and torch.equal(scales, expected[1])
-    assert not quantize_with_statistics(weight, statistics_of(gaussian(64, 64)), scheme)[1].requires_grad
+    assert same(quantize_weight(weight, scheme, clip_search=True), expected)
+    assert not quantize_with_statistics(weight, statistics_of(gaussian(64, 64)), scheme).scales.requires_grad
 
 
 def test_bad_weights_are_refused() -> None:
@@ -266,9 +322,10 @@ def test_compensation_of_two_inputs_by_hand(monkeypatch: pytest.MonkeyPatch) -> 
     # is given to the other, and 0.8 becomes 1. The third, never seen, makes the step 1.
     weight = torch.tensor([[100.4, 20.4, 127.5]])
     x = gaussian(512, 1) * torch.tensor([1.0, 1.0, 0.0])
-    values, scales = quantize_with_statistics(weight, statistics_of(x), Scheme.parse("w8a8"))
-    assert scales.tolist() == [[1.0]] and values[0, 2] == 127
-    assert quantize_weight(weight, Scheme.parse("w8a8"))[0].tolist() == [[100, 20, 127]]
+    compensated = quantize_with_statistics(weight, statistics_of(x), Scheme.parse("w8a8"))
+    values = compensated.values
+    assert compensated.scales.tolist() == [[1.0]] and values[0, 2] == 127
+    assert quantize_weight(weight, Scheme.parse("w8a8")).values.tolist() == [[100, 20, 127]]
     assert int(values[0, :2].sum()) == 121
 
 
@@ -277,13 +334,14 @@ def test_inputs_never_seen_are_rounded(name: str) -> None:
     scheme = Scheme.parse(name)
     weight, x = gaussian(16, 256, seed=3), correlated(512, 256, seed=2)
     x[:, 10:74] = 0
-    values, scales = quantize_with_statistics(weight, statistics_of(x), scheme)
-    assert_sound(weight, (values, scales), scheme)
+    compensated = quantize_with_statistics(weight, statistics_of(x), scheme)
+    values, scales = compensated.values, compensated.scales
+    assert_sound(weight, compensated, scheme)
     steps = scales.repeat_interleave(256 // scales.shape[1], 1)[:, 10:74]
     largest = scheme.weights.largest
     assert torch.equal(values[:, 10:74].float(), (weight[:, 10:74] / steps).round().clamp(-largest - 1, largest))
     rounded = quantize_weight(weight, scheme, clip_search=True)
-    assert output_error(weight, (values, scales), x) < output_error(weight, rounded, x)
+    assert output_error(weight, compensated, x) < output_error(weight, rounded, x)
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -292,8 +350,7 @@ def test_without_inputs_it_is_the_clip_search(name: str) -> None:
     weight = heavy_tailed(8, 256)
     expected = quantize_weight(weight, scheme, clip_search=True)
     for statistics in (InputStatistics(256), statistics_of(torch.zeros(300, 256))):
-        values, scales = quantize_with_statistics(weight, statistics, scheme)
-        assert torch.equal(values, expected[0]) and torch.equal(scales, expected[1])
+        assert same(quantize_with_statistics(weight, statistics, scheme), expected)
 
 
 @pytest.mark.parametrize("name", SCHEMES)
@@ -302,12 +359,12 @@ def test_a_single_token_and_zero_weights(name: str) -> None:
     weight = gaussian(8, 256)
     weight[3] = 0
     weight[4, :128] = 0
-    values, scales = quantize_with_statistics(weight, statistics_of(gaussian(1, 256)), scheme)
-    assert_sound(weight, (values, scales), scheme)
-    assert not values[3].any()
+    quantised = quantize_with_statistics(weight, statistics_of(gaussian(1, 256)), scheme)
+    assert_sound(weight, quantised, scheme)
+    assert not quantised.values[3].any()
     zero = torch.zeros(4, 256)
-    values, scales = quantize_with_statistics(zero, statistics_of(correlated(300, 256, seed=2)), scheme)
-    assert not values.any() and torch.equal(scales, quantize_weight(zero, scheme)[1])
+    quantised = quantize_with_statistics(zero, statistics_of(correlated(300, 256, seed=2)), scheme)
+    assert not quantised.values.any() and torch.equal(quantised.scales, quantize_weight(zero, scheme).scales)
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
@@ -325,13 +382,13 @@ def test_the_same_each_time_and_for_each_block() -> None:
     before = weight.clone(), statistics.hessian.clone()
     for name in ("w4a8", "w4a8-g96"):
         scheme = Scheme.parse(name)
-        values, scales = quantize_with_statistics(weight, statistics, scheme)
-        again = quantize_with_statistics(weight, statistics, scheme)
-        assert torch.equal(again[0], values) and torch.equal(again[1], scales)
+        first = quantize_with_statistics(weight, statistics, scheme)
+        assert same(quantize_with_statistics(weight, statistics, scheme), first)
         for block in (1, 50, 1000):
             other = quantize_with_statistics(weight, statistics, scheme, block=block)
             # Sums in another order may turn a tie, and what follows from it.
-            assert torch.equal(other[1], scales) and (other[0] != values).float().mean() < 0.02
+            assert torch.equal(other.scales, first.scales)
+            assert (other.values != first.values).float().mean() < 0.02
     assert torch.equal(weight, before[0]) and torch.equal(statistics.hessian, before[1])
 
 
@@ -358,10 +415,9 @@ def test_what_cannot_be_compensated_is_rounded_and_said(caplog: pytest.LogCaptur
     ):
         caplog.clear()
         with caplog.at_level(logging.WARNING, logger="cpumoe"):
-            values, scales = quantize_with_statistics(case, statistics, scheme, "down")
+            quantised = quantize_with_statistics(case, statistics, scheme, "down")
         assert [record.getMessage() for record in caplog.records] == [f"down: {reason}; rounded to nearest"]
-        expected = quantize_weight(case, scheme, clip_search=True)
-        assert torch.equal(values, expected[0]) and torch.equal(scales, expected[1])
+        assert same(quantised, quantize_weight(case, scheme, clip_search=True))
 
 
 @settings(deadline=None, max_examples=60)
@@ -412,5 +468,8 @@ def test_bad_arguments_are_refused() -> None:
         quantize_with_statistics(weight / 0, statistics, scheme, "up")
     with pytest.raises(ValueError, match=r"up is torch.int8"):
         quantize_with_statistics(weight.to(torch.int8), statistics, scheme, "up")
+    for name in ("w4a16-g32-asym", "mxfp4a16", "nvfp4a16"):
+        with pytest.raises(UnsupportedScheme, match=f"up: {name} cannot be calibrated; symmetric integers can"):
+            quantize_with_statistics(weight, statistics, Scheme.parse(name), "up")
     with pytest.raises(UnsupportedScheme, match=r"up: group_size=128 does not divide in_features=64; use 32, 64"):
         quantize_with_statistics(weight, statistics, Scheme.parse("w4a8-g128"), "up")

@@ -118,6 +118,7 @@ void linear(nb::handle x_, nb::handle weight_, nb::handle out_) {
 
 constexpr std::pair<const char*, ScaleType> kScaleNames[] = {{"float32", ScaleType::kF32},
                                                              {"bfloat16", ScaleType::kBF16},
+                                                             {"float16", ScaleType::kF16},
                                                              {"e8m0", ScaleType::kE8M0},
                                                              {"e4m3", ScaleType::kE4M3}};
 constexpr std::pair<const char*, RowFormat> kRowNames[] = {{"int8", RowFormat::kBytes}, {"int16", RowFormat::kWords}};
@@ -295,8 +296,11 @@ void pack_into(nb::handle blob_, std::int64_t first_expert, nb::handle values_, 
   const Part<std::int32_t> input_order(input_order_, name + "_input_order", s.input_orders != 0, experts,
                                        s.input_orders, s.depth, "int32");
   const DType scale_type = has_byte_scales(s) ? DType::kF32 : scales.float_type();
-  CPUMOE_REQUIRE(s.scales != ScaleType::kBF16 || scale_type == DType::kBF16, scales_name, " is ", scales.dtype_text(),
-                 "; bfloat16 is accepted, as these weights were begun");
+  const DType begun = s.scales == ScaleType::kBF16  ? DType::kBF16
+                      : s.scales == ScaleType::kF16 ? DType::kF16
+                                                    : scale_type;
+  CPUMOE_REQUIRE(scale_type == begun, scales_name, " is ", scales.dtype_text(), "; ", scale_name(s),
+                 " is accepted, as these weights were begun");
   std::vector<PackSource> sources(static_cast<std::size_t>(experts));
   for (std::int64_t e = 0; e < experts; ++e) {
     PackSource& source = sources[static_cast<std::size_t>(e)];

@@ -85,7 +85,7 @@ const FormatInfo kWeightFormats[kFormatCount] = {
 bool FormatInfo::takes(ScaleType scales) const {
   if (id == WeightFormat::kFp4Group16) return scales == ScaleType::kE4M3;
   if (id == WeightFormat::kFp4Group32) return scales == ScaleType::kE8M0;
-  return scales == ScaleType::kF32 || scales == ScaleType::kBF16;
+  return scales == ScaleType::kF32 || scales == ScaleType::kBF16 || scales == ScaleType::kF16;
 }
 
 const FormatInfo* find_format(std::uint32_t number) {

@@ -53,9 +53,12 @@ enum class ScaleType : std::uint32_t {
   kBF16 = 2,
   kE8M0 = 3,  // the exponent of a power of two
   kE4M3 = 4,  // read as a 256th of its value: the bits of e4m3, 7 further left, are those of an fp16 number
+  kF16 = 5,   // as they came, not divided by FormatTraits::unit, which would leave fp16 too few bits
 };
 
-static constexpr int size_of(ScaleType type) { return type == ScaleType::kF32 ? 4 : type == ScaleType::kBF16 ? 2 : 1; }
+static constexpr int size_of(ScaleType type) {
+  return type == ScaleType::kF32 ? 4 : type == ScaleType::kBF16 || type == ScaleType::kF16 ? 2 : 1;
+}
 
 // How a row of activations is held: as integers u with a scale and a zero point for the row, x = (u - zero) * scale.
 // Numbers of headers, as above.

@@ -225,7 +225,12 @@ class BlockPacker {
 
   float put_scale(std::int64_t row, std::int64_t group, int slot, std::uint8_t* record) const {
     if (is_byte(layout_.scales)) return put_byte_scale(row, group, record + slot);
-    const float s = scale(row, group);
+    const float s = scale(row, group);  // divided by the unit, as it is read
+    if (layout_.scales == ScaleType::kF16) {
+      const std::uint16_t h = float_to_half(s * static_cast<float>(traits_.unit));
+      std::memcpy(record + slot * 2, &h, 2);
+      return half_to_float(h) * (1.0f / static_cast<float>(traits_.unit));
+    }
     if (layout_.scales == ScaleType::kF32) {
       std::memcpy(record + slot * 4, &s, 4);
       return s;
@@ -505,8 +510,11 @@ void unpack_block(const PackedMatrix& m, const std::uint8_t* block, std::int64_t
         if (is_byte(layout.scales)) {
           static_cast<std::uint8_t*>(target.scales)[at] = record[slot];
         } else {
-          const DType held = layout.scales == ScaleType::kBF16 ? DType::kBF16 : DType::kF32;
-          store_element(element(record, held, slot) * unit, target.scale_type, target.scales, at);
+          const DType stored = layout.scales == ScaleType::kF32    ? DType::kF32
+                               : layout.scales == ScaleType::kBF16 ? DType::kBF16
+                                                                   : DType::kF16;
+          const float scale = element(record, stored, slot) * (stored == DType::kF16 ? 1.0f : unit);
+          store_element(scale, target.scale_type, target.scales, at);
         }
       }
     }

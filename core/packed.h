@@ -13,8 +13,8 @@
 //
 // A scale is shared by 16, 32, 64 or 128 inputs of a record: gcd(group size, 128), repeated where the group is
 // larger or straddles records. Their order in the record is the order in which it is read (scale_slot): for nibbles in
-// groups of 32, inputs 0-31, 64-95, 32-63, 96-127. fp32 and bf16 scales are stored divided by FormatTraits::unit; those
-// of a byte as they came, with the rest in the factor of the column.
+// groups of 32, inputs 0-31, 64-95, 32-63, 96-127. fp32 and bf16 scales are stored divided by FormatTraits::unit;
+// others as they came, with the rest in the factor of the column (bytes) or left to the reader (fp16).
 //
 // Column sums are what the zero point of a row is multiplied with: fp32 sum of scale * integer (as the kernels multiply
 // them), or the int32 sum of the integers when there is one scale per channel.

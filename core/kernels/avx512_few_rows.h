@@ -81,6 +81,9 @@ inline __m512 load_scales(const std::uint8_t* scales, ScaleType type, int index)
   } else {
     if (type == ScaleType::kF32) return _mm512_loadu_ps(scales + index * 4);
     const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(scales + index * 2));
+    if (type == ScaleType::kF16) {
+      return _mm512_mul_ps(_mm512_cvtph_ps(h), _mm512_set1_ps(1.0f / static_cast<float>(traits_of(format).unit)));
+    }
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
   }
 }

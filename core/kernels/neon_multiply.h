@@ -33,6 +33,10 @@ inline float32x4_t load_scales(const std::uint8_t* scales, ScaleType type, int i
     return vreinterpretq_f32_u32(vmaxq_u32(bits, vdupq_n_u32(0x00400000u)));  // 2^-127 is subnormal
   }
   if (type == ScaleType::kF32) return vreinterpretq_f32_u8(vld1q_u8(scales + index * 4));
+  if (type == ScaleType::kF16) {
+    const float32x4_t values = vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(scales + index * 2)));
+    return vmulq_n_f32(values, 1.0f / static_cast<float>(traits_of(format).unit));
+  }
   return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(scales + index * 2)), 16));
 }
 

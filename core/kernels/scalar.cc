@@ -22,13 +22,18 @@ std::int32_t integer_at(const Record& record, int half, int line, int column, in
   return nibble - record.zeros[scale_slot(format, half * 64 + line * 4) * kBlockColumns + column];
 }
 
-float scale_at(const Record& record, int index) {
+float scale_at(const Record& record, int index, int unit) {
   switch (record.scale_type) {
     case ScaleType::kE8M0: {
       const std::uint32_t bits = static_cast<std::uint32_t>(record.scales[index]) << 23;
       return bits_as<float>(bits == 0 ? 0x00400000u : bits);  // 2^-127 is subnormal
     }
     case ScaleType::kE4M3: return half_to_float(static_cast<std::uint16_t>(record.scales[index] << 7));
+    case ScaleType::kF16: {
+      std::uint16_t h;
+      memcpy(&h, record.scales + index * 2, 2);
+      return half_to_float(h) * (1.0f / static_cast<float>(unit));
+    }
     case ScaleType::kBF16: {
       std::uint16_t h;
       memcpy(&h, record.scales + index * 2, 2);
@@ -63,7 +68,7 @@ struct Scalar {
               }
             }
             if (part.scale_ends) {
-              const float s = scale_at(record, part.slot * kBlockColumns + column);
+              const float s = scale_at(record, part.slot * kBlockColumns + column, traits_of(format).unit);
               *acc = __builtin_fmaf(static_cast<float>(sum), s, *acc);
               sum = 0;
             }

@@ -34,6 +34,9 @@ inline __m256 load_scales(const std::uint8_t* scales, ScaleType type, int index)
   } else {
     if (type == ScaleType::kF32) return _mm256_loadu_ps(reinterpret_cast<const float*>(scales + index * 4));
     const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + index * 2));
+    if (type == ScaleType::kF16) {
+      return _mm256_mul_ps(_mm256_cvtph_ps(h), _mm256_set1_ps(1.0f / static_cast<float>(traits_of(format).unit)));
+    }
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
   }
 }

@@ -103,6 +103,13 @@ double value_of(ScaleType type, std::uint8_t code) {
   return exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
 }
 
+float as_half(float f) {
+  std::uint16_t half;
+  scalar().store_row(&f, 1, DType::kF16, &half);
+  scalar().load_row(&half, DType::kF16, 1, &f);
+  return f;
+}
+
 Matrix make_matrix(PackedSpec spec, unsigned seed) {
   Matrix m;
   for (const ScaleType type : {ScaleType::kE8M0, ScaleType::kE4M3}) {
@@ -119,7 +126,7 @@ Matrix make_matrix(PackedSpec spec, unsigned seed) {
   m.values.resize(rows * static_cast<std::size_t>(spec.depth));
   for (auto& v : m.values) v = static_cast<std::int8_t>(value(random));
   m.scales.resize(scales);
-  for (auto& s : m.scales) s = as_bfloat(scale(random));
+  for (auto& s : m.scales) s = spec.scales == ScaleType::kF16 ? as_half(scale(random)) : as_bfloat(scale(random));
   if (traits.has_zeros()) m.zeros.resize(scales);
   for (auto& z : m.zeros) z = static_cast<std::int8_t>(zero(random));
   if (traits.has_factor) {
@@ -176,7 +183,10 @@ std::string describe(const PackedSpec& s, const std::string& kernel, std::int64_
   return std::to_string(s.input_orders) + " orders " + kernel + " " + info_of(s).name +
          (s.rows == RowFormat::kWords ? " words" : "") + " group " + std::to_string(s.group) + " " +
          std::to_string(s.columns) + "x" + std::to_string(s.depth) + " rows " + std::to_string(rows) +
-         (s.has_bias ? " bias" : "") + (s.scales == ScaleType::kBF16 ? " bf16" : " fp32");
+         (s.has_bias ? " bias" : "") +
+         (s.scales == ScaleType::kBF16  ? " bf16"
+          : s.scales == ScaleType::kF16 ? " fp16"
+                                        : " fp32");
 }
 
 std::vector<float> run_linear(const Kernels& k, const Matrix& m, const std::vector<float>& x, std::int64_t rows) {
@@ -211,7 +221,9 @@ std::vector<PackedSpec> linear_specs() {
         s.depth = depth;
         s.columns = depth == 96 ? 10 : depth == 160 ? 33 : 64;
         s.has_bias = depth % 128 == 0;
-        s.scales = depth % 64 == 0 ? ScaleType::kBF16 : ScaleType::kF32;
+        s.scales = depth == 384 || depth == 160 ? ScaleType::kF16
+                   : depth % 64 == 0            ? ScaleType::kBF16
+                                                : ScaleType::kF32;
         s.input_orders = depth == 160 || depth == 192 ? 1 : 0;
         specs.push_back(s);
       }

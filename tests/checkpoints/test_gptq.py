@@ -111,7 +111,7 @@ def test_any_integers_and_zero_points(drawn: tuple[Rounded, int, bool], zero_poi
         "borrowed": ZeroPoints.LESS_ONE_IN_WORDS,
     }[zero_points]
     scheme = Scheme.parse(f"w{bits}a16-g32" + ("" if is_symmetric else "-asym"))
-    storage = GptqStorage(scheme, "gptq", True, meaning)
+    storage = GptqStorage(scheme, "gptq", True, zero_points=meaning)
     stored = gptq_tensors(weight, bits, zero_points)
     for suffix, tensor in storage.tensors(rows, columns).items():
         assert tensor.shape == tuple(stored[suffix].shape), suffix
@@ -199,14 +199,44 @@ def test_an_order_that_is_none(symmetric: Written, tmp_path: Path) -> None:
     assert_loads(ordered.folder, ordered.weights)
 
 
+@pytest.mark.parametrize("sym", [True, False])
+def test_activation_order(source: Path, tmp_path: Path, sym: bool) -> None:
+    """Inputs of a group lie anywhere, in another order for each linear."""
+    generator = np.random.default_rng(5)
+
+    def store(_: str, tensor: torch.Tensor) -> tuple[Rounded, Tensors]:
+        weight = rounded(tensor, 4, 32, sym)
+        order = generator.permutation(tensor.shape[1])
+        shuffled = Rounded(weight.codes[:, order], weight.zeros, weight.scales)
+        shuffled.dequantized = lambda: weight.dequantized()[:, order]  # type: ignore[method-assign]
+        tensors = gptq_tensors(shuffled, 4)
+        return shuffled, tensors | {"g_idx": tensors["g_idx"][order]}
+
+    written = write_words(source, tmp_path / "model", gptq_section(4, 32, sym, desc_act=True), store)
+    assert_loads(written.folder, written.weights)
+
+
 @pytest.mark.parametrize("module", [GATE, QUERY])
-def test_activation_order_is_refused_by_name(symmetric: Written, tmp_path: Path, module: str) -> None:
+def test_a_damaged_order_is_refused(source: Path, tmp_path: Path, module: str) -> None:
+    written = write_gptq(source, tmp_path / "plain", desc_act=True)
+
+    def damaged(tensors: Tensors) -> None:
+        tensors[f"{module}.g_idx"][3] = 1
+
+    with pytest.raises(CheckpointError, match="g_idx is not a grouping: sorted, it has 1 at 31, where 0 is accepted"):
+        packed_weights(written.changed(tmp_path / "model", damaged).folder)
+
+
+@pytest.mark.parametrize("module", [GATE, QUERY])
+def test_activation_order_that_is_not_announced_is_refused_by_name(
+    symmetric: Written, tmp_path: Path, module: str
+) -> None:
     def permuted(tensors: Tensors) -> None:
         order = torch.randperm(64, generator=torch.Generator().manual_seed(3))
         tensors[f"{module}.g_idx"] = tensors[f"{module}.g_idx"][order]
 
     said = refusal(symmetric.changed(tmp_path / "model", permuted).folder, UnsupportedScheme)
-    assert f"{module}.g_idx has input" in said and "activation order (desc_act) are not served" in said
+    assert f"{module}.g_idx has input" in said and "activation order, which config.json does not announce" in said
 
 
 @pytest.mark.parametrize(

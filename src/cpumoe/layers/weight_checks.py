@@ -13,7 +13,7 @@ from cpumoe.layers.scheme import Scheme
 def checked_weight(
     name: str, weight: QuantizedWeight, dimensions: tuple[str, ...] = ("experts", "out", "in")
 ) -> QuantizedWeight:
-    """Refuses other devices, ranks and dtypes; scales per channel get their last dimension, fp16 ones become fp32."""
+    """Refuses other devices, ranks and dtypes; scales per channel get their last dimension."""
     values, scales = weight.values, weight.scales
     parts = {"": values, "_scale": scales, "_zero_point": weight.zero_points, "_bias": weight.bias}
     for suffix, tensor in parts.items():
@@ -25,14 +25,13 @@ def checked_weight(
     if values.dtype not in (torch.int8, torch.uint8):
         raise ValueError(f"{name} is {values.dtype}; int8 values or uint8 nibbles are accepted")
     scales = scales.unsqueeze(-1) if scales.dim() == rank - 1 else scales
-    scales = scales.to(torch.float32) if scales.dtype == torch.float16 else scales
     zeros = weight.zero_points
     zeros = zeros.unsqueeze(-1) if zeros is not None and zeros.dim() == rank - 1 else zeros
     return replace(weight, scales=scales, zero_points=zeros)
 
 
 _SCALE_DTYPES = {
-    "float": (torch.float32, torch.bfloat16),
+    "float": (torch.float32, torch.bfloat16, torch.float16),
     "e8m0": (torch.uint8,),
     "e4m3": (torch.float8_e4m3fn,),
 }

@@ -13,8 +13,9 @@ ROWS_PLAIN, ROWS_GATE_THEN_UP, ROWS_GATE_UP_INTERLEAVED = 0, 1, 2
 
 
 #: What packed weights are: weights ("int4", "int8", "fp4"), group_size (None: one scale per row), scales ("float32",
-#: "bfloat16", "e8m0", "e4m3"), experts, out_features, in_features, gated, has_bias, has_zero_points and the activations
-#: they are multiplied with ("int8", "int16"); all by keyword. It also knows ``packed_bytes``.
+#: "bfloat16", "float16", "e8m0", "e4m3"), experts, out_features, in_features, gated, has_bias, has_zero_points, the
+#: activations they are multiplied with ("int8", "int16") and input_orders (0, 1, or 2 for gate and up); all by keyword.
+#: It also knows ``packed_bytes``.
 PackedSpec = _core.PackedSpec
 
 
@@ -24,7 +25,12 @@ def read_spec(blob: Tensor) -> PackedSpec:
 
 
 #: How scales are held, by the dtype they come in; the codes of E8M0 come as bytes. Others are held as fp32.
-_SCALES = {torch.bfloat16: "bfloat16", torch.uint8: "e8m0", torch.float8_e4m3fn: "e4m3"}
+_SCALES = {
+    torch.bfloat16: "bfloat16",
+    torch.float16: "float16",
+    torch.uint8: "e8m0",
+    torch.float8_e4m3fn: "e4m3",
+}
 
 
 def scales_name(dtype: torch.dtype) -> str:

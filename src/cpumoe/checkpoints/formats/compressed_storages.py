@@ -9,9 +9,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cpumoe.checkpoints.formats.input_order import input_order_of
+from cpumoe.checkpoints.formats.input_order import group_index_of, input_order_of
 from cpumoe.checkpoints.storage import LinearStorage, StoredTensor
-from cpumoe.checkpoints.tensor_file import FLOAT_DTYPES, TensorInfo
+from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES, TensorInfo
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.layers.nibbles import pack_nibbles, unpack_nibbles
 from cpumoe.layers.quantized_experts import QuantizedWeight
@@ -101,12 +101,10 @@ class IntegerStorage(LinearStorage):
         return (scale[0], scale[1] * (self.scheme.group_size or 1)) if scale else (0, 0)
 
     def scale_dtype(self, dtypes: Mapping[str, str]) -> torch.dtype:
-        return torch.bfloat16 if dtypes.get("weight_scale") == "BF16" else torch.float32
+        return DTYPES[dtypes.get("weight_scale", "F32")]
 
     def decode(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedWeight:
         scales = tensors["weight_scale"]
-        if scales.dtype == torch.float16:  # packing takes bf16 and fp32
-            scales = scales.to(torch.float32)
         zeros = tensors.get("weight_zero_point")
         return QuantizedWeight(
             self.scheme.weights.element,
@@ -173,8 +171,7 @@ class IntegerStorage(LinearStorage):
         if weight.zero_points is not None:
             tensors["weight_zero_point"] = self._words(weight.zero_points.T).T.contiguous()
         if weight.input_order is not None:
-            groups = torch.arange(values.shape[1], dtype=torch.int32) // (self.scheme.group_size or values.shape[1])
-            tensors["weight_g_idx"] = torch.empty_like(groups).scatter_(0, weight.input_order[0].long(), groups)
+            tensors["weight_g_idx"] = group_index_of(weight.input_order, values.shape[1], self.scheme.group_size)
         return tensors | {"weight_shape": torch.tensor(values.shape, dtype=torch.int64)}
 
     def _words(self, values: Tensor) -> Tensor:

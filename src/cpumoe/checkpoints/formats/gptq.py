@@ -144,8 +144,9 @@ class GptqQuantization(TransposedQuantization):
 def gptq_storage(settings: Mapping[str, Any], format_name: str, zero_points: ZeroPoints) -> GptqStorage:
     """How a linear is stored that has these settings."""
     scheme = read_scheme(settings, read_flag(settings, "sym", True))
-    # Whether the groups are in another order, g_idx says; without desc_act there may be none.
-    return GptqStorage(scheme, format_name, read_flag(settings, "desc_act", False), zero_points)
+    ordered = read_flag(settings, "desc_act", False)  # without it there may be no g_idx
+    anywhere = ordered and not read_flag(settings, "static_groups", False) and scheme.group_size is not None
+    return GptqStorage(scheme, format_name, ordered, anywhere, zero_points=zero_points)
 
 
 def _borrows(section: Mapping[str, Any]) -> bool:

@@ -31,3 +31,9 @@ def input_order_of(group_index: Tensor, group_size: int | None, name: str) -> Te
             f"is accepted ({int(expected[-1]) + 1} groups of {group_size or inputs} inputs)"
         )
     return order.to(torch.int32)
+
+
+def group_index_of(input_order: Tensor | None, inputs: int, group_size: int | None) -> Tensor:
+    """The reverse: the group of every input [in] int32, from one order [1, in]; None: inputs in their own order."""
+    groups = torch.arange(inputs, dtype=torch.int32) // (group_size or inputs)
+    return groups if input_order is None else torch.empty_like(groups).scatter_(0, input_order[0].long(), groups)

@@ -16,8 +16,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from cpumoe.checkpoints.formats.input_order import group_index_of, input_order_of
 from cpumoe.checkpoints.storage import LinearStorage, StoredTensor
-from cpumoe.checkpoints.tensor_file import FLOAT_DTYPES, TensorInfo
+from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES, TensorInfo
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers.nibbles import pack_nibbles, unpack_nibbles
 from cpumoe.layers.quantized_experts import QuantizedWeight
@@ -37,6 +38,11 @@ class TransposedStorage(LinearStorage):
     row_order: ClassVar[Sequence[int] | None] = None  # None: as they come
 
     has_g_idx: bool = False
+    activation_order: bool = False  # ``g_idx`` says which group an input is in; else it must say what its place says
+
+    @property
+    def has_input_order(self) -> bool:
+        return self.activation_order
 
     @property
     def _per_word(self) -> int:
@@ -61,8 +67,9 @@ class TransposedStorage(LinearStorage):
             "qzeros": StoredTensor(("I32",), words, by_rows=False, check=check),
             "scales": StoredTensor(FLOAT_DTYPES, (groups, rows), by_rows=False),
         }
-        if self.has_g_idx:
-            tensors["g_idx"] = StoredTensor(("I32",), (columns,), by_rows=False, check=self._check_order)
+        if self.has_g_idx or self.activation_order:
+            known = None if self.activation_order else self._check_order
+            tensors["g_idx"] = StoredTensor(("I32",), (columns,), by_rows=False, check=known)
         return tensors
 
     def size(self, found: Mapping[str, TensorInfo], read: Callable[[str], Tensor]) -> tuple[int, int]:
@@ -77,12 +84,12 @@ class TransposedStorage(LinearStorage):
         return (scales[1], scales[0] * (self.scheme.group_size or 1)) if scales else (0, 0)
 
     def read_bytes(self, rows: int, columns: int) -> int:
-        # The words are there twice while they are brought into the order of packing, and so are the scales, as fp32.
+        # The words are there twice while they are brought into the order of packing, and so are the scales.
         stored = self.tensors(rows, columns)
-        return sum(t.bytes for t in stored.values()) + stored["qweight"].bytes + 2 * stored["scales"].bytes
+        return sum(t.bytes for t in stored.values()) + stored["qweight"].bytes + stored["scales"].bytes
 
     def scale_dtype(self, dtypes: Mapping[str, str]) -> torch.dtype:
-        return torch.bfloat16 if dtypes.get("scales") == "BF16" else torch.float32
+        return DTYPES[dtypes.get("scales", "F32")]
 
     def _check_zero_points(self, name: str, words: Tensor) -> None:
         if not bool((words != self._middle_word).any()):
@@ -112,7 +119,7 @@ class TransposedStorage(LinearStorage):
         at = int((groups != _neighbours(len(groups), size)).nonzero()[0])
         raise UnsupportedScheme(
             f"{name} has input {at} in group {int(groups[at])} and not in group {at // size}: groups in activation "
-            "order (desc_act) are not served; groups of neighbouring inputs (desc_act false, or static_groups true) are"
+            "order, which config.json does not announce (desc_act true and static_groups false do)"
         )
 
     # ---- reading ---------------------------------------------------------------------------------------------------
@@ -132,8 +139,6 @@ class TransposedStorage(LinearStorage):
         zeros = None
         if not self.scheme.weights.symmetric:
             zeros = self._zero_points(self._true_zeros(tensors["qzeros"]))[..., :rows].transpose(-2, -1)
-        if scales.dtype == torch.float16:  # packing takes bf16 and fp32
-            scales = scales.to(torch.float32)
 
         def below_one_another(parts: Tensor) -> Tensor:  # [..., linears, rows, n] -> [..., linears * rows, n]
             return parts.contiguous().flatten(-3, -2)
@@ -143,7 +148,11 @@ class TransposedStorage(LinearStorage):
             below_one_another(values),
             below_one_another(scales),
             None if zeros is None else below_one_another(zeros),
+            input_order=self._input_order(tensors),
         )
+
+    def _input_order(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        return input_order_of(tensors["g_idx"], self.scheme.group_size, "g_idx") if self.activation_order else None
 
     def _zero_points(self, words: Tensor) -> Tensor:
         """Zero points of 4 bits [..., groups, words] -> [..., groups, outputs] int8, less 8 as the integers are."""
@@ -177,7 +186,11 @@ class TransposedStorage(LinearStorage):
         if not self.scheme.weights.symmetric:
             zeros = (self._plain_zero_points(tensors["qzeros"])[: len(scales)] - self._middle).to(torch.int8)
         values = (self._plain_integers(tensors["qweight"])[: len(scales)] - self._middle).to(torch.int8)
-        return QuantizedWeight(self.scheme.weights.element, values, scales, zeros)
+        order = None
+        if self.activation_order:
+            groups = tensors["g_idx"].tolist()
+            order = torch.tensor([sorted(range(len(groups)), key=groups.__getitem__)], dtype=torch.int32)
+        return QuantizedWeight(self.scheme.weights.element, values, scales, zeros, input_order=order)
 
     # ---- writing ---------------------------------------------------------------------------------------------------
 
@@ -211,8 +224,8 @@ class TransposedStorage(LinearStorage):
             "qzeros": self._stored_zeros(self._words(in_row_order(zeros, self.row_order).T)),
             "scales": weight.scales.T.contiguous(),
         }
-        if self.has_g_idx:
-            tensors["g_idx"] = _neighbours(columns, self.scheme.group_size or columns).clone()
+        if self.has_g_idx or self.activation_order:
+            tensors["g_idx"] = group_index_of(weight.input_order, columns, self.scheme.group_size)
         return tensors
 
 

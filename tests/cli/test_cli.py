@@ -149,7 +149,14 @@ def test_shapes_and_their_schemes() -> None:
     g128 = cpumoe.Scheme.parse("w4a8-g128")
     assert str(fitting_scheme(g128, SHAPES["gpt-oss-20b"])) == "w4a8-g64"
     assert str(fitting_scheme(g128, SHAPES["qwen3-30b-a3b"])) == "w4a8-g128"
-    assert str(fitting_scheme(cpumoe.Scheme.parse("w8a8"), SHAPES["gpt-oss-20b"])) == "w8a8"
+    for name, fitting in {
+        "w8a8": "w8a8",
+        "w4a16-g128": "w4a16-g64",
+        "w8a8-g128": "w8a8-g64",
+        "w4a16-g128-asym+int8": "w4a16-g64-asym+int8",
+        "nvfp4a16": "nvfp4a16",
+    }.items():
+        assert str(fitting_scheme(cpumoe.Scheme.parse(name), SHAPES["gpt-oss-20b"])) == fitting
 
 
 def test_tracebacks_are_shown_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:

@@ -130,7 +130,7 @@ REFUSED: list[tuple[list[str], str]] = [
     ([*GENERATE], "{float} is a float checkpoint: add --scheme w4a8-g128 (or another)"),
     (["chat", FLOAT], "{float} is a float checkpoint: add --scheme w4a8-g128 (or another)"),
     (["eval", FLOAT, "--text", TEXT], "or --scheme float to leave them"),
-    ([*GENERATE, "--scheme", "w3a8"], "argument --scheme: scheme 'w3a8' is not known; w4a8, w4a8-gN"),
+    ([*GENERATE, "--scheme", "w3a8"], "argument --scheme: scheme 'w3a8' is not known; w4a8, w8a8, w4a16 and"),
     ([*GENERATE, "--linears", "w3a8"], "argument --linears: scheme 'w3a8' is not known"),
     ([*EVAL, "--linears", "float"], "argument --linears: scheme 'float' is not known"),
     (["quantize", FLOAT, "x", "--scheme", "w3a8"], "argument --scheme: scheme 'w3a8' is not known"),

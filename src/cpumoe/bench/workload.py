@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from cpumoe.layers.experts import Experts
 from cpumoe.layers.packed_weights import packed_spec, put_weight
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.routing import RoutingMethod, select_experts
-from cpumoe.layers.scheme import Scheme
+from cpumoe.layers.scheme import GroupShape, Scheme
 
 #: Calls take layers with this many bytes of weights in turn, so that decode reads DRAM and not a cache.
 ROTATED_BYTES = 1_100_000_000
@@ -58,7 +58,9 @@ def fitting_scheme(scheme: Scheme, shape: Shape) -> Scheme:
     """The scheme if its groups divide the sizes, else the one with the largest group that does: 128, 64 or 32."""
     for size in (scheme.group_size, 128, 64, 32):
         if size is None or (shape.hidden % size == 0 and shape.intermediate % size == 0):
-            return scheme if size == scheme.group_size else Scheme.parse(f"w4a8-g{size}")
+            if size == scheme.group_size or size is None:
+                return scheme
+            return replace(scheme, weights=replace(scheme.weights, group=GroupShape.per_group(size)))
     raise UnsupportedScheme(f"{scheme} does not fit {shape}; sizes must be multiples of 32")
 
 

@@ -155,7 +155,7 @@ def test_sizes_that_would_overflow() -> None:
         ({"experts": 0}, "experts=0"),
         ({"out_features": 0}, "out_features=0"),
         ({"weights": "int5"}, "int5 weights are not known"),
-        ({"scales": "float16"}, "scales=float16; accepted are float32, bfloat16, e8m0, e4m3"),
+        ({"scales": "float24"}, "scales=float24; accepted are float32, bfloat16, float16, e8m0, e4m3"),
         ({"group_size": -32}, "group_size=-32; a multiple of 32"),
         ({"group_size": 48}, "group_size=48; a multiple of 32"),
         ({"group_size": 128}, "group_size=128 does not divide in_features=64"),

@@ -220,6 +220,14 @@ def test_changes_of_the_weights_that_are_not_served_are_refused(changes, reason)
         parse_quantization(base() | changes)
 
 
+@pytest.mark.parametrize("value", [False, 0, "", [], {}, "int8"])
+def test_activations_that_are_neither_described_nor_absent_are_refused(value):
+    config = base()
+    config["config_groups"]["group_0"]["input_activations"] = value
+    with pytest.raises((CheckpointError, UnsupportedScheme), match="activations"):
+        parse_quantization(config)
+
+
 def test_quantised_outputs_are_refused():
     config = base()
     config["config_groups"]["group_0"]["output_activations"] = {"num_bits": 8}

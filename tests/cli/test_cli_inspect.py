@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from changed_checkpoints import CHECKPOINTS, NAMES, Config, Tensors, changed_copy, float_copy
-from tiny_architectures import together, write_tensors
+from tiny_architectures import together, write_float, write_quantized, write_tensors
 
 from cpumoe import cli
 from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
@@ -52,11 +52,34 @@ def part(facts: dict[str, Any], kind: str) -> dict[str, Any]:
     return dict(one)
 
 
+#: Weight-only schemes, and the form that compressed-tensors has for them.
+WEIGHT_ONLY = {
+    "w4a16": "pack-quantized",
+    "w8a16-g32": "pack-quantized",
+    "w4a16-g32-asym": "pack-quantized",
+    "mxfp4a16": "mxfp4-pack-quantized",
+    "nvfp4a16": "nvfp4-pack-quantized",
+}
+
+
+@pytest.mark.parametrize("scheme", WEIGHT_ONLY)
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+def test_sizes_of_weight_only_checkpoints(architecture: str, scheme: str, tmp_path: Path, inspected: Inspected) -> None:
+    source = write_float(tmp_path / "float", architecture)
+    folder = write_quantized(source, tmp_path / "model", scheme, WEIGHT_ONLY[scheme])
+    check_sizes(folder, inspected)
+    assert part(inspected(folder)[2], "experts")["held"] == f"{scheme}, {WEIGHT_ONLY[scheme]}"
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_sizes_are_those_of_the_loaded_weights(name: str, inspected: Inspected) -> None:
-    code, _, facts = inspected(CHECKPOINTS / name)
+    check_sizes(CHECKPOINTS / name, inspected)
+
+
+def check_sizes(folder: Path, inspected: Inspected) -> None:
+    code, _, facts = inspected(folder)
     assert code == 0 and facts["loads"] and not any(facts["problems"].values())
-    with Checkpoint.open(CHECKPOINTS / name) as checkpoint:
+    with Checkpoint.open(folder) as checkpoint:
         experts = [load_experts(source) for source in experts_of(checkpoint).values()]
         linears = [source.load() for source in find_linears(checkpoint, TensorCheck(checkpoint)).values()]
         disk = sum(checkpoint.info(n).bytes for n in checkpoint.names)

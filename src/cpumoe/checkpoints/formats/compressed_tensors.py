@@ -74,7 +74,7 @@ class QuantizationConfig(Quantization):
             raise UnsupportedScheme(f"{name}: format {format_name!r} ({described}) is not served; {accepted} are")
         if group.get("output_activations"):
             raise UnsupportedScheme(f"{name}: quantised output activations are not served")
-        inputs = _mapping(activations, f"{name}.input_activations") if activations else None
+        inputs = None if activations is None else _mapping(activations, f"{name}.input_activations")
         targets = _strings(group.get("targets"), f"{name}.targets")
         try:
             scheme = _scheme_of(name, weights, inputs)

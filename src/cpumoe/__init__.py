@@ -23,11 +23,12 @@ __version__ = "0.2.0.dev0"
 
 if TYPE_CHECKING:
     from cpumoe.integrations.transformers.float_models import accelerate
-    from cpumoe.integrations.transformers.plugin import load_model
+    from cpumoe.integrations.transformers.plugin import PackedConfig, load_model
     from cpumoe.integrations.transformers.quantizing import quantize_checkpoint
 
 #: Names whose modules are imported when they are first used, because importing transformers takes seconds.
 _LAZY = {
+    "PackedConfig": "cpumoe.integrations.transformers.plugin",
     "accelerate": "cpumoe.integrations.transformers.float_models",
     "load_model": "cpumoe.integrations.transformers.plugin",
     "quantize_checkpoint": "cpumoe.integrations.transformers.quantizing",
@@ -57,6 +58,7 @@ __all__ = [
     "MoEConfig",
     "MoELayer",
     "NoBackend",
+    "PackedConfig",
     "ParallelLayout",
     "QuantizedLinear",
     "RoutingMethod",

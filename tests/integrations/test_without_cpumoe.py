@@ -178,7 +178,7 @@ def test_what_transformers_alone_cannot_read(tmp_path, caplog):
     """If one of these begins to be read, the documentation and the warning are to be changed."""
     write_float(tmp_path / "qwen", "qwen3_moe")
     write_float(tmp_path / "gpt", "gpt_oss")
-    cpumoe.quantize_checkpoint(tmp_path / "qwen", tmp_path / "int", "w4a8-g32", form="int-quantized")
+    cpumoe.quantize_checkpoint(tmp_path / "qwen", tmp_path / "int", "w4a8-g32", format="int-quantized")
     assert not caplog.records
     with caplog.at_level(logging.WARNING, "cpumoe"):
         cpumoe.quantize_checkpoint(tmp_path / "gpt", tmp_path / "experts", "w4a8-g32")
@@ -197,7 +197,7 @@ def test_compressed_tensors_reads_every_linear(tmp_path, architecture, form, sch
     from compressed_tensors.quantization import QuantizationConfig
 
     write_float(tmp_path / "float", architecture, tie_word_embeddings=True, dtype=torch.bfloat16)
-    cpumoe.quantize_checkpoint(tmp_path / "float", tmp_path / "q", scheme, form=form)
+    cpumoe.quantize_checkpoint(tmp_path / "float", tmp_path / "q", scheme, format=form)
     section = json.loads((tmp_path / "q/config.json").read_text())["quantization_config"]
     config = QuantizationConfig.model_validate(section)
     assert "lm_head" in config.ignore

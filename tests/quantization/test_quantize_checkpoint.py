@@ -405,7 +405,7 @@ def test_bad_arguments_are_named(float_model, tmp_path):
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         cpumoe.quantize_checkpoint(float_model, tmp_path / "a/b", "w4a8-g32")
     with pytest.raises(ValueError, match="pack-quantized"):
-        cpumoe.quantize_checkpoint(float_model, tmp_path / "q", "w4a8-g32", form="zip")
+        cpumoe.quantize_checkpoint(float_model, tmp_path / "q", "w4a8-g32", format="zip")
     with pytest.raises(UnsupportedScheme, match="group_size=128 does not divide"):
         cpumoe.quantize_checkpoint(float_model, tmp_path / "q", "w4a8-g128")
     cpumoe.quantize_checkpoint(float_model, tmp_path / "q", "w4a8-g32")

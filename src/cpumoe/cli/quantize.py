@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.dst,
         arguments.scheme,
         linears=arguments.linears,
-        form=arguments.format,
+        format=arguments.format,
         calibration=arguments.calibration,
         calibration_samples=arguments.calibration_samples or _CALIBRATION_SAMPLES,
         calibration_length=arguments.calibration_length or _CALIBRATION_LENGTH,

@@ -70,14 +70,14 @@ def quantize_folder(
     dst: Path,
     scheme: Scheme | str,
     linears: Scheme | str | None,
-    form: str,
+    format: str,
     calibration: Calibration | None,
 ) -> QuantizationReport:
     """Does what :func:`cpumoe.quantize_checkpoint` describes; ``calibration`` is ready to run."""
     scheme = Scheme.parse(scheme)
     linear_scheme = None if linears == FLOAT else scheme if linears is None else Scheme.parse(linears)
-    if form not in INTEGER_FORMATS:
-        raise ValueError(f"form={form!r}; {' and '.join(INTEGER_FORMATS)} are accepted")
+    if format not in INTEGER_FORMATS:
+        raise ValueError(f"format={format!r}; {' and '.join(INTEGER_FORMATS)} are accepted")
     stopped_at_the_end = (dst / NOTES).is_dir()
     if dst.exists() and not stopped_at_the_end:
         raise FileExistsError(_EXISTS.format(dst))
@@ -91,7 +91,7 @@ def quantize_folder(
                 f"{src} is quantised already; a float checkpoint is accepted: "
                 f"cpumoe quantize FLOAT_MODEL {dst} --scheme {scheme}"
             )
-        plan = QuantizationPlan(checkpoint, scheme, linear_scheme, form)
+        plan = QuantizationPlan(checkpoint, scheme, linear_scheme, format)
         fused = checkpoint.architecture.fused
         if fused is not None and fused.interleaved:
             _log.warning(
@@ -106,7 +106,7 @@ def quantize_folder(
             "source": watch.fingerprint,
             "scheme": str(scheme),
             "linears": FLOAT if linear_scheme is None else str(linear_scheme),
-            "form": form,
+            "format": format,
             "calibration": None if ids is None else hashlib.sha256(ids.numpy().tobytes()).hexdigest(),
             "calibration_size": None if ids is None else list(ids.shape),
         }

@@ -23,7 +23,7 @@ def quantize_checkpoint(
     scheme: Scheme | str = "w4a8-g128",
     *,
     linears: Scheme | str | None = None,
-    form: str = "pack-quantized",
+    format: str = "pack-quantized",
     calibration: str | Path | None = None,
     calibration_samples: int = 128,
     calibration_length: int = 512,
@@ -37,7 +37,7 @@ def quantize_checkpoint(
         scheme: the scheme of the experts.
         linears: the scheme of the other linears in the decoder layers, or ``"float"`` to leave them as they are; None
             means the scheme of the experts. Routers, embeddings and the head stay in float.
-        form: how integers are stored: ``"pack-quantized"`` (4 bits each; transformers reads it without cpumoe) or
+        format: how integers are stored: ``"pack-quantized"`` (4 bits each; transformers reads it without cpumoe) or
             ``"int-quantized"`` (one byte each).
         calibration: a text file, or JSON lines (``.jsonl``), each with a ``text`` or a list of ``messages``. With it
             weights are chosen for the inputs that they get (GPTQ); without it they are rounded to nearest, with the
@@ -49,7 +49,7 @@ def quantize_checkpoint(
     text = None
     if calibration is not None:
         text = TextCalibration(Path(calibration), calibration_samples, calibration_length)
-    return quantize_folder(Path(src), Path(dst), scheme, linears, form, text)
+    return quantize_folder(Path(src), Path(dst), scheme, linears, format, text)
 
 
 @dataclass(frozen=True)

@@ -33,7 +33,7 @@ void forward_rows(const Kernels& k, const LinearCall& c, int threads, Scratch& s
   const RowLayout layout(m.spec);
   const int planes = layout.planes;
   const RowCut all = cut_rows(rows * planes, k.few_rows);
-  const std::uint16_t* order = m.input_order(0, 0);
+  const InputOrder order = m.input_order(0, 0);
   const Epilogues& epilogues = k.of(m.layout.weights).with(m.spec.rows);
   const RowKernels& row_format = k.of(m.spec.rows);
   auto* prepared = s.rows.get<std::uint8_t>(all.slots * m.padded_depth);
@@ -55,13 +55,13 @@ void forward_rows(const Kernels& k, const LinearCall& c, int threads, Scratch& s
                      place,
                      layout.record_stride(chunk),
                      layout.half_stride(chunk)};
-      if (order != nullptr) {  // by itself first
+      if (order) {  // by itself first
         row.dst = t.row.get<std::uint8_t>(layout.row_bytes(m.padded_depth));
         row.record_stride = 2 * layout.half_bytes();
         row.half_stride = layout.half_bytes();
       }
       const RowScale q = row_format.prepare(row);
-      if (order != nullptr) copy_in_order(layout, row.dst, order, m.spec.depth, chunk, place);
+      if (order) copy_in_order(layout, row.dst, order, m.spec.depth, chunk, place);
       scale[r] = q.scale;
       zero[r] = q.zero;
     }

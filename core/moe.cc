@@ -269,7 +269,7 @@ class Forward {
   // `pair` is counted from the expert's first one.
   void prepare_hidden_row(const ExpertRows& e, int pair, const float* hidden, ThreadScratch& t) {
     const std::int64_t depth = c_.down.spec.depth;
-    if (const std::uint16_t* order = c_.down.input_order(e.expert, 0)) {
+    if (const InputOrder order = c_.down.input_order(e.expert, 0)) {
       auto* ordered = t.ordered.get<float>(hidden_stride_);
       for (std::int64_t i = 0; i < depth; ++i) ordered[i] = hidden[order[i]];
       hidden = ordered;

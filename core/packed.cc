@@ -325,10 +325,10 @@ const std::uint8_t* PackedMatrix::block(std::int64_t expert, std::int64_t index)
   return data + kPackedHeaderBytes + expert * expert_bytes + order_bytes + index * block_bytes;
 }
 
-const std::uint16_t* PackedMatrix::input_order(std::int64_t expert, int index) const {
-  if (spec.input_orders == 0) return nullptr;
+InputOrder PackedMatrix::input_order(std::int64_t expert, int index) const {
+  if (spec.input_orders == 0) return {};
   const std::int64_t which = spec.input_orders == 1 ? 0 : index;
-  return reinterpret_cast<const std::uint16_t*>(data + kPackedHeaderBytes + expert * expert_bytes) + which * spec.depth;
+  return InputOrder(data + kPackedHeaderBytes + expert * expert_bytes + which * spec.depth * 2);
 }
 
 WeightFormat choose_format(const std::string& element, std::optional<std::int64_t> group_size, bool zeros,
@@ -549,7 +549,7 @@ void unpack_experts(const PackedMatrix& m, std::int64_t first_expert, const Unpa
   check_experts(m, first_expert, count, name);
   for (std::int64_t e = 0; e < count; ++e) {
     for (std::int64_t i = 0; i < m.spec.input_orders * m.spec.depth; ++i) {
-      targets[e].input_order[i] = m.input_order(first_expert + e, 0)[i];
+      targets[e].input_order[i] = static_cast<std::int32_t>(m.input_order(first_expert + e, 0)[i]);
     }
   }
   for_each_block(m, count,

@@ -27,6 +27,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <optional>
 #include <string>
 
@@ -56,6 +57,24 @@ struct PackedSpec {
   bool operator==(const PackedSpec&) const = default;
 };
 
+// Which input comes where in packed weights, which may lie at any address.
+class InputOrder {
+ public:
+  InputOrder() = default;
+  explicit InputOrder(const std::uint8_t* numbers) : numbers_(numbers) {}
+
+  // Whether the inputs are in another order than their own.
+  explicit operator bool() const { return numbers_ != nullptr; }
+  std::int64_t operator[](std::int64_t place) const {
+    std::uint16_t input;
+    std::memcpy(&input, numbers_ + place * 2, 2);
+    return input;
+  }
+
+ private:
+  const std::uint8_t* numbers_ = nullptr;
+};
+
 // A validated view of packed bytes.
 struct PackedMatrix {
   PackedSpec spec;
@@ -66,8 +85,8 @@ struct PackedMatrix {
   const std::uint8_t* data = nullptr;  // the header's first byte
 
   const std::uint8_t* block(std::int64_t expert, std::int64_t index) const;
-  // Which input comes where, for the given of the orders; null where inputs are in their own.
-  const std::uint16_t* input_order(std::int64_t expert, int index) const;
+  // The given one of an expert's orders.
+  InputOrder input_order(std::int64_t expert, int index) const;
 };
 
 // What a product of `rows` rows with `experts` experts costs, in bytes that could be read meanwhile: each expert is

@@ -50,8 +50,8 @@ struct RowLayout {
 };
 
 // Copies a prepared row that lies by itself to `dst` in a chunk, input i of which is input order[i] of the row.
-inline void copy_in_order(const RowLayout& layout, const std::uint8_t* row, const std::uint16_t* order,
-                          std::int64_t depth, const RowChunk& chunk, std::uint8_t* dst) {
+inline void copy_in_order(const RowLayout& layout, const std::uint8_t* row, const InputOrder& order, std::int64_t depth,
+                          const RowChunk& chunk, std::uint8_t* dst) {
   const std::int64_t half = RowLayout::kHalfBytes;
   for (std::int64_t first = 0; first < depth; first += half) {
     const std::int64_t count = std::min(half, depth - first), number = first / half;

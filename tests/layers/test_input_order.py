@@ -104,3 +104,13 @@ def test_what_is_no_order_is_refused(change: object, said: str) -> None:
     changed = replace(quantized, input_order=change(quantized.input_order))  # type: ignore[operator]
     with pytest.raises(ValueError, match=said):
         QuantizedLinear.from_weight(changed[0], Scheme.parse("w4a16-g32"))
+
+
+def test_packed_weights_may_lie_anywhere() -> None:
+    linear = QuantizedLinear.from_weight(weight(70, HIDDEN, "w4a16-g32", 1, 3)[0], Scheme.parse("w4a16-g32"))
+    x = torch.randn((5, HIDDEN), generator=torch.Generator().manual_seed(4))
+    memory = torch.empty(linear.weight_packed.numel() + 1, dtype=torch.uint8)
+    moved = memory[1 - memory.data_ptr() % 2 :][: linear.weight_packed.numel()]  # begins at an odd address
+    moved.copy_(linear.weight_packed)
+    assert moved.data_ptr() % 2 == 1
+    assert torch.equal(QuantizedLinear(moved)(x), linear(x))

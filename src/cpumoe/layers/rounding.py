@@ -55,7 +55,7 @@ _FP4_MIDDLES = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
 
 def fp4_codes(values: Tensor) -> Tensor:
     """Codes 0 to 15 (int8) of the nearest values of e2m1; half way between two, the one with the even code."""
-    magnitude = values.abs()
+    magnitude = values.abs().contiguous()  # bucketize warns of strides
     below = torch.bucketize(magnitude, _FP4_MIDDLES)  # these two differ at a middle alone
     above = torch.bucketize(magnitude, _FP4_MIDDLES, right=True)
     codes = torch.where(above % 2 == 0, above, below)

@@ -79,7 +79,7 @@ def same(one, other):
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_architecture_is_quantised_and_loads(tmp_path, architecture, scheme, form):
     source = write_float(tmp_path / "float", architecture, dtype=torch.bfloat16)
-    report = cpumoe.quantize_checkpoint(source, tmp_path / "q", scheme, **({} if form is None else {"form": form}))
+    report = cpumoe.quantize_checkpoint(source, tmp_path / "q", scheme, **({} if form is None else {"format": form}))
     assert report.matrices > 0 and report.calibrated == 0
     with Checkpoint.open(source) as plain, Checkpoint.open(tmp_path / "q") as quantized:
         floats, integers = experts_of(plain, cpumoe.Scheme.parse(scheme)), experts_of(quantized)
@@ -441,3 +441,16 @@ def test_command_line(float_model, tmp_path, text, capsys):
     assert main([*arguments, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["calibrated_matrices"] == 0
     assert Path(tmp_path / "r/config.json").exists()
+
+
+def test_activations_on_request_are_not_part_of_a_checkpoint(float_model, tmp_path):
+    with pytest.raises(cpumoe.UnsupportedScheme, match=r"w4a16-g32\+int8: .* leave out \+int8 here"):
+        cpumoe.quantize_checkpoint(float_model, tmp_path / "q", "w4a16-g32+int8")
+    with pytest.raises(cpumoe.UnsupportedScheme, match=r"w8a16\+int8"):
+        cpumoe.quantize_checkpoint(float_model, tmp_path / "q", "w4a16-g32", linears="w8a16+int8")
+
+
+@pytest.mark.parametrize("scheme", ["mxfp4a16", "nvfp4a16", "w4a16-g32-asym"])
+def test_calibration_without_effect_is_refused(float_model, tmp_path, scheme):
+    with pytest.raises(cpumoe.UnsupportedScheme, match=f"calibration has no effect on {scheme}"):
+        cpumoe.quantize_checkpoint(float_model, tmp_path / "q", scheme, calibration=tmp_path / "text.txt")

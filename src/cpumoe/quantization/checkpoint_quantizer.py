@@ -24,6 +24,7 @@ from cpumoe.checkpoints.formats.compressed_storages import INTEGER_FORMATS
 from cpumoe.checkpoints.tensor_file import TensorFile, TensorFileWriter
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.layers.scheme import Scheme
+from cpumoe.quantization.gptq import takes_statistics
 from cpumoe.quantization.layer_writer import LayerWriter
 from cpumoe.quantization.quantization_plan import QuantizationPlan, QuantizationReport
 from cpumoe.quantization.source_watch import SourceWatch, open_watched
@@ -76,6 +77,16 @@ def quantize_folder(
     """Does what :func:`cpumoe.quantize_checkpoint` describes; ``calibration`` is ready to run."""
     scheme = Scheme.parse(scheme)
     linear_scheme = None if linears == FLOAT else scheme if linears is None else Scheme.parse(linears)
+    schemes = [s for s in (scheme, linear_scheme) if s is not None]
+    for one in schemes:
+        if one.requested is not None:
+            raise UnsupportedScheme(
+                f"scheme {one}: a checkpoint holds weights, and int8 activations are asked for when it is loaded; "
+                f"leave out +int8 here and load it with activations='int8'"
+            )
+    if calibration is not None and not any(takes_statistics(one) for one in schemes):
+        names = " and ".join(dict.fromkeys(map(str, schemes)))
+        raise UnsupportedScheme(f"calibration has no effect on {names}; it is for symmetric integers")
     if format not in INTEGER_FORMATS:
         raise ValueError(f"format={format!r}; {' and '.join(INTEGER_FORMATS)} are accepted")
     stopped_at_the_end = (dst / NOTES).is_dir()

@@ -1,0 +1,61 @@
+// What all tests of the core use: counting checks, and numbers to check with.
+#pragma once
+
+#include <cmath>
+#include <cstdio>
+#include <cstring>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "../dispatch.h"
+#include "../kernel.h"
+
+namespace cpumoe::tests {
+
+inline int passed = 0, failed = 0;
+
+inline void check(bool ok, const std::string& what) {
+  ok ? ++passed : ++failed;
+  if (!ok) std::printf("FAILED: %s\n", what.c_str());
+}
+
+inline bool same_bits(const void* a, const void* b, std::size_t bytes) { return std::memcmp(a, b, bytes) == 0; }
+
+inline bool same_numbers(const std::vector<float>& a, const std::vector<float>& b, std::size_t count) {
+  for (std::size_t i = 0; i < count; ++i) {
+    if (!(same_bits(&a[i], &b[i], 4) || (a[i] != a[i] && b[i] != b[i]))) return false;
+  }
+  return true;
+}
+
+inline std::vector<const Kernels*> other_kernels() {
+  std::vector<const Kernels*> found;
+  for (const IsaEntry& e : instruction_sets()) {
+    if (e.supported && std::string(e.name) != "scalar") found.push_back(e.kernels);
+  }
+  return found;
+}
+
+inline const Kernels& scalar() { return *instruction_sets()[0].kernels; }
+
+inline std::vector<float> random_values(std::size_t count, unsigned seed, float offset = 0.1f) {
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal(offset, 1.0f);
+  std::vector<float> values(count);
+  for (auto& v : values) v = normal(random);
+  return values;
+}
+
+template <class Call>
+bool refused(Call&& call) {
+  try {
+    call();
+  } catch (const std::invalid_argument&) {
+    return true;
+  }
+  return false;
+}
+
+}  // namespace cpumoe::tests

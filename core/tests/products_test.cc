@@ -1,0 +1,228 @@
+// Linears and layers: every kernel against the scalar one, the scalar one against double arithmetic, and the threads.
+#include <atomic>
+#include <thread>
+
+#include "../threads.h"
+#include "matrices.h"
+#include "prepared_row.h"
+#include "tests.h"
+
+namespace cpumoe::tests {
+
+void test_linear_kernels() {
+  for (const PackedSpec& spec : linear_specs()) {
+    const Matrix m = make_matrix(spec, 7);
+    for (const std::int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 15, 16, 17, 31, 40, 130}) {
+      if (rows > 17 && spec.depth > 800) continue;
+      // Two rows of bytes for each: up to 7 are few, more come in tiles.
+      if (spec.rows == RowFormat::kWords && rows != 1 && rows != 3 && rows != 7 && rows != 8 && rows != 17) continue;
+      const auto x = random_values(static_cast<std::size_t>(rows * spec.depth), 11);
+      const auto expected = run_linear(scalar(), m, x, rows);
+      for (const Kernels* k : other_kernels()) {
+        const auto got = run_linear(*k, m, x, rows);
+        check(same_bits(expected.data(), got.data(), got.size() * 4), "linear " + describe(spec, k->name, rows));
+      }
+    }
+  }
+}
+
+// Every number of row tiles, several chunks, and inputs too large for one pass over the records.
+void test_many_rows() {
+  for (const std::int64_t group : {0, 16, 32, 64, 96, 128}) {
+    for (const std::int64_t depth : {384, 3456}) {
+      for (PackedSpec spec : specs_of_group(group)) {
+        spec.depth = depth;
+        spec.columns = 70;
+        spec.has_bias = group != 128;
+        const Matrix m = make_matrix(spec, 3);
+        const bool bytes = spec.rows == RowFormat::kBytes;
+        std::vector<std::int64_t> counts = {33, 65, 81, 97, 113, 128, 129, 257};
+        if (!bytes) counts = {20, 65};
+        if (depth != 384) counts = {129};
+        if (depth != 384 && !(bytes && spec.weights <= WeightFormat::kInt8)) continue;
+        if (bytes && spec.weights > WeightFormat::kInt8) counts = {33, 113, 128};
+        for (const std::int64_t rows : counts) {
+          const auto x = random_values(static_cast<std::size_t>(rows * depth), 5);
+          const auto expected = run_linear(scalar(), m, x, rows);
+          for (const Kernels* k : other_kernels()) {
+            const auto got = run_linear(*k, m, x, rows);
+            check(same_bits(expected.data(), got.data(), got.size() * 4), "linear " + describe(spec, k->name, rows));
+          }
+        }
+      }
+    }
+  }
+}
+
+// The scalar kernel against double arithmetic on the same quantised inputs.
+void test_linear_meaning() {
+  for (const PackedSpec& spec : linear_specs()) {
+    const Matrix m = make_matrix(spec, 19);
+    const std::int64_t rows = 3;
+    const auto x = random_values(static_cast<std::size_t>(rows * spec.depth), 23);
+    const auto got = run_linear(scalar(), m, x, rows);
+    double error = 0, norm = 0;
+    for (std::int64_t r = 0; r < rows; ++r) {
+      const PreparedRow row(scalar(), spec.rows, x.data() + r * spec.depth, DType::kF32, spec.depth);
+      for (std::int64_t n = 0; n < spec.columns; ++n) {
+        double sum = 0;
+        for (std::int64_t k = 0; k < spec.depth; ++k) {
+          sum += row.at(k) * m.weight(0, n, k);
+        }
+        if (spec.has_bias) sum += m.bias[static_cast<std::size_t>(n)];
+        const double d = sum - got[static_cast<std::size_t>(r * spec.columns + n)];
+        error += d * d;
+        norm += sum * sum;
+      }
+    }
+    // Weights that are not centred have large column sums, of which the zero point's share cancels.
+    const double tolerance = traits_of(spec.weights).has_zeros() ? 4e-6 : 2e-6;
+    check(std::sqrt(error / norm) < tolerance, "meaning of " + describe(spec, "scalar", rows));
+  }
+}
+
+void test_layers() {
+  struct Case {
+    std::int64_t hidden, inner, experts, group;
+    const char* element;
+    bool gated, bias;
+    Activation activation;
+    bool words = false, zeros = false;
+    int orders = 0;
+  };
+  const char *i4 = "int4", *i8 = "int8", *f4 = "fp4";
+  const std::vector<Case> cases = {
+      {128, 64, 5, 32, i4, true, false, Activation::kSilu},
+      {256, 128, 4, 128, i4, true, true, Activation::kSwigluOai},
+      {96, 96, 3, 96, i4, true, false, Activation::kGelu},
+      {64, 160, 7, 0, i4, true, true, Activation::kGeluTanh},
+      {160, 32, 3, 0, i8, true, false, Activation::kSwigluStep},
+      {128, 96, 3, 32, i4, false, false, Activation::kRelu2},
+      {192, 64, 70, 64, i4, true, false, Activation::kSilu},
+      {64, 64, 3, 0, i8, false, true, Activation::kGelu},
+      {2880, 96, 4, 32, i4, true, true, Activation::kSwigluOai},
+      {128, 64, 5, 32, i4, true, false, Activation::kSilu, true},
+      {64, 160, 70, 0, i4, true, true, Activation::kGeluTanh, true},
+      {192, 96, 3, 32, i4, true, true, Activation::kGelu, true, true},
+      {256, 128, 4, 128, i4, false, false, Activation::kRelu2, false, true},
+      {128, 96, 3, 32, i8, true, false, Activation::kSwigluStep, true},
+      {256, 64, 70, 64, i8, true, true, Activation::kSilu},
+      {160, 32, 3, 0, i8, false, true, Activation::kSilu, true},
+      {96, 64, 5, 32, f4, true, true, Activation::kSwigluOai, true},
+      {128, 96, 3, 16, f4, true, false, Activation::kSilu, true},
+      {64, 128, 70, 16, f4, true, false, Activation::kSilu},
+      {160, 96, 5, 32, i4, true, true, Activation::kSilu, true, false, 2},
+      {192, 64, 70, 64, i4, true, false, Activation::kSilu, true, true, 2},
+      {96, 160, 3, 32, i4, true, false, Activation::kGelu, false, false, 1},
+      {128, 96, 4, 32, i8, false, true, Activation::kRelu2, true, false, 1},
+  };
+  for (const Case& c : cases) {
+    const Layer layer = make_layer(c.hidden, c.inner, c.experts, c.group, c.element, c.gated, c.bias,
+                                   c.words ? RowFormat::kWords : RowFormat::kBytes, c.zeros, c.orders);
+    for (const std::int64_t tokens : {1, 2, 9, 70, 300}) {
+      if (tokens > 9 && c.hidden > 1000) continue;
+      const bool later = c.words || c.zeros || c.orders != 0;  // cases that differ from earlier ones in this
+      if ((tokens == 300 || tokens == 2) && later) continue;
+      const std::int64_t topk = std::min<std::int64_t>(3, c.experts);
+      const auto x = random_values(static_cast<std::size_t>(tokens * c.hidden), 41);
+      std::mt19937 random(43);
+      std::vector<std::int32_t> ids(static_cast<std::size_t>(tokens * topk));
+      std::vector<float> weights(ids.size());
+      for (std::size_t i = 0; i < ids.size(); ++i) {
+        ids[i] = static_cast<std::int32_t>(random() % static_cast<unsigned>(c.experts + 1)) - 1;
+        weights[i] = static_cast<float>(random() % 1000) * 1e-3f;
+      }
+      ActivationSpec spec;
+      spec.kind = c.activation;
+      spec.gated = c.gated;
+      const bool on_input = tokens == 9;
+      set_thread_count(1);
+      const auto expected = run_layer(scalar(), layer, x, DType::kF32, ids, weights, tokens, spec, on_input);
+      for (const IsaEntry& e : instruction_sets()) {
+        if (!e.supported) continue;
+        for (const int threads : {1, 2, 3}) {
+          if (threads == 3 && (tokens > 70 || later)) continue;
+          set_thread_count(threads);
+          const auto got = run_layer(*e.kernels, layer, x, DType::kF32, ids, weights, tokens, spec, on_input);
+          check(same_bits(expected.data(), got.data(), got.size() * 4),
+                "layer " + describe(layer.gate_up.spec, e.name, tokens) + " threads " + std::to_string(threads));
+        }
+      }
+      set_thread_count(0);
+    }
+  }
+}
+
+// A token with a NaN comes out as NaN and leaves the others as they were.
+void test_nan_stays_in_its_token() {
+  const Layer layer = make_layer(128, 64, 4, 32, "int4", true, false);
+  const std::int64_t tokens = 5;
+  auto x = random_values(static_cast<std::size_t>(tokens * 128), 47);
+  const std::vector<std::int32_t> ids = {0, 1, 0, 1, 2, 3, 0, 3, 1, 2};
+  const std::vector<float> weights(ids.size(), 0.5f);
+  const auto clean = run_layer(active_kernels(), layer, x, DType::kF32, ids, weights, tokens, {}, false);
+  for (const float poison : {NAN, INFINITY, -INFINITY}) {
+    x[2 * 128 + 5] = poison;
+    const auto got = run_layer(active_kernels(), layer, x, DType::kF32, ids, weights, tokens, {}, false);
+    bool ok = true;
+    for (std::size_t i = 0; i < got.size(); ++i) ok = ok && (i / 128 == 2 ? got[i] != got[i] : got[i] == clean[i]);
+    check(ok, "a poisoned token touches no other");
+  }
+}
+
+// Several callers at once, with thread counts that change, get what one caller gets.
+void test_callers() {
+  const Layer layer = make_layer(128, 64, 6, 32, "int4", true, false);
+  const std::int64_t tokens = 12;
+  const auto x = random_values(static_cast<std::size_t>(tokens * 128), 53);
+  std::vector<std::int32_t> ids;
+  for (int i = 0; i < tokens * 2; ++i) ids.push_back(i % 6);
+  const std::vector<float> weights(ids.size(), 0.25f);
+  const auto expected = run_layer(active_kernels(), layer, x, DType::kF32, ids, weights, tokens, {}, false);
+  std::vector<std::thread> callers;
+  std::atomic<int> wrong{0};
+  for (int c = 0; c < 4; ++c) {
+    callers.emplace_back([&, c] {
+      for (int i = 0; i < 40; ++i) {
+        if (i % 10 == c) set_thread_count(1 + (i + c) % 4);
+        const auto got = run_layer(active_kernels(), layer, x, DType::kF32, ids, weights, tokens, {}, false);
+        if (got != expected) wrong.fetch_add(1);
+      }
+    });
+  }
+  for (auto& caller : callers) caller.join();
+  set_thread_count(0);
+  check(wrong.load() == 0, "concurrent callers agree");
+}
+
+// Sums that are given in fp32 are those that would be rounded.
+void test_fp32_results() {
+  const Layer layer = make_layer(128, 64, 4, 32, "int4", true, false);
+  const std::int64_t tokens = 5;
+  const auto wide = random_values(static_cast<std::size_t>(tokens * 128), 101);
+  std::vector<std::uint16_t> x(wide.size()), rounded(wide.size()), expected(wide.size());
+  scalar().store_row(wide.data(), static_cast<std::int64_t>(wide.size()), DType::kBF16, x.data());
+  const std::vector<std::int32_t> ids = {0, 1, 2, 3, 1, 0, 3, 2, 0, 2};
+  const std::vector<float> weights(ids.size(), 0.4f);
+  for (const IsaEntry& e : instruction_sets()) {
+    if (!e.supported) continue;
+    expected = run_layer(*e.kernels, layer, x, DType::kBF16, ids, weights, tokens, {}, false);
+    std::vector<float> sums(wide.size());
+    moe_forward(*e.kernels, {layer.gate_up.packed,
+                             layer.down.packed,
+                             x.data(),
+                             DType::kBF16,
+                             DType::kF32,
+                             tokens,
+                             2,
+                             ids.data(),
+                             weights.data(),
+                             false,
+                             {},
+                             sums.data()});
+    e.kernels->store_row(sums.data(), static_cast<std::int64_t>(sums.size()), DType::kBF16, rounded.data());
+    check(rounded == expected, std::string("fp32 sums on ") + e.name);
+  }
+}
+
+}  // namespace cpumoe::tests

@@ -1,0 +1,24 @@
+// All tests, for `core_test` to list.
+#pragma once
+
+namespace cpumoe::tests {
+
+void test_rowwise();
+void test_linear_kernels();
+void test_many_rows();
+void test_linear_meaning();
+void test_layers();
+void test_nan_stays_in_its_token();
+void test_callers();
+void test_packed_bytes();
+void test_routing();
+void test_attention();
+void test_router_logits();
+void test_norms();
+void test_extremes();
+void test_float_mode();
+void test_formats();
+void test_unpacking();
+void test_fp32_results();
+void test_measuring();
+}  // namespace cpumoe::tests

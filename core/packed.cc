@@ -355,7 +355,7 @@ PackedMatrix layout_of(const PackedSpec& s, const std::string& name) {
   const FormatInfo* format = find_format(static_cast<std::uint32_t>(s.weights));
   CPUMOE_REQUIRE(format != nullptr, name, ": weight format ", static_cast<std::uint32_t>(s.weights), " is not known");
   CPUMOE_REQUIRE(format->takes(s.scales), name, ": scales of type ", static_cast<std::uint32_t>(s.scales),
-                 " (1 fp32, 2 bf16, 3 e8m0, 4 e4m3, 5 fp16) do not go with weights held as ", format->name);
+                 " do not go with weights held as ", format->name);
   CPUMOE_REQUIRE(static_cast<int>(s.rows) < kRowFormatCount, name, ": activations of type ", static_cast<int>(s.rows),
                  " are not known");
   CPUMOE_REQUIRE(s.input_orders >= 0 && s.input_orders <= (s.gated ? 2 : 1), name, ": ", s.input_orders,

@@ -328,7 +328,7 @@ const std::uint8_t* PackedMatrix::block(std::int64_t expert, std::int64_t index)
 InputOrder PackedMatrix::input_order(std::int64_t expert, int index) const {
   if (spec.input_orders == 0) return {};
   const std::int64_t which = spec.input_orders == 1 ? 0 : index;
-  return InputOrder(data + kPackedHeaderBytes + expert * expert_bytes + which * spec.depth * 2);
+  return {data + kPackedHeaderBytes + expert * expert_bytes + which * spec.depth * 2, spec.depth};
 }
 
 WeightFormat choose_format(const std::string& element, std::optional<std::int64_t> group_size, bool zeros,

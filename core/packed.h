@@ -61,18 +61,19 @@ struct PackedSpec {
 class InputOrder {
  public:
   InputOrder() = default;
-  explicit InputOrder(const std::uint8_t* numbers) : numbers_(numbers) {}
+  InputOrder(const std::uint8_t* numbers, std::int64_t depth) : numbers_(numbers), depth_(depth) {}
 
   // Whether the inputs are in another order than their own.
   explicit operator bool() const { return numbers_ != nullptr; }
   std::int64_t operator[](std::int64_t place) const {
     std::uint16_t input;
     std::memcpy(&input, numbers_ + place * 2, 2);
-    return input;
+    return input < depth_ ? input : depth_ - 1;  // damaged bytes give wrong numbers, but none of foreign memory
   }
 
  private:
   const std::uint8_t* numbers_ = nullptr;
+  std::int64_t depth_ = 0;
 };
 
 // A validated view of packed bytes.

@@ -496,3 +496,10 @@ def test_a_layer_whose_experts_are_float(model: Path, capsys: pytest.CaptureFixt
 def test_quantising_it_again_is_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["quantize", str(model), str(tmp_path / "out"), "--scheme", "w4a8-g32"]) != 0
     assert "quantised already" in capsys.readouterr().err
+
+
+def test_int8_activations_on_request(tmp_path: Path) -> None:
+    folder = write_experts(tmp_path / "model", random_experts())
+    with Checkpoint.open(folder, "int8") as checkpoint:
+        (source,) = experts_of(checkpoint).values()
+        assert str(source.config.scheme) == "mxfp4a16+int8"

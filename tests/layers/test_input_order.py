@@ -15,6 +15,7 @@ from cpumoe.layers.backends import NativeBackend
 from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.linear import QuantizedLinear
+from cpumoe.layers.packed_weights import unpack_weight
 from cpumoe.layers.quantized_experts import QuantizedExperts, QuantizedWeight
 from cpumoe.layers.rounding import quantize_weight
 from cpumoe.layers.scheme import Scheme
@@ -114,3 +115,11 @@ def test_packed_weights_may_lie_anywhere() -> None:
     moved.copy_(linear.weight_packed)
     assert moved.data_ptr() % 2 == 1
     assert torch.equal(QuantizedLinear(moved)(x), linear(x))
+
+
+def test_damaged_orders_read_nothing_foreign() -> None:
+    """Bytes of packed weights may be anything; wrong numbers are all that may come of it."""
+    linear = QuantizedLinear.from_weight(weight(32, HIDDEN, "w4a16-g32", 1, 3)[0], Scheme.parse("w4a16-g32"))
+    linear.weight_packed[64 : 64 + 2 * HIDDEN] = 255
+    assert linear(torch.ones(3, HIDDEN)).shape == (3, 32)
+    assert int(unpack_weight(linear.weight_packed).input_order.max()) == HIDDEN - 1  # type: ignore[union-attr]

@@ -83,7 +83,7 @@ def find_experts(
         with naming(module):
             return MoEConfig(of, *sizes, facts.activation, has_bias=architecture.has_bias)
 
-    whole = None if checkpoint.quantization is None else checkpoint.quantization.storage_of(prefixes[0])
+    whole = checkpoint.storage_of(prefixes[0])
     if whole is not None and whole.fused:
         if architecture.fused is None or not architecture.fused.interleaved:
             raise UnsupportedScheme(

@@ -22,7 +22,7 @@ def packed_spec(
     has_bias: bool = False,
     input_orders: int = 0,
 ) -> ops.PackedSpec:
-    """What packed weights of a scheme are; floating point scales that are not bf16 are held as fp32."""
+    """What packed weights of a scheme are; floating point scales are held as they are."""
     weights = scheme.weights
     return ops.PackedSpec(
         weights=weights.element,

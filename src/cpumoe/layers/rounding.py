@@ -17,7 +17,12 @@ _CHUNK = 1 << 18
 
 
 def quantize_weight(
-    weight: Tensor, scheme: Scheme, name: str = "weight", *, clip_search: bool = False
+    weight: Tensor,
+    scheme: Scheme,
+    name: str = "weight",
+    *,
+    clip_search: bool = False,
+    largest_magnitude: Tensor | None = None,
 ) -> QuantizedWeight:
     """Quantises [..., out, in] float weights.
 
@@ -26,11 +31,13 @@ def quantize_weight(
     ``clip_search`` the scale of each group is the one with the smallest squared error among that, smaller ones, and the
     one that just clips nothing. Asymmetric ones: the range of a group, with zero in it, over 15 steps. fp4: the largest
     magnitude of a group becomes 6, or with E8M0 scales 4 to 8, clamped; of e4m3 scales the largest is 448.
+
+    ``largest_magnitude`` is that of a matrix of which ``weight`` is a part, for schemes with a scale for all of it.
     """
     grouped, scale_dtype = grouped_weight(weight, scheme, name)
     form = scheme.weights
     if form.element == "fp4":
-        return (_quantize_mxfp4 if form.scale == "e8m0" else _quantize_nvfp4)(grouped)
+        return _quantize_mxfp4(grouped) if form.scale == "e8m0" else _quantize_nvfp4(grouped, largest_magnitude)
     if not form.symmetric:
         return _quantize_asymmetric(grouped, scale_dtype)
     largest = form.largest
@@ -76,10 +83,11 @@ def _quantize_mxfp4(grouped: Tensor) -> QuantizedWeight:
 _LARGEST_E4M3 = 448.0
 
 
-def _quantize_nvfp4(grouped: Tensor) -> QuantizedWeight:
+def _quantize_nvfp4(grouped: Tensor, largest_magnitude: Tensor | None) -> QuantizedWeight:
     """[..., out, groups, 16] fp32 -> e2m1 with e4m3 scales and one factor for each matrix, held for every row."""
     magnitude = grouped.abs().amax(-1)  # [..., out, groups]
-    whole = magnitude.amax((-2, -1), keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+    whole = magnitude.amax((-2, -1), keepdim=True) if largest_magnitude is None else largest_magnitude.view(1, 1)
+    whole = whole.clamp(min=torch.finfo(torch.float32).tiny)
     global_scale = (_LARGEST_E4M3 * 6 / whole).nan_to_num(posinf=1.0)
     scales = (global_scale * (magnitude / 6)).clamp(max=_LARGEST_E4M3).to(torch.float8_e4m3fn)
     smallest = torch.tensor(2.0**-9).to(torch.float8_e4m3fn)

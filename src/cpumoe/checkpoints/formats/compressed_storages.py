@@ -26,7 +26,7 @@ FP4_FORMATS = {"e4m3": "nvfp4-pack-quantized", "e8m0": "mxfp4-pack-quantized"}
 _WORD_BITS = 32  # weights of few bits are packed into words of this size
 
 
-def storage_for(scheme: Scheme, integer_format: str = PACK_QUANTIZED) -> LinearStorage:
+def storage_for(scheme: Scheme, integer_format: str = PACK_QUANTIZED, activation_order: bool = False) -> LinearStorage:
     """How weights of a scheme are stored; integers in the format that is given."""
     weights = scheme.weights
     if weights.element == "fp4":
@@ -36,7 +36,7 @@ def storage_for(scheme: Scheme, integer_format: str = PACK_QUANTIZED) -> LinearS
             f"{scheme} in the format {INT_QUANTIZED}, which no reader expects without quantised activations; "
             f"{PACK_QUANTIZED} is accepted"
         )
-    return IntegerStorage(scheme, integer_format)
+    return IntegerStorage(scheme, integer_format, activation_order)
 
 
 def _matrix(found: Mapping[str, TensorInfo], suffix: str) -> tuple[int, ...]:
@@ -237,6 +237,10 @@ class Fp4Storage(LinearStorage):
         tensors = {"weight_packed": codes[:, 0::2] | codes[:, 1::2] << 4, "weight_scale": weight.scales}
         if self._has_global_scale:
             assert weight.factors is not None  # every weight with e4m3 scales has them
+            if bool((weight.factors != weight.factors[0]).any()):
+                raise UnsupportedScheme(
+                    f"{self.format} has one global scale for all rows of a linear; these have several"
+                )
             tensors["weight_global_scale"] = 1.0 / weight.factors[:1]
         return tensors
 

@@ -87,7 +87,7 @@ class QuantizationConfig(Quantization):
         if format_name not in INTEGER_FORMATS or (format_name == INT_QUANTIZED and not scheme.weights.symmetric):
             accepted = PACK_QUANTIZED if not scheme.weights.symmetric else " and ".join(INTEGER_FORMATS)
             raise CheckpointError(f"{name}: {described} in the format {format_name!r}; {accepted} is accepted")
-        activation_order = weights.get("actorder") == "group"
+        activation_order = weights.get("actorder") in ("group", "dynamic")  # two names for one thing
         if activation_order and (format_name != PACK_QUANTIZED or scheme.group_size is None):
             raise CheckpointError(f"{name}: {described} in the format {format_name!r}; {PACK_QUANTIZED} is accepted")
         return _Group(targets, IntegerStorage(scheme, str(format_name), activation_order))
@@ -126,7 +126,7 @@ def _scheme_of(name: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] 
     if strategy is None:
         strategy = "group" if isinstance(size, int) and size > 0 else "channel"
     # "weight" and "static" leave no trace in the file: the scales belong to inputs that lie side by side.
-    if weights.get("dynamic", False) or weights.get("actorder") not in (None, "weight", "static", "group"):
+    if weights.get("dynamic", False) or weights.get("actorder") not in (None, "weight", "static", "group", "dynamic"):
         raise UnsupportedScheme("weights with stored scales, in activation order 'group', 'weight' or 'static', are")
     symmetric = weights.get("symmetric", True) is True
     if weights.get("type", "int") == "float" and bits == 4 and symmetric and inputs is None:

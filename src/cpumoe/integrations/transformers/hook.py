@@ -26,6 +26,8 @@ _log = logging.getLogger("cpumoe")
 _SWITCH = "CPUMOE_TRANSFORMERS"
 #: What transformers calls the kinds of quantisation that we read, at least in part.
 METHODS = ("compressed-tensors", "mxfp4", "gptq", "awq", "auto-round")
+#: Names that older files have for one of them, which transformers does not know: it would read such a file as float.
+OLDER_NAMES = {"auto_round": "auto-round", "intel/auto-round": "auto-round"}
 
 # Names that transformers accepts as experts_implementation. A name without a scheme takes that of CPUMOE_SCHEME.
 _SCHEMES = ["w4a8", "w4a8-g32", "w4a8-g64", "w4a8-g128", "w8a8"]
@@ -42,9 +44,12 @@ def _add_quantizers(auto: ModuleType, is_wanted: Callable[[], bool] = _always) -
 
     ``is_wanted`` is asked each time; if it says no, transformers' own reader is used.
     """
-    for method in METHODS:
-        stock_quantizer = auto.AUTO_QUANTIZER_MAPPING[method]
-        stock_config = auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method]
+    stock = {
+        method: (auto.AUTO_QUANTIZER_MAPPING[method], auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method])
+        for method in METHODS
+    }
+    for method in (*METHODS, *OLDER_NAMES):
+        stock_quantizer, stock_config = stock[OLDER_NAMES.get(method, method)]
         auto.AUTO_QUANTIZER_MAPPING[method] = _quantizer_maker(stock_quantizer, is_wanted)
         auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method] = _ConfigMaker(stock_config, is_wanted)
 
@@ -188,8 +193,8 @@ def own_reader() -> Iterator[None]:
     block = object()
     with _own_reader_lock:
         if not _own_reader_blocks:
-            places = ((name, method) for name in _MAPPINGS for method in METHODS)
-            _stock_readers.update(((name, method), getattr(auto, name)[method]) for name, method in places)
+            places = ((name, method) for name in _MAPPINGS for method in (*METHODS, *OLDER_NAMES))
+            _stock_readers.update(((name, method), getattr(auto, name).get(method)) for name, method in places)
             _add_quantizers(auto, is_wanted=_in_own_reader.get)
         _own_reader_blocks.append(block)
     token = _in_own_reader.set(True)
@@ -201,4 +206,7 @@ def own_reader() -> Iterator[None]:
             _own_reader_blocks.remove(block)
             if not _own_reader_blocks:
                 for (name, method), stock in _stock_readers.items():
-                    getattr(auto, name)[method] = stock
+                    if stock is None:
+                        del getattr(auto, name)[method]
+                    else:
+                        getattr(auto, name)[method] = stock

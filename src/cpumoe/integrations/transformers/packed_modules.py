@@ -250,5 +250,9 @@ def pack_float_linear(
     ``weight_rows(first, last)`` returns [last - first, columns].
     """
     step = max(1, _ELEMENTS_AT_ONCE // columns)
-    parts = [quantize_weight(weight_rows(first, min(first + step, rows)), scheme) for first in range(0, rows, step)]
+    pieces = [(first, min(first + step, rows)) for first in range(0, rows, step)]
+    largest = None
+    if scheme.weights.scale == "e4m3":  # all rows share a global scale
+        largest = torch.stack([weight_rows(*piece).abs().amax().to(torch.float32) for piece in pieces]).amax()
+    parts = [quantize_weight(weight_rows(*piece), scheme, largest_magnitude=largest) for piece in pieces]
     return QuantizedLinear.from_weight(replace(QuantizedWeight.joined(parts), bias=bias), scheme)

@@ -134,7 +134,10 @@ def load_model(
     token = _options.set(chosen)
     try:
         with _transformers_errors(path, bool(options)), _progress_on_terminals(), own_reader():
-            return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, **more, **options)
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, **more, **options)
+        if quantized and not isinstance(getattr(model, "hf_quantizer", None), PackedQuantizer):
+            raise CheckpointError(f"{path}: transformers passed over its quantization_config and made up its weights")
+        return model
     finally:
         _options.reset(token)
 
@@ -357,7 +360,7 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         if not self._packed.modules and self.quantization_config.section is None and self._options.linears is None:
             self.remove_quantization_config(model)  # a float model was asked for
         elif self.quantization_config.section is None or self._options.linears is not None:
-            self.quantization_config.section = quantization_section(model)
+            self.quantization_config.section = quantization_section(model, self.quantization_config.section)
         self._packed = PackedModules()  # lets go of the sources, which keep the files open
 
     def _load_packed(self, model: PreTrainedModel, checkpoint: Checkpoint) -> None:

@@ -20,6 +20,7 @@ from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.layers.packed_weights import unpack_weight
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.scheme import Scheme
+from cpumoe.ops import read_spec
 
 
 def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -39,19 +40,22 @@ def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None =
         names = [name] if architecture is None else expert_prefixes(architecture, name)
         return f"re:^({'|'.join(n.replace('.', '[.]') for n in names)})[.]"
 
-    def storage_of(scheme: Scheme, name: str) -> LinearStorage:
+    def storage_of(scheme: Scheme, name: str, packed: Tensor) -> LinearStorage:
         was = None if before is None else before.storage_of(name)
-        if isinstance(was, IntegerStorage | Fp4Storage) and was.scheme.weights == scheme.weights:
-            return was
+        if was is not None and was.scheme.weights == scheme.weights:
+            if isinstance(was, IntegerStorage | Fp4Storage):
+                return was
+            scheme = was.scheme  # packed weights do not tell int8 activations on request from those of the checkpoint
         # Activations that were asked for are a matter of running the weights, not of the weights.
-        return storage_for(replace(scheme, requested=None))
+        ordered = read_spec(packed).input_orders != 0
+        return storage_for(replace(scheme, requested=None), activation_order=ordered)
 
     for name, module in model.named_modules():
         if isinstance(module, Experts):
-            storage = storage_of(module.config.scheme, f"{name}.0.gate_proj")
+            storage = storage_of(module.config.scheme, f"{name}.0.gate_proj", module.get_buffer("gate_up_packed"))
             storages.setdefault(storage, []).append(inside(name))
         elif isinstance(module, QuantizedLinear):
-            storages.setdefault(storage_of(module.scheme, name), []).append(name)
+            storages.setdefault(storage_of(module.scheme, name, module.weight_packed), []).append(name)
         elif isinstance(module, nn.Linear):
             ignore.append(name)
         elif name in float_experts:

@@ -66,7 +66,7 @@ def test_other_values_of_the_switch_are_refused(switch: str) -> None:
 def test_what_was_taken_over_is_said_once() -> None:
     code = "import logging\nlogging.basicConfig(level=logging.INFO, format='%(name)s: %(message)s')\nimport cpumoe\n"
     said = run(code + _PATCHED).stderr
-    assert said.count("cpumoe: transformers loads compressed-tensors checkpoints through cpumoe") == 1
+    assert said.count("cpumoe: transformers loads quantised checkpoints (compressed-tensors, ") == 1
     assert said.count("CPUMOE_TRANSFORMERS=0 switches this off") == 1
     assert "cpumoe" not in run(code + _PATCHED, "0").stderr
 

@@ -93,7 +93,7 @@ def test_other_configurations_are_refused_with_what_they_are(name):
         ("weights", {"strategy": "block"}, "per block"),
         ("weights", {"strategy": "tensor"}, "per tensor"),
         ("weights", {"dynamic": True}, "dynamic 4-bit"),
-        ("weights", {"actorder": "dynamic"}, "in activation order"),
+        ("weights", {"actorder": "sideways"}, "in activation order"),
         ("weights", {"group_size": 48}, "group_size=48"),
         ("weights", {"group_size": 10**9}, "g1000000000"),
         ("weights", {"num_bits": 8, "symmetric": False}, "asymmetric 8-bit"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -77,6 +78,7 @@ def chat(*arguments: str) -> Iterator[Terminal]:
         stdout=slave,
         stderr=slave,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # jobs in the background have it ignored
         env={**os.environ, "TERM": "dumb", "OMP_NUM_THREADS": "1"},
     )
     os.close(slave)

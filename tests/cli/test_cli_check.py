@@ -353,7 +353,7 @@ def test_what_is_missing_or_not_served_is_named(tmp_path: Path, capsys: pytest.C
         assert f"1 missing: {tensor}" in refusal(capsys, folder)
 
     def not_served(config: Config) -> None:
-        config["quantization_config"]["quant_method"] = "awq"
+        config["quantization_config"]["quant_method"] = "quanto"
 
-    folder = changed_copy(tmp_path / "awq", PACKED, config=not_served)
-    assert "quant_method 'awq' is not served" in refusal(capsys, folder)
+    folder = changed_copy(tmp_path / "quanto", PACKED, config=not_served)
+    assert "quant_method 'quanto' is not served" in refusal(capsys, folder)

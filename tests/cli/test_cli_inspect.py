@@ -286,7 +286,7 @@ def test_long_lists_are_cut_in_the_text_only(tmp_path: Path, inspected: Inspecte
     ("change", "message"),
     [
         (lambda q: q["config_groups"]["group_0"]["weights"].update(num_bits=2), "weights 2-bit int per group of 32"),
-        (lambda q: q["config_groups"]["group_0"]["weights"].update(actorder="group"), "in activation order (group)"),
+        (lambda q: q["config_groups"]["group_0"]["weights"].update(actorder="down"), "in activation order (down)"),
         (lambda q: q["config_groups"]["group_0"]["weights"].update(symmetric=False), "asymmetric 4-bit int per group"),
         (lambda q: q["config_groups"]["group_0"].update(format="nvfp4-pack-quantized"), "'nvfp4-pack-quantized'"),
         (lambda q: q.update(quant_method="quanto"), "quant_method 'quanto' is not served"),

@@ -197,6 +197,7 @@ class Interrupting:
         for _ in range(1000):  # Python runs the handler between two of these
             pass
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background have it ignored
 cpumoe_command.leave_on_interrupt()
 with cpumoe_command.interrupts_raised() as interrupts:
     thing = Interrupting()

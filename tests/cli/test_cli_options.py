@@ -26,6 +26,7 @@ LOADING = {
     "--scheme": "a float checkpoint",
     "--linears": ALWAYS,
     "--cache": "something is packed",
+    "--activations": "a quantised MODEL",
     "--download": "MODEL is an id",
     "--threads": ALWAYS,
     "--verbose": ALWAYS,
@@ -90,6 +91,7 @@ MEANING: dict[str, dict[str, str]] = {
     },
     "explain": {
         **dict.fromkeys(OF_A_LAYER, "a SCHEME"),
+        "--activations": "a MODEL",
         "--download": "a MODEL that is an id",
         "--json": ALWAYS,
         "--verbose": ALWAYS,
@@ -147,6 +149,14 @@ REFUSED: list[tuple[list[str], str]] = [
     (["inspect", FLOAT, "--download"], "--download has no effect"),
     (["check", FLOAT, "--download"], "--download has no effect"),
     (["explain", QUANTISED, "--download"], "--download has no effect"),
+    *(
+        (
+            [*start, "--scheme", "w4a16-g32", "--activations", "int8"],
+            "--activations int8: {float} is a float checkpoint",
+        )
+        for start in (GENERATE, ["chat", FLOAT], EVAL, ["serve", FLOAT])
+    ),
+    (["explain", "w4a16", "--activations", "int8"], "--activations has no effect for the scheme w4a16"),
     (["explain", "w4a8", "--download"], "--download has no effect for the scheme w4a8"),
     ([*GENERATE, "--prompt-file", "y"], "both PROMPT and --prompt-file are given"),
     ([*GENERATE, "--json", "--no-stream"], "--no-stream has no effect with --json"),

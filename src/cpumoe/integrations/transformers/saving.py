@@ -40,22 +40,23 @@ def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None =
         names = [name] if architecture is None else expert_prefixes(architecture, name)
         return f"re:^({'|'.join(n.replace('.', '[.]') for n in names)})[.]"
 
-    def storage_of(scheme: Scheme, name: str, packed: Tensor) -> LinearStorage:
+    def storage_of(scheme: Scheme, name: str, ordered: bool) -> LinearStorage:
         was = None if before is None else before.storage_of(name)
         if was is not None and was.scheme.weights == scheme.weights:
             if isinstance(was, IntegerStorage | Fp4Storage):
                 return was
             scheme = was.scheme  # packed weights do not tell int8 activations on request from those of the checkpoint
         # Activations that were asked for are a matter of running the weights, not of the weights.
-        ordered = read_spec(packed).input_orders != 0
         return storage_for(replace(scheme, requested=None), activation_order=ordered)
 
     for name, module in model.named_modules():
         if isinstance(module, Experts):
-            storage = storage_of(module.config.scheme, f"{name}.0.gate_proj", module.get_buffer("gate_up_packed"))
+            ordered = module.quantized(0, 1).gate_up.input_order is not None
+            storage = storage_of(module.config.scheme, f"{name}.0.gate_proj", ordered)
             storages.setdefault(storage, []).append(inside(name))
         elif isinstance(module, QuantizedLinear):
-            storages.setdefault(storage_of(module.scheme, name, module.weight_packed), []).append(name)
+            ordered = read_spec(module.weight_packed).input_orders != 0
+            storages.setdefault(storage_of(module.scheme, name, ordered), []).append(name)
         elif isinstance(module, nn.Linear):
             ignore.append(name)
         elif name in float_experts:

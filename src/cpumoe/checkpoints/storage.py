@@ -113,6 +113,12 @@ class LinearStorage(ABC):
         return sum(tensor.bytes for tensor in self.tensors(rows, columns).values())
 
 
+def matrix_shape(found: Mapping[str, TensorInfo], suffix: str) -> tuple[int, ...]:
+    """The shape of a tensor that is there and has two dimensions; else nothing. For :meth:`LinearStorage.size`."""
+    shape = found[suffix].shape if suffix in found else ()
+    return shape if len(shape) == 2 else ()
+
+
 class Quantization(ABC):
     """What the ``quantization_config`` of a config.json says: which modules are quantised, and how they are stored."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -104,11 +106,13 @@ def _spec_of(
     group_size: int,
     weights: str,
     row_order: int,
-    name: str,
-    has_zero_points: bool,
-    input_order: Tensor | None,
-    activations: str,
+    name: str = "values",
+    zero_points: Tensor | None = None,
+    factors: Tensor | None = None,
+    activations: str = "int8",
+    input_order: Tensor | None = None,
 ) -> PackedSpec:
+    """What ``pack`` makes of these arguments."""
     if values.dim() != 3:
         raise ValueError(f"{name} has {values.dim()} dimensions; [experts, out_features, in_features] is accepted")
     return PackedSpec(
@@ -120,7 +124,7 @@ def _spec_of(
         in_features=in_features,
         gated=row_order != ROWS_PLAIN,
         has_bias=bias is not None,
-        has_zero_points=has_zero_points,
+        has_zero_points=zero_points is not None,
         input_orders=0 if input_order is None else input_order.shape[1],
         activations=activations,
     )
@@ -140,32 +144,16 @@ def _pack(
     activations: str = "int8",
     input_order: Tensor | None = None,
 ) -> Tensor:
-    has_zeros = zero_points is not None
-    sizes = (in_features, group_size, weights, row_order, name)
-    builder = PackedBuilder(_spec_of(values, scales, bias, *sizes, has_zeros, input_order, activations))
+    settings = (in_features, group_size, weights, row_order, name)
+    builder = PackedBuilder(_spec_of(values, scales, bias, *settings, zero_points, factors, activations, input_order))
     builder.put(
         0, values, scales, bias, row_order, name, zero_points=zero_points, factors=factors, input_order=input_order
     )
     return builder.finish()
 
 
-def _pack_fake(
-    values: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    in_features: int,
-    group_size: int,
-    weights: str,
-    row_order: int,
-    name: str = "values",
-    zero_points: Tensor | None = None,
-    factors: Tensor | None = None,
-    activations: str = "int8",
-    input_order: Tensor | None = None,
-) -> Tensor:
-    has_zeros = zero_points is not None
-    sizes = (in_features, group_size, weights, row_order, name)
-    spec = _spec_of(values, scales, bias, *sizes, has_zeros, input_order, activations)
+def _pack_fake(values: Tensor, *others: Any, **named: Any) -> Tensor:
+    spec = _spec_of(values, *others, **named)
     return torch.empty(spec.packed_bytes, dtype=torch.uint8, device=values.device)
 
 

@@ -39,17 +39,7 @@ def _select_experts(
     return weights, ids
 
 
-def _select_experts_fake(
-    router_logits: Tensor,
-    topk: int,
-    scoring: int,
-    score_chosen: bool,
-    correction_bias: Tensor | None,
-    num_expert_group: int,
-    topk_group: int,
-    renormalize: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _select_experts_fake(router_logits: Tensor, topk: int, *_: object, **__: object) -> tuple[Tensor, Tensor]:
     shape = (router_logits.shape[0], topk)
     device = router_logits.device
     return (

@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cpumoe.checkpoints.formats.input_order import group_index_of, input_order_of
-from cpumoe.checkpoints.storage import LinearStorage, StoredTensor
+from cpumoe.checkpoints.formats.input_order import group_index_of, input_order_of, plain_input_order
+from cpumoe.checkpoints.storage import LinearStorage, StoredTensor, matrix_shape
 from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES, TensorInfo
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.layers.nibbles import pack_nibbles, unpack_nibbles
@@ -37,12 +37,6 @@ def storage_for(scheme: Scheme, integer_format: str = PACK_QUANTIZED, activation
             f"{PACK_QUANTIZED} is accepted"
         )
     return IntegerStorage(scheme, integer_format, activation_order)
-
-
-def _matrix(found: Mapping[str, TensorInfo], suffix: str) -> tuple[int, ...]:
-    """The shape of a tensor that is there and has two dimensions; else nothing."""
-    shape = found[suffix].shape if suffix in found else ()
-    return shape if len(shape) == 2 else ()
 
 
 @dataclass(frozen=True)
@@ -89,7 +83,8 @@ class IntegerStorage(LinearStorage):
         return tensors
 
     def size(self, found: Mapping[str, TensorInfo], read: Callable[[str], Tensor]) -> tuple[int, int]:
-        weight, scale = _matrix(found, "weight_packed" if self._is_packed else "weight"), _matrix(found, "weight_scale")
+        weight = matrix_shape(found, "weight_packed" if self._is_packed else "weight")
+        scale = matrix_shape(found, "weight_scale")
         if self._is_packed and "weight_shape" in found and str(found["weight_shape"]) in ("I64 [2]", "I32 [2]"):
             rows, columns = read("weight_shape").tolist()
             expected = self.tensors(rows, columns)
@@ -154,14 +149,8 @@ class IntegerStorage(LinearStorage):
             elements(tensors["weight_packed"])[:, :columns].to(torch.int8),
             scales,
             None if zeros is None else elements(zeros.T).T[:rows].to(torch.int8),
-            input_order=self._plain_order(tensors),
+            input_order=plain_input_order(tensors["weight_g_idx"]) if self.activation_order else None,
         )
-
-    def _plain_order(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        if not self.activation_order:
-            return None
-        groups = tensors["weight_g_idx"].tolist()
-        return torch.tensor([sorted(range(len(groups)), key=groups.__getitem__)], dtype=torch.int32)
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         values, scales = weight.values, weight.scales
@@ -208,7 +197,7 @@ class Fp4Storage(LinearStorage):
         return tensors
 
     def size(self, found: Mapping[str, TensorInfo], read: Callable[[str], Tensor]) -> tuple[int, int]:
-        weight, scale = _matrix(found, "weight_packed"), _matrix(found, "weight_scale")
+        weight, scale = matrix_shape(found, "weight_packed"), matrix_shape(found, "weight_scale")
         if weight:
             return weight[0], weight[1] * 2
         return (scale[0], scale[1] * (self.scheme.group_size or 1)) if scale else (0, 0)
@@ -247,7 +236,7 @@ class Fp4Storage(LinearStorage):
 
 def _checked_global_scale(tensors: Mapping[str, Tensor]) -> Tensor:
     scale = tensors["weight_global_scale"]
-    if not bool((torch.isfinite(scale) & (scale > 0)).all()):
-        seen = scale[~(torch.isfinite(scale) & (scale > 0))].flatten()[0]
-        raise ValueError(f"weight_global_scale is {float(seen)}; a positive number is accepted")  # the reader names it
+    refused = scale[~(torch.isfinite(scale) & (scale > 0))]
+    if len(refused):  # the reader names the linear
+        raise ValueError(f"weight_global_scale is {float(refused[0])}; a positive number is accepted")
     return scale

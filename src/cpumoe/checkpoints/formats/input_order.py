@@ -33,6 +33,12 @@ def input_order_of(group_index: Tensor, group_size: int | None, name: str) -> Te
     return order.to(torch.int32)
 
 
+def plain_input_order(group_index: Tensor) -> Tensor:
+    """The same for one linear [in], spelled out and unchecked: [1, in] int32, for comparison with the other."""
+    groups = group_index.tolist()
+    return torch.tensor([sorted(range(len(groups)), key=groups.__getitem__)], dtype=torch.int32)
+
+
 def group_index_of(input_order: Tensor | None, inputs: int, group_size: int | None) -> Tensor:
     """The reverse: the group of every input [in] int32, from one order [1, in]; None: inputs in their own order."""
     groups = torch.arange(inputs, dtype=torch.int32) // (group_size or inputs)

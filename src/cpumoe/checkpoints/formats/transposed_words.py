@@ -16,8 +16,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cpumoe.checkpoints.formats.input_order import group_index_of, input_order_of
-from cpumoe.checkpoints.storage import LinearStorage, StoredTensor
+from cpumoe.checkpoints.formats.input_order import group_index_of, input_order_of, plain_input_order
+from cpumoe.checkpoints.storage import LinearStorage, StoredTensor, matrix_shape
 from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES, TensorInfo
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers.nibbles import pack_nibbles, unpack_nibbles
@@ -73,11 +73,7 @@ class TransposedStorage(LinearStorage):
         return tensors
 
     def size(self, found: Mapping[str, TensorInfo], read: Callable[[str], Tensor]) -> tuple[int, int]:
-        def matrix(suffix: str) -> tuple[int, ...]:
-            shape = found[suffix].shape if suffix in found else ()
-            return shape if len(shape) == 2 else ()
-
-        weight, scales = matrix("qweight"), matrix("scales")
+        weight, scales = matrix_shape(found, "qweight"), matrix_shape(found, "scales")
         if weight:
             rows, columns = self._weight_shape(self._per_word, self._per_word)[::-1]  # of one word each way
             return weight[1] * self._per_word // rows, weight[0] * self._per_word // columns
@@ -186,10 +182,7 @@ class TransposedStorage(LinearStorage):
         if not self.scheme.weights.symmetric:
             zeros = (self._plain_zero_points(tensors["qzeros"])[: len(scales)] - self._middle).to(torch.int8)
         values = (self._plain_integers(tensors["qweight"])[: len(scales)] - self._middle).to(torch.int8)
-        order = None
-        if self.activation_order:
-            groups = tensors["g_idx"].tolist()
-            order = torch.tensor([sorted(range(len(groups)), key=groups.__getitem__)], dtype=torch.int32)
+        order = plain_input_order(tensors["g_idx"]) if self.activation_order else None
         return QuantizedWeight(self.scheme.weights.element, values, scales, zeros, input_order=order)
 
     # ---- writing ---------------------------------------------------------------------------------------------------

@@ -15,18 +15,22 @@ from cpumoe.layers.scheme import ElementType
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight [..., out, in] as integers or codes, and scales.
+    """A weight [..., out, in] as integers, codes or floats, and scales.
 
     Attributes:
         element: what the values are.
-        values: int8 [..., out, in] (for fp4 the codes 0 to 15), or uint8 nibbles with half the last dimension, the low
-            one first (integers are stored plus 8).
-        scales: [..., out, groups] floating point; uint8 for E8M0, float8_e4m3fn for e4m3.
+        values: int8 [..., out, in] (for fp4 and fp6 their codes, 0 to 15 and 0 to 63), or uint8 nibbles with half the
+            last dimension, the low one first (integers are stored plus 8); float8_e4m3fn for fp8; bfloat16, float16 or
+            float32 where they are floats.
+        scales: floating point, uint8 for E8M0 or float8_e4m3fn for e4m3, [..., out, groups]; [..., 1, 1] per tensor,
+            [..., out / 128, in / 128] in blocks of 128x128, [..., out, 0] where the values are floats.
         zero_points: int8 [..., out, groups], which are subtracted from the integers, or None.
         factors: fp32 [..., out], which multiply the scales, or None.
         bias: [..., out] or None.
         input_order: [..., orders, in] int32 or None: the inputs, listed so that those that share a scale lie side by
             side (activation order). One order for all rows, or one for gate and one for up rows.
+        input_scales: fp32 [..., 1], or [..., 2] of gate and up rows, or None: the stored scale of activations that have
+            one, which are this times their quantised values (for nvfp4 the inverse of the input's global scale).
     """
 
     element: ElementType
@@ -36,6 +40,7 @@ class QuantizedWeight:
     factors: Tensor | None = None
     bias: Tensor | None = None
     input_order: Tensor | None = None
+    input_scales: Tensor | None = None
 
     def each(self, function: Callable[[Tensor], Tensor]) -> QuantizedWeight:
         """The same with a function applied to every tensor."""

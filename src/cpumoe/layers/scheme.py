@@ -4,6 +4,8 @@
 GroupShape(rows=1, columns=128)
 >>> str(Scheme.parse("w4a16-g32-asym").with_int8_activations())
 'w4a16-g32-asym+int8'
+>>> Scheme.parse("fp8-block").activations.group
+GroupShape(rows=1, columns=128)
 """
 
 from __future__ import annotations
@@ -14,13 +16,18 @@ from typing import Literal
 
 from cpumoe.errors import UnsupportedScheme
 
-#: ``fp4`` is e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives.
-ElementType = Literal["int4", "int8", "fp4"]
-_BITS = {"int4": 4, "int8": 8, "fp4": 4}
+#: Integers, small floats (``fp4`` is e2m1, ``fp8`` e4m3 without infinities), and floats as they are.
+ElementType = Literal["int4", "int8", "fp4", "fp6-e3m2", "fp6-e2m3", "fp8", "bf16", "fp16", "fp32"]
+_BITS = {
+    **{"int4": 4, "int8": 8},
+    **{"fp4": 4, "fp6-e3m2": 6, "fp6-e2m3": 6, "fp8": 8},
+    **{"bf16": 16, "fp16": 16, "fp32": 32},
+}
+INTEGERS, WHOLE_FLOATS = ("int4", "int8"), ("bf16", "fp16", "fp32")
 
 #: How scales are held: as floating point numbers, as powers of two (E8M0), or as 8-bit floats (e4m3) with a floating
-#: point factor for the whole matrix.
-ScaleType = Literal["float", "e8m0", "e4m3"]
+#: point factor for the whole matrix; floats of 16 and 32 bits have none.
+ScaleType = Literal["float", "e8m0", "e4m3", "none"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +57,10 @@ class GroupShape:
     def per_group(cls, size: int) -> GroupShape:
         return cls(1, size)
 
+    @classmethod
+    def per_block(cls, rows: int, columns: int) -> GroupShape:
+        return cls(rows, columns)
+
     @property
     def group_size(self) -> int | None:
         """Inputs of a row that share a scale; None when the whole row does."""
@@ -62,7 +73,23 @@ class GroupShape:
         return down, across
 
 
-_FP4_NAMES = {(32, "e8m0"): "mxfp4", (16, "e4m3"): "nvfp4"}
+_ROW, _TENSOR, _BLOCK = GroupShape.per_row(), GroupShape.per_tensor(), GroupShape.per_block(128, 128)
+# Which groups and scales the small floats may have, and how that is called.
+_SMALL_FLOATS: dict[str, dict[tuple[GroupShape, str], str]] = {
+    "fp4": {
+        (GroupShape.per_group(32), "e8m0"): "groups of 32 with e8m0 scales (mxfp4)",
+        (GroupShape.per_group(16), "e4m3"): "groups of 16 with e4m3 scales (nvfp4)",
+    },
+    "fp6-e3m2": {(GroupShape.per_group(32), "e8m0"): "groups of 32 with e8m0 scales (mxfp6)"},
+    "fp6-e2m3": {(GroupShape.per_group(32), "e8m0"): "groups of 32 with e8m0 scales (mxfp6)"},
+    "fp8": {
+        (_ROW, "float"): "rows",
+        (_TENSOR, "float"): "a tensor",
+        (_BLOCK, "float"): "blocks of 128x128",
+        (GroupShape.per_group(128), "float"): "groups of 128",
+        (GroupShape.per_group(32), "e8m0"): "groups of 32 with e8m0 scales (mxfp8)",
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -77,17 +104,20 @@ class TensorFormat:
 
     def __post_init__(self) -> None:
         if self.element not in _BITS:
-            raise UnsupportedScheme(f"element {self.element!r}; {' and '.join(_BITS)} are accepted")
+            raise UnsupportedScheme(f"element {self.element!r}; {', '.join(_BITS)} are accepted")
         size = self.group.group_size
-        if self.element != "fp4":
+        if self.element in INTEGERS:
             if self.scale != "float":
                 raise UnsupportedScheme(f"{self.scale} scales with {self.element}; floating point scales are accepted")
             if size is not None and size % 32 != 0:
                 raise UnsupportedScheme(f"group_size={size}; a multiple of 32 (32, 64, 96, 128, 256, ...) is accepted")
-        elif (size, self.scale) not in _FP4_NAMES or not self.symmetric:
+        elif self.element in WHOLE_FLOATS:
+            if (self.group, self.symmetric, self.scale) != (_TENSOR, True, "none"):
+                raise UnsupportedScheme(f"{self.element} with scales or zero points; neither is accepted")
+        elif (self.group, self.scale) not in _SMALL_FLOATS[self.element] or not self.symmetric:
             raise UnsupportedScheme(
-                f"fp4 in groups of {size} with {self.scale} scales, {'' if self.symmetric else 'a'}symmetric; "
-                "groups of 32 with e8m0 scales (mxfp4) and of 16 with e4m3 scales (nvfp4) are accepted"
+                f"{'' if self.symmetric else 'asymmetric '}{self.element} in groups of {self.group.rows} x {size} with "
+                f"{self.scale} scales; {' and '.join(_SMALL_FLOATS[self.element].values())}, symmetric, are accepted"
             )
 
     @property
@@ -99,13 +129,74 @@ class TensorFormat:
         """Largest representable integer; the smallest is -largest - 1."""
         return int(2 ** (self.bits - 1)) - 1
 
+    def scale_shape(self, rows: int, columns: int) -> tuple[int, int]:
+        """Shape of the scales of a [rows, columns] matrix; without scales the last dimension is 0."""
+        return (rows, 0) if self.scale == "none" else self.group.scale_shape(rows, columns)
+
+
+#: int8 activations with a zero point, one scale per token, found as the token is seen.
+PER_TOKEN_INT8 = TensorFormat("int8", _ROW, symmetric=False, dynamic=True)
+#: int8 activations with one scale, which was found before and is stored with the weights.
+STATIC_INT8 = TensorFormat("int8", _TENSOR)
+#: The same choices of fp8, and one scale per token and 128 inputs.
+PER_TOKEN_FP8 = TensorFormat("fp8", _ROW, dynamic=True)
+STATIC_FP8 = TensorFormat("fp8", _TENSOR)
+PER_TENSOR_FP8 = TensorFormat("fp8", _TENSOR, dynamic=True)
+PER_TOKEN_AND_128_FP8 = TensorFormat("fp8", GroupShape.per_group(128), dynamic=True)
+#: OCP MX: a power of two for 32 values.
+MXFP4 = TensorFormat("fp4", GroupShape.per_group(32), dynamic=True, scale="e8m0")
+MXFP6_E3M2, MXFP6_E2M3 = replace(MXFP4, element="fp6-e3m2"), replace(MXFP4, element="fp6-e2m3")
+MXFP8 = replace(MXFP4, element="fp8")
+#: e4m3 scales for 16 values under a stored global scale.
+NVFP4 = TensorFormat("fp4", GroupShape.per_group(16), dynamic=True, scale="e4m3")
+
+
+def _stored(activations: TensorFormat) -> TensorFormat:
+    """Weights in the format that activations have."""
+    return replace(activations, dynamic=False)
+
+
+_FP8, _FP8_TENSOR, _FP8_BLOCK = (TensorFormat("fp8", group) for group in (_ROW, _TENSOR, _BLOCK))
+
+# The schemes whose weights are floats, by their names. Those of integers are composed of parts.
+_FLOAT_SCHEMES: dict[str, tuple[TensorFormat, TensorFormat | None]] = {
+    "fp8": (_FP8, PER_TOKEN_FP8),
+    "fp8-static": (_FP8, STATIC_FP8),
+    "fp8-tensor": (_FP8_TENSOR, STATIC_FP8),
+    "fp8-tensor-dynamic": (_FP8_TENSOR, PER_TENSOR_FP8),
+    "fp8-tensor-token": (_FP8_TENSOR, PER_TOKEN_FP8),
+    "fp8-block": (_FP8_BLOCK, PER_TOKEN_AND_128_FP8),
+    "fp8a16": (_FP8, None),
+    "fp8a16-tensor": (_FP8_TENSOR, None),
+    "fp8a16-block": (_FP8_BLOCK, None),
+    "nvfp4": (_stored(NVFP4), NVFP4),
+    "nvfp4a16": (_stored(NVFP4), None),
+    "mxfp4": (_stored(MXFP4), MXFP4),
+    "mxfp4a16": (_stored(MXFP4), None),
+    "mxfp4a8": (_stored(MXFP4), MXFP8),
+    "mxfp4afp8": (_stored(MXFP4), PER_TOKEN_FP8),
+    "mxfp6-e3m2": (_stored(MXFP6_E3M2), MXFP6_E3M2),
+    "mxfp6-e3m2a16": (_stored(MXFP6_E3M2), None),
+    "mxfp6-e2m3": (_stored(MXFP6_E2M3), MXFP6_E2M3),
+    "mxfp6-e2m3a16": (_stored(MXFP6_E2M3), None),
+    "mxfp8": (_stored(MXFP8), MXFP8),
+    "mxfp8a16": (_stored(MXFP8), None),
+    "bf16": (TensorFormat("bf16", _TENSOR, scale="none"), None),
+    "fp16": (TensorFormat("fp16", _TENSOR, scale="none"), None),
+    "fp32": (TensorFormat("fp32", _TENSOR, scale="none"), None),
+}
+_FLOAT_NAMES = {formats: name for name, formats in _FLOAT_SCHEMES.items()}
+
+# How the activations of integer weights are called in names.
+_INTEGER_ACTIVATIONS = {"8": PER_TOKEN_INT8, "16": None, "fp8": PER_TOKEN_FP8}
+
 
 @dataclass(frozen=True)
 class Scheme:
     """A weight format and an activation format. Illegal pairs are refused when they are made.
 
-    ``activations`` is None for weight-only schemes, whose activations stay 16-bit floats; ``requested`` are those that
-    such a scheme is run with on request.
+    ``activations`` is None for weight-only schemes, whose activations stay floats; ``requested`` are those that such a
+    scheme is run with on request.
     """
 
     weights: TensorFormat
@@ -116,56 +207,90 @@ class Scheme:
         w, a = self.weights, self.activations
         if w.dynamic:
             raise UnsupportedScheme("weights with scales that are found when they are seen; stored scales are accepted")
-        if a not in (None, PER_TOKEN_INT8):
-            raise UnsupportedScheme(f"activations {a} are not served; {PER_TOKEN_INT8} or none is accepted")
+        if w.element in INTEGERS:
+            self._check_integers()
+        elif (w, a) not in _FLOAT_NAMES:
+            accepted = [name for (weights, _), name in _FLOAT_NAMES.items() if weights.element == w.element]
+            instead = "; ask for these instead: mxfp4a16+int8" if w.element == "fp4" and a == PER_TOKEN_INT8 else ""
+            raise UnsupportedScheme(
+                f"{w.element} weights with {'float' if a is None else a.element} activations in these groups "
+                f"({w} and {a}){instead}; {', '.join(accepted)} are accepted"
+            )
+        if self.requested is not None and (
+            self.requested != PER_TOKEN_INT8 or a is not None or not self.takes_int8_activations
+        ):
+            raise UnsupportedScheme(
+                f"activations {self.requested} on request, where the scheme has {w.element} weights and "
+                f"{'float activations' if a is None else a}; int8 per token with weight-only schemes of integers "
+                "(not of asymmetric int8) and of fp4 is accepted"
+            )
+
+    def _check_integers(self) -> None:
+        w, a = self.weights, self.activations
+        static = a == STATIC_INT8
+        if not static and a not in _INTEGER_ACTIVATIONS.values():
+            raise UnsupportedScheme(
+                f"activations {a} with {w.element} weights; int8 per token, fp8 per token, int8 with a stored scale or "
+                "none are accepted"
+            )
         if w.group.rows != 1:
             raise UnsupportedScheme(
                 f"weight scales over blocks of {w.group.rows} rows do not go with per-token activations; "
                 "per channel or per group along the inputs is accepted"
             )
-        if not w.symmetric and (w.element != "int4" or a is not None):
+        if not w.symmetric and a is not None:
             raise UnsupportedScheme(
-                f"asymmetric {w.element} weights with {'16-bit' if a is None else 'int8'} activations; asymmetric int4 "
-                "weights with 16-bit activations (w4a16-asym) are accepted"
+                f"asymmetric {w.element} weights with {a.element} activations; asymmetric weights with 16-bit "
+                "activations (w4a16-asym) are accepted"
             )
-        if w.element == "fp4" and a is not None:
-            raise UnsupportedScheme("fp4 weights with int8 activations; ask for these instead: mxfp4a16+int8")
-        if self.requested not in (None, PER_TOKEN_INT8) or (self.requested is not None and a is not None):
-            raise UnsupportedScheme(f"activations {self.requested} on request, where the scheme has {a}")
+        if static and (w.element != "int8" or w.group != _ROW):
+            raise UnsupportedScheme(
+                f"{w.element} weights with int8 activations of a stored scale; int8 weights per channel "
+                "(w8a8-static) are accepted"
+            )
+        if a == PER_TOKEN_FP8 and w.element != "int4":
+            raise UnsupportedScheme(f"{w.element} weights with fp8 activations; int4 weights (w4afp8) are accepted")
 
     @classmethod
     def parse(cls, name: str | Scheme) -> Scheme:
-        """Scheme of a short name: ``w4a8``, ``w4a8-g32``, ``w8a8``, ``w4a16-g128-asym``, ``mxfp4a16``, ``w4a16+int8``.
+        """Scheme of a short name: ``w4a8-g32``, ``w8a8``, ``w4a16-g128-asym``, ``fp8-block``, ``mxfp4a16+int8``.
 
         ``wXaY`` are X-bit integers with activations of Y bits, ``-gN`` in groups of N inputs, ``-asym`` with zero
-        points; ``+int8`` runs a scheme with 16-bit activations with int8 ones.
+        points; ``a16`` stands for activations that stay floats, ``+int8`` runs such a scheme with int8 ones.
         """
         if isinstance(name, Scheme):
             return name
         match = _NAME.fullmatch(name) if isinstance(name, str) else None
         if match is None:
             raise UnsupportedScheme(
-                f"scheme {name!r} is not known; w4a8, w8a8, w4a16 and w8a16 (with -gN for groups of N, a multiple of "
-                "32), w4a16-asym, mxfp4a16 and nvfp4a16 are accepted"
+                f"scheme {name!r} is not known; w4a8, w8a8, w4a16, w8a16 and w4afp8 (with -gN for groups of N, a "
+                f"multiple of 32; with 16-bit activations -asym), w8a8-static, {', '.join(_FLOAT_SCHEMES)} are accepted"
             )
-        group = GroupShape.per_row() if match["group"] is None else GroupShape.per_group(int(match["group"]))
         requested = PER_TOKEN_INT8 if match["requested"] else None
-        if match["fp4"]:
-            size, scale = (32, "e8m0") if match["fp4"] == "mxfp4" else (16, "e4m3")
-            weights = TensorFormat("fp4", GroupShape.per_group(size), scale=scale)  # type: ignore[arg-type]
-            return cls(weights, None, requested)
+        if match["float"]:
+            return cls(*_FLOAT_SCHEMES[match["float"]], requested)
         element: ElementType = "int4" if match["bits"] == "4" else "int8"
+        group = _ROW if match["group"] is None else GroupShape.per_group(int(match["group"]))
         weights = TensorFormat(element, group, symmetric=match["asymmetric"] is None)
-        return cls(weights, PER_TOKEN_INT8 if match["inputs"] == "8" else None, requested)
+        activations = STATIC_INT8 if match["static"] else _INTEGER_ACTIVATIONS[match["inputs"]]
+        if match["static"] and match["inputs"] != "8":
+            raise UnsupportedScheme(f"scheme {name!r}; of stored scales w8a8-static is accepted")
+        return cls(weights, activations, requested)
+
+    @property
+    def takes_int8_activations(self) -> bool:
+        """Whether the weights are multiples of small integers, which int8 activations can be multiplied with."""
+        w = self.weights
+        return w.element in ("int4", "fp4") or (w.element == "int8" and w.symmetric)
 
     def with_int8_activations(self) -> Scheme:
-        """The same weights, run with int8 activations; a scheme that has them already stays as it is."""
+        """The same weights, run with int8 activations; a scheme with quantised activations stays as it is."""
         return self if self.activations is not None else replace(self, requested=PER_TOKEN_INT8)
 
     @property
-    def activation_bits(self) -> int:
-        """Bits that activations are held with in products: 8, or 16 for floats, which are counted per token."""
-        return 16 if self.activations is None and self.requested is None else 8
+    def product_activations(self) -> TensorFormat | None:
+        """What activations are held as in products: None stands for floats."""
+        return self.requested or self.activations
 
     @property
     def group_size(self) -> int | None:
@@ -182,31 +307,32 @@ class Scheme:
         if not self.fits(in_features):
             fitting = [g for g in (32, 64, 128) if in_features % g == 0]
             advice = f"use {', '.join(map(str, fitting))}" if fitting else "use per channel"
-            if self.weights.element == "fp4":
+            if self.weights.element not in INTEGERS:
                 advice = f"for {self} a multiple of {size} is accepted"
             raise UnsupportedScheme(f"{name}: group_size={size} does not divide in_features={in_features}; {advice}")
 
     def __str__(self) -> str:
-        inputs = 16 if self.activations is None else self.activations.bits
         requested = "" if self.requested is None else "+int8"
-        if self.weights.element == "fp4":
-            return f"{_FP4_NAMES[self.group_size, self.weights.scale]}a{inputs}{requested}"  # type: ignore[index]
+        w, a = self.weights, self.activations
+        if w.element not in INTEGERS:
+            return _FLOAT_NAMES[w, a] + requested
+        if a == STATIC_INT8:
+            return "w8a8-static"
+        inputs = next(text for text, activations in _INTEGER_ACTIVATIONS.items() if activations == a)
         group = "" if self.group_size is None else f"-g{self.group_size}"
-        return f"w{self.weights.bits}a{inputs}{group}{'' if self.weights.symmetric else '-asym'}{requested}"
+        return f"w{w.bits}a{inputs}{group}{'' if w.symmetric else '-asym'}{requested}"
 
 
 _NAME = re.compile(
-    r"(?:w(?P<bits>[48])a(?P<inputs>8|16)(?:-g(?P<group>[1-9][0-9]{0,5}))?(?P<asymmetric>-asym)?"
-    r"|(?P<fp4>mxfp4|nvfp4)a16)(?P<requested>\+int8)?"
+    r"(?:w(?P<bits>[48])a(?P<inputs>8|16|fp8)(?:-g(?P<group>[1-9][0-9]{0,5}))?(?P<asymmetric>-asym)?(?P<static>-static)?"
+    rf"|(?P<float>{'|'.join(sorted(_FLOAT_SCHEMES, key=len, reverse=True))}))(?P<requested>\+int8)?"
 )
 
 
-#: int8 activations with a zero point, one scale per token, found as the token is seen.
-PER_TOKEN_INT8 = TensorFormat("int8", GroupShape.per_row(), symmetric=False, dynamic=True)
-
-
-_A8 = ["w4a8", "w4a8-g32", "w4a8-g64", "w4a8-g128", "w8a8", "w8a8-g32", "w8a8-g128"]
+_QUANTIZED = ["w4a8", "w4a8-g32", "w4a8-g64", "w4a8-g128", "w8a8", "w8a8-g32", "w8a8-g128", "w8a8-static"]
+_QUANTIZED += ["w4afp8", "w4afp8-g128"]
 _A16 = ["w4a16", "w4a16-g32", "w4a16-g128", "w4a16-asym", "w4a16-g32-asym", "w4a16-g128-asym"]
-_A16 += ["w8a16", "w8a16-g32", "w8a16-g128", "mxfp4a16", "nvfp4a16"]
+_A16 += ["w8a16", "w8a16-g32", "w8a16-g128", "w8a16-asym", "w8a16-g32-asym"]
+_ON_REQUEST = [name for name in (*_A16, "mxfp4a16", "nvfp4a16") if Scheme.parse(name).takes_int8_activations]
 #: Names of schemes of every kind that is served. Groups may have any multiple of 32 inputs; these are the usual ones.
-SCHEMES = (*_A8, *_A16, *(f"{name}+int8" for name in _A16))
+SCHEMES = (*_QUANTIZED, *_A16, *_FLOAT_SCHEMES, *(f"{name}+int8" for name in _ON_REQUEST))

@@ -30,7 +30,7 @@ class QuantizedWeight:
         input_order: [..., orders, in] int32 or None: the inputs, listed so that those that share a scale lie side by
             side (activation order). One order for all rows, or one for gate and one for up rows.
         input_scales: fp32 [..., 1], or [..., 2] of gate and up rows, or None: the stored scale of activations that have
-            one, which are this times their quantised values (for nvfp4 the inverse of the input's global scale).
+            one, which are this times their quantised values; for nvfp4 the global scale of the input, which divides.
     """
 
     element: ElementType

@@ -116,12 +116,22 @@ void linear(nb::handle x_, nb::handle weight_, nb::handle out_) {
 
 // ---- packed weights ------------------------------------------------------------------------------------------------
 
-constexpr std::pair<const char*, ScaleType> kScaleNames[] = {{"float32", ScaleType::kF32},
-                                                             {"bfloat16", ScaleType::kBF16},
-                                                             {"float16", ScaleType::kF16},
-                                                             {"e8m0", ScaleType::kE8M0},
-                                                             {"e4m3", ScaleType::kE4M3}};
-constexpr std::pair<const char*, RowFormat> kRowNames[] = {{"int8", RowFormat::kBytes}, {"int16", RowFormat::kWords}};
+constexpr std::pair<const char*, ScaleType> kScaleNames[] = {
+    {"float32", ScaleType::kF32}, {"bfloat16", ScaleType::kBF16}, {"float16", ScaleType::kF16},
+    {"e8m0", ScaleType::kE8M0},   {"e4m3", ScaleType::kE4M3},     {"none", ScaleType::kNone}};
+constexpr std::pair<const char*, RowFormat> kRowNames[] = {{"int8", RowFormat::kBytes},
+                                                           {"int16", RowFormat::kWords},
+                                                           {"int8-static", RowFormat::kBytesStatic},
+                                                           {"fp8", RowFormat::kFp8},
+                                                           {"fp8-static", RowFormat::kFp8Static},
+                                                           {"fp8-tensor", RowFormat::kFp8Tensor},
+                                                           {"fp8-g128", RowFormat::kFp8Group128},
+                                                           {"nvfp4", RowFormat::kNvfp4},
+                                                           {"mxfp4", RowFormat::kMxfp4},
+                                                           {"mxfp6-e3m2", RowFormat::kMxfp6E3M2},
+                                                           {"mxfp6-e2m3", RowFormat::kMxfp6E2M3},
+                                                           {"mxfp8", RowFormat::kMxfp8},
+                                                           {"float", RowFormat::kFloat}};
 
 template <class Value, std::size_t count>
 Value value_named(const std::pair<const char*, Value> (&names)[count], const std::string& name, const char* argument) {
@@ -143,9 +153,11 @@ const char* name_of(const std::pair<const char*, Value> (&names)[count], Value v
 // What Python gives to make a PackedSpec.
 PackedSpec make_spec(const std::string& weights, std::optional<std::int64_t> group_size, const std::string& scales,
                      std::int64_t experts, std::int64_t out_features, std::int64_t in_features, bool gated,
-                     bool has_bias, bool has_zero_points, int input_orders, const std::string& activations) {
+                     bool has_bias, bool has_zero_points, int input_orders, int input_scales,
+                     const std::string& activations) {
   PackedSpec s;
   s.input_orders = input_orders;
+  s.input_scales = input_scales;
   s.group = group_size.value_or(0);
   s.experts = experts;
   s.columns = out_features;
@@ -174,8 +186,8 @@ std::string spec_text(const PackedSpec& s) {
                 "', group_size=", s.group == 0 ? std::string("None") : std::to_string(s.group), ", scales='",
                 scale_name(s), "', experts=", s.experts, ", out_features=", s.columns, ", in_features=", s.depth,
                 ", gated=", text(s.gated), ", has_bias=", text(s.has_bias),
-                ", has_zero_points=", text(has_zero_points(s)), ", input_orders=", s.input_orders, ", activations='",
-                row_name(s), "')");
+                ", has_zero_points=", text(has_zero_points(s)), ", input_orders=", s.input_orders,
+                ", input_scales=", s.input_scales, ", activations='", row_name(s), "')");
 }
 
 void bind_spec(nb::module_& m) {
@@ -185,12 +197,12 @@ void bind_spec(nb::module_& m) {
           "__init__",
           [](PackedSpec* self, const std::string& weights, std::optional<std::int64_t> group, const std::string& scales,
              std::int64_t experts, std::int64_t out_features, std::int64_t in_features, bool gated, bool has_bias,
-             bool zero_points, const std::string& activations, int input_orders) {
+             bool zero_points, const std::string& activations, int input_orders, int input_scales) {
             new (self) PackedSpec(make_spec(weights, group, scales, experts, out_features, in_features, gated, has_bias,
-                                            zero_points, input_orders, activations));
+                                            zero_points, input_orders, input_scales, activations));
           },
           nb::kw_only(), "weights"_a, "group_size"_a.none(), "scales"_a, "experts"_a, "out_features"_a, "in_features"_a,
-          "gated"_a, "has_bias"_a, "has_zero_points"_a, "activations"_a, "input_orders"_a = 0)
+          "gated"_a, "has_bias"_a, "has_zero_points"_a, "activations"_a, "input_orders"_a = 0, "input_scales"_a = 0)
       .def_prop_ro("weights", [](const PackedSpec& s) { return format_of(s).element; })
       .def_prop_ro("weight_format", [](const PackedSpec& s) { return format_of(s).name; })
       .def_prop_ro("weight_bits", [](const PackedSpec& s) { return traits_of(s.weights).bits; })
@@ -205,6 +217,7 @@ void bind_spec(nb::module_& m) {
       .def_prop_ro("has_zero_points", &has_zero_points)
       .def_prop_ro("has_factors", [](const PackedSpec& s) { return traits_of(s.weights).has_factor; })
       .def_ro("input_orders", &PackedSpec::input_orders)
+      .def_ro("input_scales", &PackedSpec::input_scales)
       .def_prop_ro("activations", &row_name)
       .def_prop_ro("packed_bytes", [](const PackedSpec& s) { return layout_of(s, "weights").total_bytes; })
       .def(
@@ -271,17 +284,35 @@ int check_scales(const Array& scales, const std::string& name, const PackedSpec&
   return size_of(scales.float_type());
 }
 
-// values: int8 [experts, columns, depth], or uint8 nibbles [experts, columns, (depth + 1) / 2]. zeros and factors:
-// PackSource.
+// Checks the dtype of weights that are not nibbles, and gives the size of one.
+int check_values(const Array& values, const PackedSpec& s) {
+  if (traits_of(s.weights).bits <= 8) {
+    values.expect<std::int8_t>(traits_of(s.weights).bits == 4
+                                   ? "int8 (one value per byte) or uint8 (two nibbles per byte)"
+                                   : "int8 (one value or code per byte)");
+    return 1;
+  }
+  const DType wanted = s.weights == WeightFormat::kBF16  ? DType::kBF16
+                       : s.weights == WeightFormat::kF16 ? DType::kF16
+                                                         : DType::kF32;
+  CPUMOE_REQUIRE(values.float_type() == wanted, values.name(), " is ", values.dtype_text(), "; that of ",
+                 format_of(s).name, " is accepted");
+  return size_of(wanted);
+}
+
+// values: int8 or floats [experts, columns, depth], or uint8 nibbles [experts, columns, (depth + 1) / 2]. zeros,
+// factors and input scales: PackSource.
 void pack_into(nb::handle blob_, std::int64_t first_expert, nb::handle values_, nb::handle scales_, nb::handle zeros_,
-               nb::handle factors_, nb::handle bias_, nb::handle input_order_, int order, const std::string& name) {
+               nb::handle factors_, nb::handle bias_, nb::handle input_order_, nb::handle input_scales_, int order,
+               const std::string& name) {
   const std::string scales_name = name + "_scale";
   const Array blob(blob_, "blob"), values(values_, name.c_str()), scales(scales_, scales_name.c_str());
   const PackedMatrix m = packed_matrix(blob.writable());
   const PackedSpec& s = m.spec;
   const bool nibbles = values.contiguous(3).is<std::uint8_t>();
-  if (!nibbles) values.expect<std::int8_t>("int8 (one value per byte) or uint8 (two nibbles per byte)");
-  CPUMOE_REQUIRE(!nibbles || traits_of(s.weights).bits == 4, name, " must be int8 for 8-bit weights");
+  CPUMOE_REQUIRE(!nibbles || traits_of(s.weights).bits == 4, name, " must be int8 for ", traits_of(s.weights).bits,
+                 "-bit weights");
+  const int value_bytes = nibbles ? 1 : check_values(values, s);
   const std::int64_t width = nibbles ? (s.depth + 1) / 2 : s.depth;
   const std::int64_t groups = s.groups(), experts = values.dim(0);
   CPUMOE_REQUIRE(values.dim(1) == s.columns && values.dim(2) == width, name, " is ", values.shape_text(),
@@ -295,6 +326,8 @@ void pack_into(nb::handle blob_, std::int64_t first_expert, nb::handle values_, 
   const Part<float> bias(bias_, name + "_bias", s.has_bias, experts, s.columns, 0, "float32");
   const Part<std::int32_t> input_order(input_order_, name + "_input_order", s.input_orders != 0, experts,
                                        s.input_orders, s.depth, "int32");
+  const Part<float> input_scales(input_scales_, name + "_input_scale", s.input_scales != 0, experts, s.input_scales, 0,
+                                 "float32");
   const DType scale_type = has_byte_scales(s) ? DType::kF32 : scales.float_type();
   const DType begun = s.scales == ScaleType::kBF16  ? DType::kBF16
                       : s.scales == ScaleType::kF16 ? DType::kF16
@@ -304,7 +337,7 @@ void pack_into(nb::handle blob_, std::int64_t first_expert, nb::handle values_, 
   std::vector<PackSource> sources(static_cast<std::size_t>(experts));
   for (std::int64_t e = 0; e < experts; ++e) {
     PackSource& source = sources[static_cast<std::size_t>(e)];
-    source.values = values.data() + e * s.columns * width;
+    source.values = values.data() + e * s.columns * width * value_bytes;
     source.nibbles = nibbles;
     source.scales = scales.data() + e * s.columns * groups * scale_bytes;
     source.scale_type = scale_type;
@@ -312,6 +345,7 @@ void pack_into(nb::handle blob_, std::int64_t first_expert, nb::handle values_, 
     source.factors = factors.of(e);
     source.bias = bias.of(e);
     source.input_order = input_order.of(e);
+    source.input_scales = input_scales.of(e);
     source.order = static_cast<RowOrder>(order);
   }
   const Computation computation;
@@ -321,11 +355,11 @@ void pack_into(nb::handle blob_, std::int64_t first_expert, nb::handle values_, 
 // The experts [first_expert, first_expert + n) back to values [n, columns, depth], scales [n, columns, groups] and,
 // where there are any, zero points like the scales, factors and biases [n, columns].
 void unpack_into(nb::handle blob_, std::int64_t first_expert, nb::handle values_, nb::handle scales_, nb::handle zeros_,
-                 nb::handle factors_, nb::handle bias_, nb::handle input_order_) {
+                 nb::handle factors_, nb::handle bias_, nb::handle input_order_, nb::handle input_scales_) {
   const Array blob(blob_, "blob"), values(values_, "values"), scales(scales_, "scales");
   const PackedMatrix m = packed_matrix(blob);
   const PackedSpec& s = m.spec;
-  values.writable().contiguous(3).expect<std::int8_t>("int8");
+  const int value_bytes = check_values(values.writable().contiguous(3), s);
   const std::int64_t experts = values.dim(0), groups = s.groups();
   CPUMOE_REQUIRE(values.dim(1) == s.columns && values.dim(2) == s.depth, "values is ", values.shape_text(),
                  "; [experts, ", s.columns, ", ", s.depth, "] is accepted");
@@ -336,16 +370,19 @@ void unpack_into(nb::handle blob_, std::int64_t first_expert, nb::handle values_
   const Part<float> bias(bias_, "bias", s.has_bias, experts, s.columns, 0, "float32", true);
   const Part<std::int32_t> input_order(input_order_, "input_order", s.input_orders != 0, experts, s.input_orders,
                                        s.depth, "int32", true);
+  const Part<float> input_scales(input_scales_, "input_scales", s.input_scales != 0, experts, s.input_scales, 0,
+                                 "float32", true);
   std::vector<UnpackTarget> targets(static_cast<std::size_t>(experts));
   for (std::int64_t e = 0; e < experts; ++e) {
     UnpackTarget& target = targets[static_cast<std::size_t>(e)];
-    target.values = values.data<std::int8_t>() + e * s.columns * s.depth;
+    target.values = values.data() + e * s.columns * s.depth * value_bytes;
     target.scales = scales.data() + e * s.columns * groups * scale_bytes;
     target.scale_type = has_byte_scales(s) ? DType::kF32 : scales.float_type();
     target.zeros = zeros.of(e);
     target.factors = factors.of(e);
     target.bias = bias.of(e);
     target.input_order = input_order.of(e);
+    target.input_scales = input_scales.of(e);
   }
   const Computation computation;
   unpack_experts(m, first_expert, targets.data(), experts, "blob");
@@ -490,9 +527,9 @@ double measure_reading(nb::handle data_) {
   return read_rate(active_kernels(), bytes, count);
 }
 
-double measure_dots(std::int64_t iterations) {
+double measure_dots(std::int64_t iterations, bool floats) {
   const nb::gil_scoped_release release;
-  return dot_rate(active_kernels(), iterations);
+  return dot_rate(active_kernels(), iterations, floats);
 }
 
 nb::list list_instruction_sets() {
@@ -520,9 +557,9 @@ NB_MODULE(_core, m) {
   m.def("read_spec", &read_spec, "blob"_a);
   m.def("write_packed_header", &write_packed_header, "blob"_a, "spec"_a);
   m.def("pack_into", &pack_into, "blob"_a, "first_expert"_a, "values"_a, "scales"_a, "zeros"_a.none(),
-        "factors"_a.none(), "bias"_a.none(), "input_order"_a.none(), "order"_a, "name"_a);
+        "factors"_a.none(), "bias"_a.none(), "input_order"_a.none(), "input_scales"_a.none(), "order"_a, "name"_a);
   m.def("unpack_into", &unpack_into, "blob"_a, "first_expert"_a, "values"_a, "scales"_a, "zeros"_a.none(),
-        "factors"_a.none(), "bias"_a.none(), "input_order"_a.none());
+        "factors"_a.none(), "bias"_a.none(), "input_order"_a.none(), "input_scales"_a.none());
   m.def("weight_formats", &list_weight_formats);
   m.def("select_experts", &select_experts, "logits"_a, "weights"_a, "ids"_a, "scoring"_a, "score_chosen"_a,
         "bias"_a.none(), "groups"_a, "topk_groups"_a, "renormalize"_a, "scale"_a);
@@ -531,7 +568,7 @@ NB_MODULE(_core, m) {
         "scale"_a, "out"_a);
   m.def("rms_norm", &normalize, "x"_a, "weight"_a, "epsilon"_a, "round_first"_a, "out"_a);
   m.def("read_rate", &measure_reading, "data"_a);
-  m.def("dot_rate", &measure_dots, "iterations"_a);
+  m.def("dot_rate", &measure_dots, "iterations"_a, "floats"_a = false);
   m.def("instruction_sets", &list_instruction_sets);
   m.def("isa", [] { return active_kernels().name; });
   m.def("use_isa", &use_kernels, "name"_a);

@@ -20,7 +20,7 @@ namespace cpumoe {
 
 extern const Kernels kScalarKernels;
 #if defined(__x86_64__)
-extern const Kernels kAvx2Kernels, kAvxVnniKernels, kAvx512VnniKernels, kAmxKernels;
+extern const Kernels kAvx2Kernels, kAvxVnniKernels, kAvx512VnniKernels, kAvx512Bf16Kernels, kAmxKernels;
 #elif defined(__aarch64__)
 extern const Kernels kNeonDotKernels, kNeonI8mmKernels;
 #endif
@@ -83,8 +83,13 @@ std::string avx_vnni_obstacle() {
 #endif
 }
 
-std::string amx_obstacle() {
+std::string avx512_bf16_obstacle() {
   if (std::string why = avx512_vnni_obstacle(); !why.empty()) return why;
+  return bit(cpuid(7, 1).a, 5) ? "" : "the CPU lacks AVX512-BF16";
+}
+
+std::string amx_obstacle() {
+  if (std::string why = avx512_bf16_obstacle(); !why.empty()) return why;
   const Registers seven = cpuid(7);
   if (!bit(seven.c, 8)) return "the CPU lacks GFNI";
 #if defined(CPUMOE_EMULATE)
@@ -112,7 +117,7 @@ std::string neon_i8mm_obstacle() {
 
 #endif
 
-constexpr int kInstructionSets = 7;
+constexpr int kInstructionSets = 8;
 
 Tuning tuning() {
 #if defined(__x86_64__)
@@ -142,9 +147,10 @@ std::vector<IsaEntry> find_instruction_sets() {
   found.push_back(present(kAvx2Kernels, avx2_obstacle()));
   found.push_back(present(kAvxVnniKernels, avx_vnni_obstacle()));
   found.push_back(present(kAvx512VnniKernels, avx512_vnni_obstacle()));
+  found.push_back(present(kAvx512Bf16Kernels, avx512_bf16_obstacle()));
   found.push_back(present(kAmxKernels, amx_obstacle()));
 #else
-  for (const char* name : {"avx2", "avx_vnni", "avx512_vnni", "amx"}) found.push_back(absent(name));
+  for (const char* name : {"avx2", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx"}) found.push_back(absent(name));
 #if defined(__aarch64__)
   found.push_back(present(kNeonDotKernels, neon_dot_obstacle()));
   found.push_back(present(kNeonI8mmKernels, neon_i8mm_obstacle()));

@@ -58,12 +58,45 @@ void read_int8(const std::uint8_t* src, RecordValues& values) {
   }
 }
 
+// Four bits of each weight like nibbles, then a line of the upper two bits for every line: of byte b of both tiles, the
+// first lower, and of either half, the first lower.
+void write_six_bits(const RecordValues& values, std::uint8_t* dst) {
+  write_nibbles<0>(values, dst);
+  std::uint8_t* upper = dst + kLines * kLineBytes;
+  for (int line = 0; line < kLines; ++line) {
+    for (int b = 0; b < kLineBytes / 2; ++b) {
+      std::uint8_t bits = 0;
+      for (int tile = 0; tile < 2; ++tile) {
+        const std::int8_t* column = values[tile * kTileColumns + b / 4] + line * 4 + b % 4;
+        bits |= static_cast<std::uint8_t>(((column[0] >> 4 & 3) | (column[64] >> 4 & 3) << 2) << (4 * tile));
+      }
+      upper[line * kLineBytes / 2 + b] = bits;
+    }
+  }
+}
+
+void read_six_bits(const std::uint8_t* src, RecordValues& values) {
+  read_nibbles<0, 16>(src, values);
+  const std::uint8_t* upper = src + kLines * kLineBytes;
+  for (int line = 0; line < kLines; ++line) {
+    for (int b = 0; b < kLineBytes / 2; ++b) {
+      for (int tile = 0; tile < 2; ++tile) {
+        std::int8_t* column = values[tile * kTileColumns + b / 4] + line * 4 + b % 4;
+        const int bits = upper[line * kLineBytes / 2 + b] >> (4 * tile);
+        column[0] = static_cast<std::int8_t>(column[0] | (bits & 3) << 4);
+        column[64] = static_cast<std::int8_t>(column[64] | (bits >> 2 & 3) << 4);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 const RecordCodec kInt4Codec = {write_nibbles<0>, read_nibbles<0, 8>};
 const RecordCodec kOffsetNibblesCodec = {write_nibbles<8>, read_nibbles<-8, 16>};
 const RecordCodec kFp4Codec = {write_nibbles<0>, read_nibbles<0, 16>};
 const RecordCodec kInt8Codec = {write_int8, read_int8};
+const RecordCodec kSixBitsCodec = {write_six_bits, read_six_bits};
 
 // In the order of their numbers.
 const FormatInfo kWeightFormats[kFormatCount] = {
@@ -80,11 +113,27 @@ const FormatInfo kWeightFormats[kFormatCount] = {
     {WeightFormat::kInt4ZeroGroup128, "int4-zero-g128", "int4"},
     {WeightFormat::kFp4Group16, "fp4-g16", "fp4"},
     {WeightFormat::kFp4Group32, "fp4-g32", "fp4"},
+    {WeightFormat::kE4M3, "fp8", "fp8"},
+    {WeightFormat::kE4M3Tile128, "fp8-tile-g128", "fp8"},
+    {WeightFormat::kE4M3Group32, "fp8-g32", "fp8"},
+    {WeightFormat::kE3M2Group32, "fp6-e3m2-g32", "fp6-e3m2"},
+    {WeightFormat::kE2M3Group32, "fp6-e2m3-g32", "fp6-e2m3"},
+    {WeightFormat::kInt8ZeroGroup32, "int8-zero-g32", "int8"},
+    {WeightFormat::kInt8ZeroGroup64, "int8-zero-g64", "int8"},
+    {WeightFormat::kInt8ZeroGroup128, "int8-zero-g128", "int8"},
+    {WeightFormat::kBF16, "bf16", "bf16"},
+    {WeightFormat::kF16, "fp16", "fp16"},
+    {WeightFormat::kF32, "fp32", "fp32"},
 };
 
 bool FormatInfo::takes(ScaleType scales) const {
+  const FormatTraits traits = traits_of(id);
+  if (!traits.has_scales()) return scales == ScaleType::kNone;
   if (id == WeightFormat::kFp4Group16) return scales == ScaleType::kE4M3;
-  if (id == WeightFormat::kFp4Group32) return scales == ScaleType::kE8M0;
+  const bool is_small_float =
+      traits.decoding == Decoding::kFp4 || (traits.bits >= 6 && traits.decoding >= Decoding::kE4M3);
+  if (is_small_float && traits.subgroup == 32) return scales == ScaleType::kE8M0;
+  if (has_tile_scales(id)) return scales == ScaleType::kF32;
   return scales == ScaleType::kF32 || scales == ScaleType::kBF16 || scales == ScaleType::kF16;
 }
 

@@ -43,8 +43,19 @@ enum class WeightFormat : std::uint32_t {
   kInt4ZeroGroup32 = 9,  // int4 minus a zero point that the inputs of a group share, too
   kInt4ZeroGroup64 = 10,
   kInt4ZeroGroup128 = 11,
-  kFp4Group16 = 12,  // e2m1, with e4m3 scales and a factor for the column: NVFP4
-  kFp4Group32 = 13,  // e2m1, with E8M0 scales: MXFP4
+  kFp4Group16 = 12,   // e2m1, with e4m3 scales and a factor for the column: NVFP4
+  kFp4Group32 = 13,   // e2m1, with E8M0 scales: MXFP4
+  kE4M3 = 14,         // one scale per column: FP8
+  kE4M3Tile128 = 15,  // 128 inputs of a tile of 16 columns share a scale: FP8 in blocks
+  kE4M3Group32 = 16,  // with E8M0 scales: MXFP8
+  kE3M2Group32 = 17,  // the two kinds of MXFP6
+  kE2M3Group32 = 18,
+  kInt8ZeroGroup32 = 19,  // int8 minus a zero point that the inputs of a group share
+  kInt8ZeroGroup64 = 20,
+  kInt8ZeroGroup128 = 21,
+  kBF16 = 22,  // floats as they are
+  kF16 = 23,
+  kF32 = 24,
 };
 
 // How the scales inside the records are held (those of whole columns are fp32). Numbers of headers, as above.
@@ -54,28 +65,88 @@ enum class ScaleType : std::uint32_t {
   kE8M0 = 3,  // the exponent of a power of two
   kE4M3 = 4,  // read as a 256th of its value: the bits of e4m3, 7 further left, are those of an fp16 number
   kF16 = 5,   // as they came, not divided by FormatTraits::unit, which would leave fp16 too few bits
+  kNone = 6,  // of weights that are floats
 };
 
 static constexpr int size_of(ScaleType type) {
-  return type == ScaleType::kF32 ? 4 : type == ScaleType::kBF16 || type == ScaleType::kF16 ? 2 : 1;
+  return type == ScaleType::kF32 || type == ScaleType::kNone   ? 4
+         : type == ScaleType::kBF16 || type == ScaleType::kF16 ? 2
+                                                               : 1;
 }
 
-// How a row of activations is held: as integers u with a scale and a zero point for the row, x = (u - zero) * scale.
-// Numbers of headers, as above.
+// How a row of activations is made and held in products, x = value * scale of the row. Numbers of headers, as above;
+// but for the last three, which are what kFloat becomes for the weights and activations of a call.
 enum class RowFormat : std::uint8_t {
-  kBytes = 0,  // u of 8 bits
-  kWords = 1,  // u of 16 bits, as two rows of bytes, the upper ones first: finer than 16-bit floats, and exact to add
+  kBytes = 0,        // 8-bit integers less a zero point, both found as the row is seen
+  kWords = 1,        // the same with 16 bits: finer than 16-bit floats, and exact to add
+  kBytesStatic = 2,  // 8-bit integers with the scale that is stored with the weights
+  kFp8 = 3,          // e4m3 with a scale for the row
+  kFp8Static = 4,    // with the stored scale
+  kFp8Tensor = 5,    // with one scale for all rows that a matrix is multiplied with
+  kFp8Group128 = 6,  // with one for 128 inputs of the row
+  kNvfp4 = 7,        // e2m1 with e4m3 scales for 16 inputs under a stored global scale
+  kMxfp4 = 8,        // small floats with powers of two for 32 inputs
+  kMxfp6E3M2 = 9,
+  kMxfp6E2M3 = 10,
+  kMxfp8 = 11,
+  kFloat = 12,
+  kBF16 = 13,
+  kBF16Pair = 14,  // a bf16 number and one for what it leaves
+  kF32 = 15,
 };
 
-// Rows of bytes that a row of activations takes in a product.
-static constexpr int planes_of(RowFormat format) { return format == RowFormat::kWords ? 2 : 1; }
+// What the values of a prepared row are.
+enum class RowKind : std::uint8_t {
+  kBytes,  // unsigned, 64 bytes for half of a record
+  kBF16,   // 128 bytes; of every four inputs in the order 0, 2, 1, 3
+  kF32,    // 256 bytes
+};
 
-// How the nibbles or bytes of a record become the integers that are multiplied.
+struct RowTraits {
+  RowKind kind = RowKind::kBF16;
+  int planes = 1;              // rows of a product that a row of activations takes
+  bool stored_scale = false;   // the scale is that of the weights
+  bool of_tensor = false;      // the scale is that of all rows
+  bool record_scales = false;  // every record of a row has a scale of its own
+
+  constexpr int half_bytes() const { return kind == RowKind::kBytes ? 64 : kind == RowKind::kBF16 ? 128 : 256; }
+  // Whether a token is prepared for every expert anew.
+  constexpr bool by_expert() const { return stored_scale || of_tensor; }
+};
+
+static constexpr RowTraits traits_of(RowFormat format) {
+  switch (format) {
+    case RowFormat::kBytes: return {.kind = RowKind::kBytes};
+    case RowFormat::kWords: return {.kind = RowKind::kBytes, .planes = 2};
+    case RowFormat::kBytesStatic: return {.kind = RowKind::kBytes, .stored_scale = true};
+    case RowFormat::kFp8Static:
+    case RowFormat::kNvfp4: return {.stored_scale = true};
+    case RowFormat::kFp8Tensor: return {.of_tensor = true};
+    case RowFormat::kFp8Group128: return {.record_scales = true};
+    case RowFormat::kBF16Pair: return {.planes = 2};
+    case RowFormat::kF32: return {.kind = RowKind::kF32};
+    default: return {};
+  }
+}
+
+// Where input `i` of half of a record stands in a row of a kind.
+static constexpr std::int64_t place_in_half(RowKind kind, std::int64_t i) {
+  return kind == RowKind::kBF16 ? (i & ~3) | (i & 1) << 1 | (i & 2) >> 1 : i;
+}
+
+// How the bits of a record become the numbers that are multiplied.
 enum class Decoding : std::uint8_t {
   kBytes,          // int8, as they are
   kNibbles,        // int4, times 16: the high nibble then needs no shift, and the low one a single one
   kNibblesOfZero,  // 0..15, less the zero point of their group: -15..15
   kFp4,            // e2m1, times 2: 0, 1, 2, 3, 4, 6, 8, 12 and their negatives
+  kBytesOfZero,    // int8 less the zero point of their group: -255..255
+  kE4M3,
+  kE3M2,
+  kE2M3,
+  kBF16,
+  kF16,
+  kF32,
 };
 
 // What can be said of a weight format without an instruction set.
@@ -83,11 +154,22 @@ struct FormatTraits {
   Decoding decoding;
   int bits;         // of a weight
   int subgroup;     // inputs that share a scale of a record; 0: one scale per column for all inputs
-  int unit;         // the integers that are multiplied are this times the weights; scales are divided by it
-  int largest;      // magnitude of these integers
+  int unit;         // the numbers that are multiplied are this times the weights; scales are divided by it
+  int largest;      // magnitude of these, if they are integers
   bool has_factor;  // besides the scales of records, a column has a factor
 
-  constexpr bool has_zeros() const { return decoding == Decoding::kNibblesOfZero; }
+  constexpr bool has_zeros() const {
+    return decoding == Decoding::kNibblesOfZero || decoding == Decoding::kBytesOfZero;
+  }
+  constexpr bool has_scales() const { return bits <= 8; }
+  // Whether it can be multiplied with rows of integers.
+  constexpr bool has_integers() const { return largest != 0; }
+  // Whether it can be multiplied with rows of this kind.
+  constexpr bool takes(RowKind rows) const {
+    if (rows == RowKind::kBytes) return has_integers();
+    if (bits > 8) return (rows == RowKind::kBF16) == (decoding == Decoding::kBF16);
+    return rows == RowKind::kBF16 && decoding != Decoding::kNibblesOfZero && decoding != Decoding::kBytes;
+  }
 };
 
 static constexpr FormatTraits traits_of(WeightFormat format) {
@@ -95,6 +177,9 @@ static constexpr FormatTraits traits_of(WeightFormat format) {
   constexpr auto int8 = [](int subgroup) { return FormatTraits{Decoding::kBytes, 8, subgroup, 1, 128, false}; };
   constexpr auto zero = [](int subgroup) { return FormatTraits{Decoding::kNibblesOfZero, 4, subgroup, 1, 15, false}; };
   constexpr auto fp4 = [](int subgroup) { return FormatTraits{Decoding::kFp4, 4, subgroup, 2, 12, true}; };
+  constexpr auto floats = [](Decoding decoding, int bits, int subgroup) {
+    return FormatTraits{decoding, bits, subgroup, 1, 0, false};
+  };
   switch (format) {
     case WeightFormat::kInt4: return int4(0);
     case WeightFormat::kInt4Group32: return int4(32);
@@ -109,6 +194,17 @@ static constexpr FormatTraits traits_of(WeightFormat format) {
     case WeightFormat::kInt4ZeroGroup128: return zero(128);
     case WeightFormat::kFp4Group16: return fp4(16);
     case WeightFormat::kFp4Group32: return fp4(32);
+    case WeightFormat::kE4M3: return floats(Decoding::kE4M3, 8, 0);
+    case WeightFormat::kE4M3Tile128: return floats(Decoding::kE4M3, 8, 128);
+    case WeightFormat::kE4M3Group32: return floats(Decoding::kE4M3, 8, 32);
+    case WeightFormat::kE3M2Group32: return floats(Decoding::kE3M2, 6, 32);
+    case WeightFormat::kE2M3Group32: return floats(Decoding::kE2M3, 6, 32);
+    case WeightFormat::kInt8ZeroGroup32: return floats(Decoding::kBytesOfZero, 8, 32);
+    case WeightFormat::kInt8ZeroGroup64: return floats(Decoding::kBytesOfZero, 8, 64);
+    case WeightFormat::kInt8ZeroGroup128: return floats(Decoding::kBytesOfZero, 8, 128);
+    case WeightFormat::kBF16: return floats(Decoding::kBF16, 16, 0);
+    case WeightFormat::kF16: return floats(Decoding::kF16, 16, 0);
+    case WeightFormat::kF32: return floats(Decoding::kF32, 32, 0);
   }
   return {};
 }
@@ -138,8 +234,21 @@ struct BlockLayout {
 static constexpr int scale_slot(WeightFormat format, int i) {
   const FormatTraits traits = traits_of(format);
   if (traits.subgroup == 0 || traits.subgroup == kRecordDepth) return 0;
-  if (traits.bits == 8 || traits.subgroup == 64) return i / traits.subgroup;
+  if (traits.bits >= 8 || traits.subgroup == 64) return i / traits.subgroup;
   return i % 64 / traits.subgroup * 2 + i / 64;
+}
+
+// Where the scale of a tile and 128 inputs stands: these records begin with the two of their tiles, on a line of its
+// own.
+static constexpr bool has_tile_scales(WeightFormat format) { return format == WeightFormat::kE4M3Tile128; }
+static constexpr int kTileScaleBytes = 64;
+
+// Where the weight of an input (of a record) and a column stands in records of 16 or 32 bits a weight, in weights:
+// lines of 16 columns. Those of bf16 have two inputs side by side, in the order that the rows of activations have.
+static constexpr int wide_index(WeightFormat format, int input, int column) {
+  const int line = input / 4, i = input % 4, tile = column / kTileColumns, c = column % kTileColumns;
+  if (format != WeightFormat::kBF16) return ((line * 4 + i) * 2 + tile) * kTileColumns + c;
+  return (((line * 2 + i % 2) * 2 + tile) * kTileColumns + c) * 2 + i / 2;
 }
 
 // What a prepared row must be multiplied with, and what zero is held as.
@@ -150,13 +259,15 @@ struct RowScale {
 
 // Prepares `count` values and pads with zeros to `padded` (a multiple of 128). The row consists of halves of records,
 // 64 inputs each: half h of record r goes to dst + r * record_stride + h * half_stride. Where a row takes two rows of
-// bytes, those of the second follow 64 bytes behind those of the first.
+// a product, those of the second follow RowTraits::half_bytes behind those of the first.
 struct PrepareRow {
   const void* src;
   DType type;
   std::int64_t count, padded;
   std::uint8_t* dst;
   std::ptrdiff_t record_stride, half_stride;
+  float scale = 0.0f;              // where the row format does not find it in the row
+  float* record_scales = nullptr;  // [padded / 128], where every record has one
 };
 
 // A row format on one instruction set.
@@ -183,7 +294,7 @@ struct alignas(4096) Workspace {
 
 // acc += A x block, over `record_count` records.
 //   A is [record][row tile][half][tile_rows] halves of records; tile_rows is 16, or below 16 with one tile.
-//   acc is [row tile][column tile][16][16]: float for grouped scales, int32 for per-column scales.
+//   acc is [row tile][column tile][16][16]: float, but int32 for integers with per-column scales.
 struct Product {
   BlockLayout layout;
   const std::uint8_t* records;
@@ -192,6 +303,9 @@ struct Product {
   std::ptrdiff_t a_record_stride;
   int tile_rows, tiles, rows;
   float* acc;
+  // Scales of the rows' records, or null: that of row r and record g at [r * record_scale_stride + g].
+  const float* record_scales;
+  std::ptrdiff_t record_scale_stride;
   ReadAhead ahead;
   // Rows that will be multiplied next lie here; a kernel may fetch `next_rows_lines` cache lines of them per record and
   // row tile. (AMX does: its rows come from L3 faster than it can ask for them one tile at a time.)
@@ -208,7 +322,7 @@ struct BlockRows {
   int rows;          // of activations
   int rows_of_each;  // rows of sums in `acc` that each of them has
   int rows_of_up;    // where among these the row begins that the second 16 columns are multiplied with
-  const float* row_scale;
+  const float *row_scale, *row_scale_up;  // of the first 16 columns and of the second
   const std::int32_t* row_zero;
 };
 
@@ -250,8 +364,8 @@ struct NormalizeRow {
   void* dst;
 };
 
-// One block's weights as they are stored, [column][input of the record]: integers, or the codes of e2m1 (0 to 15).
-// Missing inputs and columns are zero.
+// One block's weights of up to 8 bits as they are stored, [column][input of the record]: integers, or the codes of
+// small floats. Missing inputs and columns are zero.
 using RecordValues = std::int8_t[kBlockColumns][kRecordDepth];
 
 // Packing and unpacking the weights of one record. Part of every row of the table, so that what packs and what reads
@@ -261,11 +375,11 @@ struct RecordCodec {
   void (*read)(const std::uint8_t* src, RecordValues& values);
 };
 
-extern const RecordCodec kInt4Codec, kOffsetNibblesCodec, kFp4Codec, kInt8Codec;  // formats.cc
+extern const RecordCodec kInt4Codec, kOffsetNibblesCodec, kFp4Codec, kInt8Codec, kSixBitsCodec;  // formats.cc
 
 // What comes before and after the products of a weight format with rows of one row format.
 struct Epilogues {
-  // acc = the contribution of the zero points.
+  // acc = the contribution of the zero points of rows, 0 where they have none.
   void (*start)(const BlockRows&);
   // values[row * stride + column] = the finished product, `columns` (<= 32) of them.
   void (*finish)(const BlockRows&, float* values, std::ptrdiff_t stride, int columns);
@@ -275,16 +389,20 @@ struct Epilogues {
   void (*combine)(const BlockRows&, const float* weight, const std::int32_t* token, float* out, std::ptrdiff_t stride);
 };
 
-static constexpr int kFormatCount = 13, kRowFormatCount = 2;
+static constexpr int kFormatCount = 24, kRowFormatCount = 16, kRowKindCount = 3, kMaxPlanes = 2;
 
 // One row of the table: a weight format on one instruction set, and all that packs, unpacks and reads it.
 struct FormatKernels {
   WeightFormat weights;
-  const RecordCodec* codec;
-  void (*multiply)(const Product&);
-  Epilogues epilogues[kRowFormatCount];
+  const RecordCodec* codec;                         // null for weights of 16 and 32 bits (wide_index)
+  void (*products[kRowKindCount])(const Product&);  // null where the format does not take such rows
+  Epilogues epilogues[kRowKindCount][kMaxPlanes];
 
-  const Epilogues& with(RowFormat rows) const { return epilogues[static_cast<int>(rows)]; }
+  void multiply(RowFormat rows, const Product& p) const { products[static_cast<int>(traits_of(rows).kind)](p); }
+  const Epilogues& with(RowFormat rows) const {
+    const RowTraits traits = traits_of(rows);
+    return epilogues[static_cast<int>(traits.kind)][traits.planes - 1];
+  }
 };
 
 // What depends on the processor rather than on its instruction set.
@@ -322,9 +440,14 @@ struct Kernels {
   void (*sum_rows)(const SumRows&);
   void (*normalize_row)(const NormalizeRow&);
 
-  // For measuring the machine: integer operations done by `iterations` rounds of register-only int8
-  // dot products; and a read of `bytes` (a multiple of 4096) that keeps nothing but a checksum.
+  // The largest magnitude of a row; NaN if it holds a NaN or an infinity.
+  float (*magnitude)(const void* src, DType type, std::int64_t count);
+
+  // For measuring the machine: operations done by `iterations` rounds of register-only dot products of int8, and of the
+  // numbers that float rows are multiplied as; and a read of `bytes` (a multiple of 4096) that keeps nothing but a
+  // checksum.
   double (*dot_peak)(std::int64_t iterations);
+  double (*float_dot_peak)(std::int64_t iterations);
   std::uint64_t (*read_bytes)(const std::uint8_t* data, std::int64_t bytes);
 
   const FormatKernels& of(WeightFormat format) const { return formats[static_cast<int>(format) - 1]; }
@@ -347,6 +470,7 @@ static constexpr int block_head_bytes(const BlockLayout& layout) {
 // what these give but for the type of the scales.
 static constexpr int record_scale_bytes(WeightFormat format, ScaleType scales) {
   const int subgroup = traits_of(format).subgroup;
+  if (has_tile_scales(format)) return kTileScaleBytes;
   return subgroup == 0 ? 0 : kRecordDepth / subgroup * kBlockColumns * size_of(scales);
 }
 

@@ -22,12 +22,13 @@ struct ThreadScratch {
 };
 
 struct Scratch {
-  Buffer rows, scale, zero;
+  Buffer rows, scale, zero, record_scales;
   std::vector<std::unique_ptr<ThreadScratch>> threads;
 };
 
-// All rows belong to one matrix, so they are prepared straight in the layout of their chunk.
-void forward_rows(const Kernels& k, const LinearCall& c, int threads, Scratch& s) {
+// All rows belong to one matrix, so they are prepared straight in the layout of their chunk. `row_scale` is the one
+// that the row format does not find in a row.
+void forward_rows(const Kernels& k, const LinearCall& c, float row_scale, int threads, Scratch& s) {
   const PackedMatrix& m = c.weight;
   const auto rows = static_cast<std::int32_t>(c.rows);
   const RowLayout layout(m.spec);
@@ -36,7 +37,13 @@ void forward_rows(const Kernels& k, const LinearCall& c, int threads, Scratch& s
   const InputOrder order = m.input_order(0, 0);
   const Epilogues& epilogues = k.of(m.layout.weights).with(m.spec.rows);
   const RowKernels& row_format = k.of(m.spec.rows);
-  auto* prepared = s.rows.get<std::uint8_t>(all.slots * m.padded_depth);
+  const std::int64_t row_bytes = layout.product_row_bytes(m.padded_depth);
+  const bool has_record_scales = traits_of(m.spec.rows).record_scales;
+  float* record_scales = has_record_scales ? s.record_scales.get<float>(all.slots * m.records) : nullptr;
+  const auto record_scales_of = [&](std::int32_t row) {
+    return record_scales == nullptr ? nullptr : record_scales + static_cast<std::int64_t>(row) * m.records;
+  };
+  auto* prepared = s.rows.get<std::uint8_t>(all.slots * row_bytes);
   auto* scale = s.scale.get<float>(all.slots / planes);
   auto* zero = s.zero.get<std::int32_t>(all.slots / planes);
   while (static_cast<int>(s.threads.size()) < threads) s.threads.push_back(std::make_unique<ThreadScratch>());
@@ -47,14 +54,16 @@ void forward_rows(const Kernels& k, const LinearCall& c, int threads, Scratch& s
     k.thread_begin();
     for (std::int32_t r = rows * worker.index / worker.count; r < rows * (worker.index + 1) / worker.count; ++r) {
       const RowChunk chunk = all.chunk_of(r * planes);
-      std::uint8_t* place = prepared + chunk.first_row * m.padded_depth + layout.offset(chunk, r * planes);
+      std::uint8_t* place = prepared + chunk.first_row * row_bytes + layout.offset(chunk, r * planes);
       PrepareRow row{static_cast<const std::uint8_t*>(c.x) + r * m.spec.depth * size_of(c.type),
                      c.type,
                      m.spec.depth,
                      m.padded_depth,
                      place,
                      layout.record_stride(chunk),
-                     layout.half_stride(chunk)};
+                     layout.half_stride(chunk),
+                     row_scale,
+                     record_scales_of(r)};
       if (order) {  // by itself first
         row.dst = t.row.get<std::uint8_t>(layout.row_bytes(m.padded_depth));
         row.record_stride = 2 * layout.half_bytes();
@@ -76,7 +85,12 @@ void forward_rows(const Kernels& k, const LinearCall& c, int threads, Scratch& s
         for (int index = 0; index < all.chunks; ++index) {
           const RowChunk chunk = all.chunk(index);
           const std::int32_t first_row = chunk.first_row / planes;
-          const ChunkInput in{chunk, prepared + chunk.first_row * m.padded_depth, scale + first_row, zero + first_row};
+          const ChunkInput in{chunk,
+                              prepared + chunk.first_row * row_bytes,
+                              scale + first_row,
+                              scale + first_row,
+                              zero + first_row,
+                              record_scales_of(first_row)};
           multiply_blocks(k, m, 0, block, block_end, in, index == 0, block_end < last ? nullptr : next, NextRows{},
                           &t.product, [&](int b, const BlockRows& finished) {
                             const std::int64_t column = static_cast<std::int64_t>(b) * kBlockColumns;
@@ -104,13 +118,19 @@ void linear_forward(const Kernels& kernels, const LinearCall& call) {
                  " experts; a linear takes one matrix");
   CPUMOE_REQUIRE(!call.weight.spec.gated, "weight was packed with gate and up rows; pack it as a plain matrix");
   static thread_local Scratch scratch;
+  LinearCall resolved = call;
+  resolved.weight.spec.rows = rows_for(call.weight.spec, call.type);
+  float row_scale = call.weight.input_scale(0, 0);
+  if (traits_of(resolved.weight.spec.rows).of_tensor) {
+    row_scale = fp8_scale(largest_magnitude(kernels, call.x, call.type, call.rows, call.weight.spec.depth));
+  }
   for (std::int64_t first = 0; first < call.rows; first += kMaxRows) {
-    LinearCall part = call;
+    LinearCall part = resolved;
     part.rows = std::min(kMaxRows, call.rows - first);
     const int threads = threads_for(product_work(call.weight, 1, part.rows));
     part.x = static_cast<const std::uint8_t*>(call.x) + first * call.weight.spec.depth * size_of(call.type);
     part.out = static_cast<std::uint8_t*>(call.out) + first * call.weight.spec.columns * size_of(call.out_type);
-    forward_rows(kernels, part, threads, scratch);
+    forward_rows(kernels, part, row_scale, threads, scratch);
   }
 }
 

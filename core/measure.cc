@@ -24,11 +24,11 @@ double read_rate(const Kernels& kernels, const std::uint8_t* data, std::int64_t 
   return static_cast<double>(units * kUnit) / (seconds() - start);
 }
 
-double dot_rate(const Kernels& kernels, std::int64_t iterations) {
+double dot_rate(const Kernels& kernels, std::int64_t iterations, bool floats) {
   std::atomic<double> operations{0.0};
   const double start = seconds();
   run_on_threads(thread_count(), [&](Worker&) {
-    const double done = kernels.dot_peak(iterations);
+    const double done = floats ? kernels.float_dot_peak(iterations) : kernels.dot_peak(iterations);
     double seen = operations.load();
     while (!operations.compare_exchange_weak(seen, seen + done)) {
     }

@@ -10,7 +10,7 @@ namespace cpumoe {
 // Bytes per second of one pass over `data`; what does not fill a page at its end is left out.
 double read_rate(const Kernels& kernels, const std::uint8_t* data, std::int64_t bytes);
 
-// Integer operations per second of register-only int8 dot products.
-double dot_rate(const Kernels& kernels, std::int64_t iterations);
+// Operations per second of register-only dot products: of int8, or of what rows of floats are multiplied as.
+double dot_rate(const Kernels& kernels, std::int64_t iterations, bool floats);
 
 }  // namespace cpumoe

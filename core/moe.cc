@@ -29,13 +29,13 @@ constexpr auto kOnes = [] {
 
 struct ThreadScratch {
   ProductScratch product;
-  Buffer gathered, hidden, ordered, slice, scales, zeros;
+  Buffer gathered, hidden, ordered, slice, scales, scales_up, zeros, record_scales;
 };
 
 // Everything a calling thread keeps between calls.
 struct Scratch {
   Plan plan;
-  Buffer tokens, token_scale, hidden, rows, row_scale, row_zero;
+  Buffer tokens, token_scale, token_record_scales, hidden, rows, row_scale, row_zero, row_record_scales;
   std::vector<std::unique_ptr<ThreadScratch>> threads;
 };
 
@@ -69,11 +69,12 @@ class Forward {
         first_(kernels.of(call.gate_up.layout.weights).with(call.gate_up.spec.rows)),
         second_(kernels.of(call.down.layout.weights).with(call.down.spec.rows)),
         rows_kernels_(kernels.of(call.gate_up.spec.rows)),
+        row_traits_(traits_of(call.gate_up.spec.rows)),
         first_layout_(call.gate_up.spec),
         second_layout_(call.down.spec),
         token_bytes_(first_layout_.row_bytes(call.gate_up.padded_depth)),
-        first_row_bytes_(call.gate_up.padded_depth),
-        second_row_bytes_(call.down.padded_depth) {
+        first_row_bytes_(first_layout_.product_row_bytes(call.gate_up.padded_depth)),
+        second_row_bytes_(second_layout_.product_row_bytes(call.down.padded_depth)) {
     make_plan({call.ids, call.weights, call.tokens, call.topk}, call.gate_up.spec.experts, first_layout_.rows,
               second_layout_.rows, kernels.few_rows, &plan_);
     hidden_stride_ = call.down.padded_depth;
@@ -98,8 +99,14 @@ class Forward {
                plan_.experts[static_cast<std::size_t>(b)].first.slots;
       });
     }
-    tokens_ = s_.tokens.get<std::uint8_t>(call.tokens * token_bytes_);
-    token_scale_ = s_.token_scale.get<RowScale>(call.tokens);
+    if (!row_traits_.by_expert()) {
+      tokens_ = s_.tokens.get<std::uint8_t>(call.tokens * token_bytes_);
+      token_scale_ = s_.token_scale.get<RowScale>(call.tokens);
+    }
+    if (row_traits_.record_scales) {
+      token_record_scales_ = s_.token_record_scales.get<float>(call.tokens * call.gate_up.records);
+      row_record_scales_ = s_.row_record_scales.get<float>(static_cast<std::int64_t>(plan_.pairs) * call.down.records);
+    }
     rows_ = s_.rows.get<std::uint8_t>(plan_.second_slots * second_row_bytes_);
     row_scale_ = s_.row_scale.get<float>(plan_.pairs);
     row_zero_ = s_.row_zero.get<std::int32_t>(plan_.pairs);
@@ -109,7 +116,11 @@ class Forward {
       ThreadScratch& t = *s_.threads[static_cast<std::size_t>(i)];
       t.gathered.get<std::uint8_t>(plan_.most_first_slots * first_row_bytes_);
       t.scales.get<float>(plan_.most_pairs);
+      t.scales_up.get<float>(plan_.most_pairs);
       t.zeros.get<std::int32_t>(plan_.most_pairs);
+      if (row_traits_.record_scales) {
+        t.record_scales.get<float>(static_cast<std::int64_t>(plan_.most_pairs) * call.gate_up.records);
+      }
       t.slice.get<float>(call.tokens * blocks_per_slice_ * kBlockColumns);
       if (whole_experts_) t.hidden.get<float>(plan_.most_pairs * hidden_stride_);
       if (call.down.spec.input_orders != 0) t.ordered.get<float>(hidden_stride_);
@@ -154,25 +165,76 @@ class Forward {
     for (int i = 0; i < k_.tuning.read_ahead_bytes; i += 64) __builtin_prefetch(weights + i, 0, 2);
   }
 
+  const std::uint8_t* token(std::int64_t index) const {
+    return static_cast<const std::uint8_t*>(c_.x) + index * c_.gate_up.spec.depth * size_of(c_.type);
+  }
+
   void prepare_tokens(const Worker& worker) {
+    if (row_traits_.by_expert()) return;  // gather does
     const std::int64_t hidden = c_.gate_up.spec.depth, padded = c_.gate_up.padded_depth;
     for (std::int64_t t = c_.tokens * worker.index / worker.count; t < c_.tokens * (worker.index + 1) / worker.count;
          ++t) {
-      const auto* x = static_cast<const std::uint8_t*>(c_.x) + t * hidden * size_of(c_.type);
-      token_scale_[t] = rows_kernels_.prepare({x, c_.type, hidden, padded, tokens_ + t * token_bytes_,
-                                               2 * first_layout_.half_bytes(), first_layout_.half_bytes()});
+      float* record_scales = row_traits_.record_scales ? token_record_scales_ + t * c_.gate_up.records : nullptr;
+      token_scale_[t] =
+          rows_kernels_.prepare({token(t), c_.type, hidden, padded, tokens_ + t * token_bytes_,
+                                 2 * first_layout_.half_bytes(), first_layout_.half_bytes(), 0.0f, record_scales});
     }
+  }
+
+  // What a pair's scale is multiplied with.
+  float input_weight(const ExpertRows& e, int pair) const {
+    return c_.weight_on_input ? plan_.pair_weight[static_cast<std::size_t>(e.first_pair + pair)] : 1.0f;
+  }
+
+  // The tokens of an expert, prepared with the scales that are stored with it, or with one for all of them.
+  const std::uint8_t* prepare_for_expert(const ExpertRows& e, ThreadScratch& t) const {
+    float* scale[2] = {t.scales.get<float>(e.pairs), t.scales_up.get<float>(e.pairs)};
+    auto* zero = t.zeros.get<std::int32_t>(e.pairs);
+    const std::int32_t* tokens = plan_.pair_token.data() + e.first_pair;
+    const std::int64_t hidden = c_.gate_up.spec.depth;
+    float largest = 0.0f;
+    for (int r = 0; row_traits_.of_tensor && r < e.pairs; ++r) {
+      largest = std::max(largest, largest_magnitude(k_, token(tokens[r]), c_.type, 1, hidden));
+    }
+    auto* gathered = t.gathered.get<std::uint8_t>(e.first.slots * first_row_bytes_);
+    const int copies =
+        first_layout_.rows / first_layout_.planes;  // of gate and up, where these have scales of their own
+    for (int r = 0; r < e.pairs; ++r) {
+      const RowChunk chunk = e.first.chunk_of(r * first_layout_.rows);
+      for (int copy = 0; copy < copies; ++copy) {
+        const int row = r * first_layout_.rows + copy * first_layout_.planes;
+        const float stored = row_traits_.of_tensor ? fp8_scale(largest) : c_.gate_up.input_scale(e.expert, copy);
+        const RowScale q = rows_kernels_.prepare(
+            {token(tokens[r]), c_.type, hidden, c_.gate_up.padded_depth,
+             gathered + chunk.first_row * first_row_bytes_ + first_layout_.offset(chunk, row),
+             first_layout_.record_stride(chunk), first_layout_.half_stride(chunk), stored, nullptr});
+        scale[copy][r] = q.scale * input_weight(e, r);
+        zero[r] = q.zero;
+      }
+      if (copies == 1) scale[1][r] = scale[0][r];
+    }
+    return gathered;
   }
 
   // The tokens of an expert, in the layout its chunks are multiplied in. A single one is used where it lies.
   const std::uint8_t* gather(const ExpertRows& e, ThreadScratch& t) const {
+    if (row_traits_.by_expert()) return prepare_for_expert(e, t);
     auto* scale = t.scales.get<float>(e.pairs);
     auto* zero = t.zeros.get<std::int32_t>(e.pairs);
     const std::int32_t* token = plan_.pair_token.data() + e.first_pair;
     for (int r = 0; r < e.pairs; ++r) {
       const RowScale q = token_scale_[token[r]];
-      scale[r] = c_.weight_on_input ? q.scale * plan_.pair_weight[static_cast<std::size_t>(e.first_pair + r)] : q.scale;
+      scale[r] = c_.weight_on_input ? q.scale * input_weight(e, r) : q.scale;
       zero[r] = q.zero;
+    }
+    std::memcpy(t.scales_up.get<float>(e.pairs), scale, static_cast<std::size_t>(e.pairs) * sizeof(float));
+    if (row_traits_.record_scales) {
+      const std::int64_t records = c_.gate_up.records;
+      auto* of_records = t.record_scales.get<float>(e.pairs * records);
+      for (int r = 0; r < e.pairs; ++r) {
+        std::memcpy(of_records + r * records, token_record_scales_ + token[r] * records,
+                    static_cast<std::size_t>(records) * sizeof(float));
+      }
     }
     const bool in_order = c_.gate_up.spec.input_orders != 0;
     if (e.pairs == 1 && e.first.tile_rows == e.first.rows && !in_order) return tokens_ + token[0] * token_bytes_;
@@ -236,8 +298,16 @@ class Forward {
         for (int chunk_index = 0; chunk_index < e.first.chunks; ++chunk_index) {
           const RowChunk chunk = e.first.chunk(chunk_index);
           const std::int32_t pair = chunk.first_row / first_layout_.rows;
-          const ChunkInput in{chunk, a + chunk.first_row * first_row_bytes_, t.scales.get<float>(e.pairs) + pair,
-                              t.zeros.get<std::int32_t>(e.pairs) + pair};
+          ChunkInput in{chunk,
+                        a + chunk.first_row * first_row_bytes_,
+                        t.scales.get<float>(e.pairs) + pair,
+                        t.scales_up.get<float>(e.pairs) + pair,
+                        t.zeros.get<std::int32_t>(e.pairs) + pair,
+                        nullptr};
+          if (row_traits_.record_scales) {
+            const std::int64_t records = c_.gate_up.records;
+            in.record_scales = t.record_scales.get<float>(e.pairs * records) + pair * records;
+          }
           const std::uint8_t* after = block_end < item.last ? nullptr : next;
           multiply_blocks(k_, c_.gate_up, e.expert, block, block_end, in, chunk_index == 0, after, NextRows{},
                           &t.product, [&](int b, const BlockRows& rows) {
@@ -247,7 +317,8 @@ class Forward {
         }
       }
       if (whole_experts_) {
-        for (int r = 0; r < e.pairs; ++r) prepare_hidden_row(e, r, hidden + r * hidden_stride_, t);
+        const float stored = hidden_scale(e, hidden);
+        for (int r = 0; r < e.pairs; ++r) prepare_hidden_row(e, r, stored, hidden + r * hidden_stride_, t);
       }
       index = next_index;
     }
@@ -266,8 +337,19 @@ class Forward {
     return c_.down.block(plan_.experts[i].expert, first_block(slice));
   }
 
+  // The scale of an expert's intermediate rows that is not found in each of them.
+  float hidden_scale(const ExpertRows& e, const float* hidden) const {
+    if (!row_traits_.of_tensor) return c_.down.input_scale(e.expert, 0);
+    float largest = 0.0f;
+    for (int r = 0; r < e.pairs; ++r) {
+      const float* row = hidden + r * hidden_stride_;
+      largest = std::max(largest, largest_magnitude(k_, row, DType::kF32, 1, c_.down.spec.depth));
+    }
+    return fp8_scale(largest);
+  }
+
   // `pair` is counted from the expert's first one.
-  void prepare_hidden_row(const ExpertRows& e, int pair, const float* hidden, ThreadScratch& t) {
+  void prepare_hidden_row(const ExpertRows& e, int pair, float stored, const float* hidden, ThreadScratch& t) {
     const std::int64_t depth = c_.down.spec.depth;
     if (const InputOrder order = c_.down.input_order(e.expert, 0)) {
       auto* ordered = t.ordered.get<float>(hidden_stride_);
@@ -279,7 +361,8 @@ class Forward {
     const RowScale q = rows_kernels_.prepare(
         {hidden, DType::kF32, depth, c_.down.padded_depth,
          rows_ + (e.second_slot + chunk.first_row) * second_row_bytes_ + second_layout_.offset(chunk, row),
-         second_layout_.record_stride(chunk), second_layout_.half_stride(chunk)});
+         second_layout_.record_stride(chunk), second_layout_.half_stride(chunk), stored,
+         hidden_record_scales(e.first_pair + pair)});
     row_scale_[e.first_pair + pair] = q.scale;
     row_zero_[e.first_pair + pair] = q.zero;
   }
@@ -287,9 +370,10 @@ class Forward {
   void prepare_hidden_rows(const Worker& worker, ThreadScratch& t) {
     int turn = 0;
     for (const ExpertRows& e : plan_.experts) {
+      const float stored = hidden_scale(e, hidden_ + e.first_pair * hidden_stride_);
       for (int r = 0; r < e.pairs; ++r, ++turn) {
         if (turn % worker.count == worker.index) {
-          prepare_hidden_row(e, r, hidden_ + (e.first_pair + r) * hidden_stride_, t);
+          prepare_hidden_row(e, r, stored, hidden_ + (e.first_pair + r) * hidden_stride_, t);
         }
       }
     }
@@ -312,7 +396,12 @@ class Forward {
         for (int index = 0; index < e.second.chunks; ++index) {
           const RowChunk chunk = e.second.chunk(index);
           const std::int32_t pair = e.first_pair + chunk.first_row / second_layout_.rows;
-          const ChunkInput in{chunk, chunk_rows(e, chunk), row_scale_ + pair, row_zero_ + pair};
+          const ChunkInput in{chunk,
+                              chunk_rows(e, chunk),
+                              row_scale_ + pair,
+                              row_scale_ + pair,
+                              row_zero_ + pair,
+                              hidden_record_scales(pair)};
           multiply_blocks(k_, c_.down, e.expert, first, last, in, index == 0, next, rows_after(i, index), &t.product,
                           [&](int block, const BlockRows& rows) {
                             second_.combine(rows, combine_weight(pair), plan_.pair_token.data() + pair,
@@ -328,6 +417,11 @@ class Forward {
       }
       slice = next_slice;
     }
+  }
+
+  // The scales of records of an intermediate row, where it has them.
+  float* hidden_record_scales(std::int64_t pair) const {
+    return row_traits_.record_scales ? row_record_scales_ + pair * c_.down.records : nullptr;
   }
 
   // The prepared rows of a chunk of the second product.
@@ -353,6 +447,7 @@ class Forward {
   Plan& plan_;
   const Epilogues &first_, &second_;
   const RowKernels& rows_kernels_;
+  const RowTraits row_traits_;
   const RowLayout first_layout_, second_layout_;
   // Of a prepared token, and of rows of the products.
   const std::int64_t token_bytes_, first_row_bytes_, second_row_bytes_;
@@ -366,13 +461,15 @@ class Forward {
   float* hidden_ = nullptr;
   float* row_scale_ = nullptr;
   std::int32_t* row_zero_ = nullptr;
+  float *token_record_scales_ = nullptr, *row_record_scales_ = nullptr;
   Queue first_queue_, second_queue_;
 };
 
 void check_call(const MoeCall& c) {
   const PackedSpec &g = c.gate_up.spec, &d = c.down.spec;
   CPUMOE_REQUIRE(g.experts == d.experts, "gate_up holds ", g.experts, " experts, down holds ", d.experts);
-  CPUMOE_REQUIRE(g.rows == d.rows, "gate_up and down were packed for activations of different kinds");
+  CPUMOE_REQUIRE(g.rows == d.rows && (g.rows != RowFormat::kFloat || g.weights == d.weights),
+                 "gate_up and down were packed for activations of different kinds");
   CPUMOE_REQUIRE(g.gated == c.activation.gated, "gate_up was packed ", g.gated ? "with" : "without",
                  " gate and up rows, but the activation is ", c.activation.gated ? "gated" : "not gated");
   CPUMOE_REQUIRE(!d.gated, "down was packed with gate and up rows; pack it as a plain matrix");
@@ -391,9 +488,14 @@ void moe_forward(const Kernels& kernels, const MoeCall& call) {
   check_call(call);
   const std::int64_t width = call.gate_up.spec.depth;
   const std::int64_t row_bytes = std::max<std::int64_t>(1, call.topk) * call.down.padded_depth * 4;
-  const std::int64_t step = std::clamp(kHiddenBytes / row_bytes, kMinTokens, kMaxTokens);
+  MoeCall resolved = call;
+  resolved.gate_up.spec.rows = rows_for(call.gate_up.spec, call.type);
+  resolved.down.spec.rows = rows_for(call.down.spec, call.type);
+  std::int64_t step = std::clamp(kHiddenBytes / row_bytes, kMinTokens, kMaxTokens);
+  // A scale for all rows of an expert needs all of them at once.
+  if (traits_of(resolved.gate_up.spec.rows).of_tensor) step = std::max<std::int64_t>(call.tokens, 1);
   for (std::int64_t first = 0; first < call.tokens; first += step) {
-    MoeCall part = call;
+    MoeCall part = resolved;
     part.tokens = std::min(step, call.tokens - first);
     const std::int64_t rows = part.tokens * call.topk, experts = std::min(rows, call.gate_up.spec.experts);
     const int threads = threads_for(product_work(call.gate_up, experts, rows) + product_work(call.down, experts, rows));

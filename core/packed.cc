@@ -35,6 +35,7 @@ struct Header {
 static_assert(sizeof(Header) == kPackedHeaderBytes);
 
 constexpr std::uint32_t kFlagGated = 1, kFlagBias = 2;
+constexpr int kInputScalesShift = 2;  // two bits with their number
 
 std::uint64_t header_check(const Header& h) {  // FNV-1a of all that comes before the check
   const auto* bytes = reinterpret_cast<const std::uint8_t*>(&h);
@@ -110,8 +111,17 @@ float byte_scale_factor(ScaleType type, int unit) {
   return (type == ScaleType::kE4M3 ? 256.0f : 1.0f) / static_cast<float>(unit);
 }
 
-// Every instruction set has the same codecs: packed weights are for all of them.
-const RecordCodec& codec_of(WeightFormat format) { return *active_kernels().of(format).codec; }
+// Every instruction set has the same codecs: packed weights are for all of them. Wide weights have none.
+const RecordCodec* codec_of(WeightFormat format) { return active_kernels().of(format).codec; }
+
+bool is_wide(const FormatTraits& traits) { return traits.bits > 8; }
+
+// The dtype of weights that are floats.
+DType wide_type(const FormatTraits& traits) {
+  return traits.decoding == Decoding::kBF16  ? DType::kBF16
+         : traits.decoding == Decoding::kF16 ? DType::kF16
+                                             : DType::kF32;
+}
 
 class BlockPacker {
  public:
@@ -135,11 +145,15 @@ class BlockPacker {
     std::uint8_t* record = dst + matrix_.head_bytes;
     const int weights_at = record_scale_bytes(layout_.weights, layout_.scales) + record_zero_bytes(layout_.weights);
     for (int g = 0; g < matrix_.records; ++g, record += matrix_.record_bytes) {
+      if (is_wide(traits_)) {
+        for (int c = 0; c < kBlockColumns; ++c) write_floats(rows[c], c, g, record);
+        continue;
+      }
       for (int c = 0; c < kBlockColumns; ++c) {
         read_values(rows[c], c, g, values_[c]);
         add_column(rows[c], g, c, record);
       }
-      codec_.write(values_, record + weights_at);
+      codec_->write(values_, record + weights_at);
     }
     write_head(rows, dst);
   }
@@ -160,7 +174,7 @@ class BlockPacker {
       } else {
         std::memcpy(out, in, static_cast<std::size_t>(present));
       }
-      if (traits_.bits == 4) check_range(out, static_cast<int>(present), row, first);
+      check_range(out, static_cast<int>(present), row, first);
       return;
     }
     const auto* in = static_cast<const std::uint8_t*>(source_.values) + row * ((depth + 1) / 2) + first / 2;
@@ -182,24 +196,65 @@ class BlockPacker {
         out[i] = static_cast<std::int8_t>((input % 2 == 0 ? both & 0xF : both >> 4) + smallest());
       } else {
         out[i] = static_cast<const std::int8_t*>(source_.values)[row * depth + input];
-        if (traits_.bits == 4) check_range(out + i, 1, row, input);
+        check_range(out + i, 1, row, input);
       }
     }
   }
 
-  // The smallest of the 16 values of 4 bits: integers, or codes.
-  int smallest() const { return traits_.decoding == Decoding::kFp4 ? 0 : -8; }
+  // Weights that are floats, where kernels read them.
+  void write_floats(std::int64_t row, int column, int record, std::uint8_t* dst) const {
+    if (row < 0) return;
+    const DType type = wide_type(traits_);
+    const std::int64_t depth = matrix_.spec.depth, first = static_cast<std::int64_t>(record) * kRecordDepth;
+    const auto present = static_cast<int>(std::min<std::int64_t>(kRecordDepth, depth - first));
+    const auto* source = static_cast<const std::uint8_t*>(source_.values) + (row * depth + first) * size_of(type);
+    for (int i = 0; i < present; ++i) {
+      const float value = element(source, type, i);
+      CPUMOE_REQUIRE(std::isfinite(value), name_, ": value at [", expert_, ", ", row, ", ", first + i,
+                     "] is not finite; only finite weights are accepted");
+      std::uint8_t* at = dst + wide_index(layout_.weights, i, column) * size_of(type);
+      // bf16 numbers below 2^-50 are left at 0, see kernels/prepare_floats.h.
+      if (type == DType::kBF16 && std::fabs(value) < 0x1p-50f) continue;
+      std::memcpy(at, source + i * size_of(type), static_cast<std::size_t>(size_of(type)));
+    }
+  }
+
+  bool has_codes() const { return traits_.bits < 8 ? !has_nibble_integers() : traits_.decoding == Decoding::kE4M3; }
+  bool has_nibble_integers() const {
+    return traits_.decoding == Decoding::kNibbles || traits_.decoding == Decoding::kNibblesOfZero;
+  }
+
+  // The smallest of the values of fewer than 8 bits: integers, or codes.
+  int smallest() const { return has_nibble_integers() ? -8 : 0; }
 
   void check_range(const std::int8_t* values, int count, std::int64_t row, std::int64_t first) const {
+    if (traits_.decoding == Decoding::kE4M3) return check_numbers(values, count, row, first);
+    if (traits_.bits == 8) return;
+    const int codes = 1 << traits_.bits;
     const auto offset = static_cast<std::uint8_t>(-smallest());
     std::uint8_t outside = 0;  // bytes throughout, so that the compiler can use whole vectors
     for (int i = 0; i < count; ++i) outside |= static_cast<std::uint8_t>(values[i] + offset);
-    if (outside < 16) return;
+    if (outside < codes) return;
     for (int i = 0; i < count; ++i) {
-      CPUMOE_REQUIRE(values[i] >= smallest() && values[i] <= smallest() + 15, name_, ": value ", int{values[i]},
+      CPUMOE_REQUIRE(values[i] >= smallest() && values[i] < smallest() + codes, name_, ": value ", int{values[i]},
                      " at [", expert_, ", ", row, ", ", first + i, "] is not ",
-                     traits_.decoding == Decoding::kFp4 ? "a code of e2m1" : "an int4 value", "; ", smallest(), " to ",
-                     smallest() + 15, " are accepted");
+                     has_codes() ? concat("a code of ", code_name()) : "an int4 value", "; ", smallest(), " to ",
+                     smallest() + codes - 1, " are accepted");
+    }
+  }
+
+  const char* code_name() const {
+    return traits_.decoding == Decoding::kFp4 ? "e2m1" : traits_.decoding == Decoding::kE3M2 ? "e3m2" : "e2m3";
+  }
+
+  // Codes of e4m3 that are NaN would be read as numbers.
+  void check_numbers(const std::int8_t* codes, int count, std::int64_t row, std::int64_t first) const {
+    std::uint8_t nan = 0;
+    for (int i = 0; i < count; ++i) nan |= static_cast<std::uint8_t>((codes[i] & 0x7F) == 0x7F);
+    if (nan == 0) return;
+    for (int i = 0; i < count; ++i) {
+      CPUMOE_REQUIRE((codes[i] & 0x7F) != 0x7F, name_, ": value at [", expert_, ", ", row, ", ", first + i,
+                     "] is NaN (code ", codes[i] & 0xFF, "); only numbers are accepted");
     }
   }
 
@@ -240,12 +295,12 @@ class BlockPacker {
     return bfloat_to_float(h);
   }
 
-  // Puts the zero point where it belongs, from 0 to 15 like the nibbles, and gives it.
+  // Puts the zero point where it belongs, from 0 on like nibbles, and gives it.
   int put_zero(std::int64_t row, std::int64_t group, std::uint8_t* dst) const {
-    const int zero = source_.zeros[scale_index(row, group)];
-    CPUMOE_REQUIRE(zero >= -8 && zero <= 7, name_, ": zero point ", zero, " at [", expert_, ", ", row, ", ", group,
-                   "]; -8 to 7 are accepted");
-    *dst = static_cast<std::uint8_t>(zero + 8);
+    const int zero = source_.zeros[scale_index(row, group)], half = 1 << (traits_.bits - 1);
+    CPUMOE_REQUIRE(zero >= -half && zero < half, name_, ": zero point ", zero, " at [", expert_, ", ", row, ", ", group,
+                   "]; ", -half, " to ", half - 1, " are accepted");
+    *dst = static_cast<std::uint8_t>(zero + half);
     return zero;
   }
 
@@ -268,22 +323,39 @@ class BlockPacker {
       const std::int64_t input = static_cast<std::int64_t>(record) * kRecordDepth + i;
       if (input >= matrix_.spec.depth) break;
       if (traits_.subgroup == 0) {
-        int_sums_[column] += sum_of_integers(values_[column] + i, step);
+        if (traits_.has_integers()) int_sums_[column] += sum_of_integers(values_[column] + i, step);
         continue;
       }
       const std::int64_t group = matrix_.spec.group_of(input);
+      if (has_tile_scales(layout_.weights)) {
+        put_tile_scale(row, group, column, dst);
+        continue;
+      }
       const int slot = scale_slot(layout_.weights, i) * kBlockColumns + column;
       const int zero = traits_.has_zeros() ? put_zero(row, group, zeros + slot) : 0;
+      const float stored = put_scale(row, group, slot, dst);
+      if (!traits_.has_integers()) continue;
       // Inputs beyond the end have no zero point: the rows are zero there.
       const auto present = static_cast<int>(std::min<std::int64_t>(step, matrix_.spec.depth - input));
       const int sum = sum_of_integers(values_[column] + i, step) - zero * present * traits_.unit;
-      float_sums_[column] += static_cast<double>(put_scale(row, group, slot, dst)) * sum;
+      float_sums_[column] += static_cast<double>(stored) * sum;
     }
+  }
+
+  // The scale that all columns of a tile share.
+  void put_tile_scale(std::int64_t row, std::int64_t group, int column, std::uint8_t* record) const {
+    const float s = scale(row, group);
+    std::uint8_t* at = record + column / kTileColumns * 4;
+    if (column % kTileColumns == 0) std::memcpy(at, &s, 4);
+    const float first = element(at, DType::kF32, 0);
+    CPUMOE_REQUIRE(first == s, name_, ": scale ", s, " at [", expert_, ", ", row, ", ", group, "], where the row ",
+                   column % kTileColumns, " before has ", first, "; rows of a block have one scale");
   }
 
   // The scale of a column, or its factor.
   float column_scale(std::int64_t row) const {
     if (row < 0) return 0.0f;
+    if (!traits_.has_scales()) return 1.0f;
     if (!traits_.has_factor) return scale(row, 0);
     const float factor = source_.factors == nullptr ? 1.0f : source_.factors[row];
     const float stored = factor * byte_scale_factor(layout_.scales, traits_.unit);
@@ -310,7 +382,7 @@ class BlockPacker {
   const PackedMatrix& matrix_;
   const BlockLayout layout_;
   const FormatTraits traits_;
-  const RecordCodec& codec_;
+  const RecordCodec* codec_;
   const PackSource& source_;
   const std::string& name_;
   std::int64_t expert_;
@@ -322,13 +394,20 @@ class BlockPacker {
 }  // namespace
 
 const std::uint8_t* PackedMatrix::block(std::int64_t expert, std::int64_t index) const {
-  return data + kPackedHeaderBytes + expert * expert_bytes + order_bytes + index * block_bytes;
+  return data + kPackedHeaderBytes + expert * expert_bytes + input_bytes + index * block_bytes;
 }
 
 InputOrder PackedMatrix::input_order(std::int64_t expert, int index) const {
   if (spec.input_orders == 0) return {};
   const std::int64_t which = spec.input_orders == 1 ? 0 : index;
   return {data + kPackedHeaderBytes + expert * expert_bytes + which * spec.depth * 2, spec.depth};
+}
+
+float PackedMatrix::input_scale(std::int64_t expert, int index) const {
+  if (spec.input_scales == 0) return 0.0f;
+  const std::int64_t orders = (spec.input_orders * spec.depth * 2 + 63) / 64 * 64;
+  const std::uint8_t* scales = data + kPackedHeaderBytes + expert * expert_bytes + orders;
+  return element(scales, DType::kF32, spec.input_scales == 1 ? 0 : index);
 }
 
 WeightFormat choose_format(const std::string& element, std::optional<std::int64_t> group_size, bool zeros,
@@ -360,6 +439,16 @@ PackedMatrix layout_of(const PackedSpec& s, const std::string& name) {
                  " are not known");
   CPUMOE_REQUIRE(s.input_orders >= 0 && s.input_orders <= (s.gated ? 2 : 1), name, ": ", s.input_orders,
                  " orders of inputs");
+  const RowTraits rows = traits_of(s.rows);
+  const FormatTraits traits = traits_of(s.weights);
+  const RowKind kind = rows_for(s, DType::kBF16) == RowFormat::kF32 ? RowKind::kF32 : rows.kind;
+  CPUMOE_REQUIRE(
+      s.rows <= RowFormat::kFloat && traits.takes(kind) && (!rows.record_scales || has_tile_scales(s.weights)), name,
+      ": activations of type ", static_cast<int>(s.rows), " do not go with weights held as ", format->name);
+  CPUMOE_REQUIRE(rows.stored_scale ? s.input_scales == 1 || (s.input_scales == 2 && s.gated) : s.input_scales == 0,
+                 name, ": ", s.input_scales, " stored scales of activations");
+  CPUMOE_REQUIRE(!has_tile_scales(s.weights) || s.group == kRecordDepth, name, ": group_size=", s.group,
+                 " with weights held as ", format->name);
   CPUMOE_REQUIRE(find_format(format->element, s.group, traits_of(s.weights).has_zeros()) == format, name,
                  ": group_size=", s.group, " with weights held as ", format->name);
   CPUMOE_REQUIRE(s.group == 0 || s.depth % s.group == 0, name, ": group_size=", s.group,
@@ -375,8 +464,9 @@ PackedMatrix layout_of(const PackedSpec& s, const std::string& name) {
   m.head_bytes = block_head_bytes(m.layout);
   m.record_bytes = record_bytes(s.weights, s.scales);
   m.block_bytes = m.head_bytes + m.records * m.record_bytes;
-  m.order_bytes = (s.input_orders * s.depth * 2 + 63) / 64 * 64;  // blocks begin at cache lines
-  m.expert_bytes = m.order_bytes + m.blocks * m.block_bytes;
+  // Blocks begin at cache lines.
+  m.input_bytes = (s.input_orders * s.depth * 2 + 63) / 64 * 64 + (s.input_scales != 0 ? 64 : 0);
+  m.expert_bytes = m.input_bytes + m.blocks * m.block_bytes;
   m.total_bytes = kPackedHeaderBytes + s.experts * m.expert_bytes;
   return m;
 }
@@ -391,7 +481,8 @@ void write_header(const PackedMatrix& m, std::uint8_t* data) {
   h.experts = static_cast<std::uint32_t>(m.spec.experts);
   h.columns = static_cast<std::uint32_t>(m.spec.columns);
   h.depth = static_cast<std::uint32_t>(m.spec.depth);
-  h.flags = (m.spec.gated ? kFlagGated : 0) | (m.spec.has_bias ? kFlagBias : 0);
+  h.flags = (m.spec.gated ? kFlagGated : 0) | (m.spec.has_bias ? kFlagBias : 0) |
+            static_cast<std::uint32_t>(m.spec.input_scales) << kInputScalesShift;
   h.total_bytes = static_cast<std::uint64_t>(m.total_bytes);
   h.rows = static_cast<std::uint32_t>(m.spec.rows);
   h.input_orders = static_cast<std::uint32_t>(m.spec.input_orders);
@@ -421,10 +512,10 @@ PackedMatrix open_packed(const std::uint8_t* data, std::int64_t bytes, const std
   s.rows = static_cast<RowFormat>(h.rows);
   CPUMOE_REQUIRE(h.input_orders <= 2, name, ": ", h.input_orders, " orders of inputs");
   s.input_orders = static_cast<int>(h.input_orders);
+  s.input_scales = static_cast<int>(h.flags >> kInputScalesShift);
   PackedMatrix m = layout_of(s, name);
-  CPUMOE_REQUIRE(
-      static_cast<std::uint64_t>(m.total_bytes) == h.total_bytes && (h.flags & ~(kFlagGated | kFlagBias)) == 0, name,
-      ": the header of the packed weights is damaged");
+  CPUMOE_REQUIRE(static_cast<std::uint64_t>(m.total_bytes) == h.total_bytes, name,
+                 ": the header of the packed weights is damaged");
   CPUMOE_REQUIRE(bytes == m.total_bytes, name, ": ", bytes, " bytes, but the header announces ", m.total_bytes);
   m.data = data;
   return m;
@@ -461,7 +552,7 @@ void for_each_block(const PackedMatrix& m, std::int64_t count, const Work& work)
 // The orders of inputs, each of which must name every input once.
 void write_orders(const PackedMatrix& m, const PackSource& source, std::int64_t expert, const std::string& name,
                   std::uint8_t* dst) {
-  std::memset(dst, 0, static_cast<std::size_t>(m.order_bytes));
+  std::memset(dst, 0, static_cast<std::size_t>(m.input_bytes));
   for (int index = 0; index < m.spec.input_orders; ++index) {
     std::vector<bool> named(static_cast<std::size_t>(m.spec.depth), false);
     for (std::int64_t i = 0; i < m.spec.depth; ++i) {
@@ -476,6 +567,31 @@ void write_orders(const PackedMatrix& m, const PackSource& source, std::int64_t 
   }
 }
 
+// The stored scales of activations.
+void write_input_scales(const PackedMatrix& m, const PackSource& source, std::int64_t expert, const std::string& name,
+                        std::uint8_t* end) {
+  for (int i = 0; i < m.spec.input_scales; ++i) {
+    const float scale = source.input_scales[i];
+    CPUMOE_REQUIRE(scale > 0.0f && std::isfinite(scale) && std::isfinite(1.0f / scale), name, ": input scale ", scale,
+                   " of expert ", expert, "; a positive number with an inverse in fp32 is accepted");
+    std::memcpy(end - 64 + i * 4, &scale, 4);
+  }
+}
+
+// The reverse of BlockPacker::write_floats.
+void unpack_floats(const PackedMatrix& m, const std::uint8_t* record, std::int64_t first, std::int64_t index,
+                   const UnpackTarget& target) {
+  const int size = size_of(wide_type(traits_of(m.layout.weights)));
+  const RowOrder order = m.spec.gated ? RowOrder::kGateThenUp : RowOrder::kPlain;
+  for (int c = 0; c < kBlockColumns; ++c) {
+    const std::int64_t row = source_row(m.spec, order, index, c);
+    for (int i = 0; row >= 0 && i < kRecordDepth && first + i < m.spec.depth; ++i) {
+      std::memcpy(static_cast<std::uint8_t*>(target.values) + (row * m.spec.depth + first + i) * size,
+                  record + wide_index(m.layout.weights, i, c) * size, static_cast<std::size_t>(size));
+    }
+  }
+}
+
 // The reverse of BlockPacker.
 void unpack_block(const PackedMatrix& m, const std::uint8_t* block, std::int64_t index, const UnpackTarget& target) {
   const BlockLayout& layout = m.layout;
@@ -483,30 +599,38 @@ void unpack_block(const PackedMatrix& m, const std::uint8_t* block, std::int64_t
   const RowOrder order = m.spec.gated ? RowOrder::kGateThenUp : RowOrder::kPlain;
   const auto unit = static_cast<float>(traits.unit);
   const std::int64_t depth = m.spec.depth, groups = m.spec.groups();
-  const RecordCodec& codec = codec_of(layout.weights);
+  const RecordCodec* codec = codec_of(layout.weights);
+  auto* integers = static_cast<std::int8_t*>(target.values);
   const int scale_bytes = record_scale_bytes(layout.weights, layout.scales);
   const int weights_at = scale_bytes + record_zero_bytes(layout.weights);
   alignas(64) RecordValues values;
   for (int g = 0; g < m.records; ++g) {
     const std::uint8_t* record = block + m.head_bytes + g * m.record_bytes;
     const std::int64_t first = static_cast<std::int64_t>(g) * kRecordDepth;
-    codec.read(record + weights_at, values);
+    if (is_wide(traits)) {
+      unpack_floats(m, record, first, index, target);
+      continue;
+    }
+    codec->read(record + weights_at, values);
     for (int c = 0; c < kBlockColumns; ++c) {
       const std::int64_t row = source_row(m.spec, order, index, c);
       if (row < 0) continue;
       const auto count = static_cast<int>(std::min<std::int64_t>(kRecordDepth, depth - first));
       if (target.input_order == nullptr) {
-        std::memcpy(target.values + row * depth + first, values[c], static_cast<std::size_t>(count));
+        std::memcpy(integers + row * depth + first, values[c], static_cast<std::size_t>(count));
       } else {
         const bool up = m.spec.input_orders == 2 && c >= kTileColumns;
         const std::int32_t* input = target.input_order + (up ? depth : 0) + first;
-        for (int i = 0; i < count; ++i) target.values[row * depth + input[i]] = values[c][i];
+        for (int i = 0; i < count; ++i) integers[row * depth + input[i]] = values[c][i];
       }
       if (traits.subgroup == 0) continue;
       for (int i = 0; i < kRecordDepth && first + i < depth; i += traits.subgroup) {
-        const std::int64_t slot = scale_slot(layout.weights, i) * kBlockColumns + c;
+        const std::int64_t slot =
+            has_tile_scales(layout.weights) ? c / kTileColumns : scale_slot(layout.weights, i) * kBlockColumns + c;
         const std::int64_t at = row * groups + m.spec.group_of(first + i);
-        if (traits.has_zeros()) target.zeros[at] = static_cast<std::int8_t>(record[scale_bytes + slot] - 8);
+        if (traits.has_zeros()) {
+          target.zeros[at] = static_cast<std::int8_t>(record[scale_bytes + slot] - (1 << (traits.bits - 1)));
+        }
         if (is_byte(layout.scales)) {
           static_cast<std::uint8_t*>(target.scales)[at] = record[slot];
         } else {
@@ -523,7 +647,9 @@ void unpack_block(const PackedMatrix& m, const std::uint8_t* block, std::int64_t
     const std::int64_t row = source_row(m.spec, order, index, c);
     if (row < 0) continue;
     const float of_column = element(block, DType::kF32, kBlockColumns + c);
-    if (traits.subgroup == 0) store_element(of_column * unit, target.scale_type, target.scales, row);
+    if (traits.subgroup == 0 && traits.has_scales()) {
+      store_element(of_column * unit, target.scale_type, target.scales, row);
+    }
     if (traits.has_factor) target.factors[row] = of_column / byte_scale_factor(layout.scales, traits.unit);
     if (layout.has_bias) target.bias[row] = element(block, DType::kF32, m.head_bytes / 4 - kBlockColumns + c);
   }
@@ -535,11 +661,12 @@ void pack_experts(const PackedMatrix& m, std::uint8_t* data, std::int64_t first_
                   std::int64_t count, const std::string& name) {
   check_experts(m, first_expert, count, name);
   for (std::int64_t e = 0; e < count; ++e) {
-    write_orders(m, sources[e], first_expert + e, name,
-                 data + kPackedHeaderBytes + (first_expert + e) * m.expert_bytes);
+    std::uint8_t* expert = data + kPackedHeaderBytes + (first_expert + e) * m.expert_bytes;
+    write_orders(m, sources[e], first_expert + e, name, expert);
+    write_input_scales(m, sources[e], first_expert + e, name, expert + m.input_bytes);
   }
   for_each_block(m, count, [&](std::int64_t e, std::int64_t b) {
-    std::uint8_t* expert = data + kPackedHeaderBytes + (first_expert + e) * m.expert_bytes + m.order_bytes;
+    std::uint8_t* expert = data + kPackedHeaderBytes + (first_expert + e) * m.expert_bytes + m.input_bytes;
     BlockPacker(m, sources[e], name, first_expert + e).pack(b, expert + b * m.block_bytes);
   });
 }
@@ -551,6 +678,7 @@ void unpack_experts(const PackedMatrix& m, std::int64_t first_expert, const Unpa
     for (std::int64_t i = 0; i < m.spec.input_orders * m.spec.depth; ++i) {
       targets[e].input_order[i] = static_cast<std::int32_t>(m.input_order(first_expert + e, 0)[i]);
     }
+    for (int i = 0; i < m.spec.input_scales; ++i) targets[e].input_scales[i] = m.input_scale(first_expert + e, i);
   }
   for_each_block(m, count,
                  [&](std::int64_t e, std::int64_t b) { unpack_block(m, m.block(first_expert + e, b), b, targets[e]); });

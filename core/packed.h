@@ -1,7 +1,7 @@
 // Packed weights: a self-describing run of bytes that every kernel reads as it is.
 //
 //   header (64 bytes) | expert 0 | expert 1 | ...      the header has numbers for the weight format and the scales
-//   expert = orders of inputs, if any | block 0 | block 1 | ...           32 columns (output features) each
+//   expert = orders of inputs, if any | scales of activations, if any | block 0 | block 1 | ...   32 columns each
 //   block  = head | record 0 | record 1 | ...  a record is 128 inputs
 //   head   = column sums [32] | scales or factors of columns [32] if any | biases [32] if any      (4 bytes each)
 //   record = sub-group scales ([sub-group][32]) | sub-group zero points, a byte each, if any | weights
@@ -9,15 +9,19 @@
 // 4-bit weights of a record: 32 lines of 64 bytes, column tiles 0 and 1 in turn. Line l of a tile holds, for
 // its 16 columns, inputs 4 l .. 4 l + 3 in the low nibbles and 64 + 4 l .. 64 + 4 l + 3 in the high ones: two's
 // complement, codes of e2m1, or with zero points 0..15, like these. int8 weights: the same for inputs 0..63 in the
-// first 32 lines, 64..127 in the next. Missing inputs and columns are zero weights (or are met by zeros in the rows).
+// first 32 lines, 64..127 in the next; so are the codes of e4m3. 6-bit weights: their lower four bits like 4-bit
+// weights, then 16 lines with the upper two: byte b of line l has those of byte b of both tiles' lines, tile 0 lower,
+// and of either the first half lower. 16- and 32-bit weights: wide_index. Missing inputs and columns are zero weights
+// (or are met by zeros in the rows).
 //
 // A scale is shared by 16, 32, 64 or 128 inputs of a record: gcd(group size, 128), repeated where the group is
 // larger or straddles records. Their order in the record is the order in which it is read (scale_slot): for nibbles in
 // groups of 32, inputs 0-31, 64-95, 32-63, 96-127. fp32 and bf16 scales are stored divided by FormatTraits::unit;
-// others as they came, with the rest in the factor of the column (bytes) or left to the reader (fp16).
+// others as they came, with the rest in the factor of the column (bytes) or left to the reader (fp16). Blocks of
+// 128x128 have one scale for a record and a tile: two fp32 numbers on a line of 64 bytes.
 //
 // Column sums are what the zero point of a row is multiplied with: fp32 sum of scale * integer (as the kernels multiply
-// them), or the int32 sum of the integers when there is one scale per channel.
+// them), or the int32 sum of the integers when there is one scale per channel; 0 where rows have no zero point.
 //
 // Where scales belong to inputs that do not lie side by side (activation order), the inputs are packed in another
 // order: 16-bit numbers, [depth] for all columns or for gate and for up columns, say which input comes where.
@@ -51,8 +55,10 @@ struct PackedSpec {
   bool gated = false, has_bias = false;
   RowFormat rows = RowFormat::kBytes;  // how the activations are held that these weights are multiplied with
   int input_orders = 0;                // 0: inputs in their own order; 1: in another; 2: gate and up in one each
+  int input_scales = 0;                // stored scales of the activations of an expert; 2: of gate and up
 
-  std::int64_t groups() const { return group == 0 ? 1 : depth / group; }  // scales of a row
+  // Scales of a row.
+  std::int64_t groups() const { return !traits_of(weights).has_scales() ? 0 : group == 0 ? 1 : depth / group; }
   std::int64_t group_of(std::int64_t input) const { return group == 0 ? 0 : input / group; }
   bool operator==(const PackedSpec&) const = default;
 };
@@ -82,13 +88,23 @@ struct PackedMatrix {
   BlockLayout layout{};
   int blocks = 0, records = 0;
   std::int64_t padded_depth = 0, head_bytes = 0, record_bytes = 0, block_bytes = 0, expert_bytes = 0, total_bytes = 0;
-  std::int64_t order_bytes = 0;        // of an expert's orders of inputs
+  std::int64_t input_bytes = 0;        // of an expert's orders of inputs and scales of activations
   const std::uint8_t* data = nullptr;  // the header's first byte
 
   const std::uint8_t* block(std::int64_t expert, std::int64_t index) const;
   // The given one of an expert's orders.
   InputOrder input_order(std::int64_t expert, int index) const;
+  // The given one of an expert's stored scales of activations; 0 without any.
+  float input_scale(std::int64_t expert, int index) const;
 };
+
+// How rows of activations of a type are held for a matrix: floats as bf16 numbers if they are such, else as pairs of
+// them, which keep 16 bits; as fp32 for weights that bf16 does not hold.
+inline RowFormat rows_for(const PackedSpec& spec, DType type) {
+  if (spec.rows != RowFormat::kFloat) return spec.rows;
+  if (spec.weights == WeightFormat::kF16 || spec.weights == WeightFormat::kF32) return RowFormat::kF32;
+  return type == DType::kBF16 ? RowFormat::kBF16 : RowFormat::kBF16Pair;
+}
 
 // What a product of `rows` rows with `experts` experts costs, in bytes that could be read meanwhile: each expert is
 // read once, and a row takes about a quarter of that time.
@@ -98,8 +114,8 @@ inline std::int64_t product_work(const PackedMatrix& m, std::int64_t experts, st
 
 constexpr std::int64_t kPackedHeaderBytes = 64;
 
-// The format for weights of `element` ("int4", "int8", "fp4") whose groups of `group_size` inputs share a scale (none:
-// all inputs of a column do) and, with `zeros`, a zero point; refuses what there is no format for.
+// The format for weights of `element` ("int4", "fp8", ...: formats.h) whose groups of `group_size` inputs share a scale
+// (none: all inputs of a column do) and, with `zeros`, a zero point; refuses what there is no format for.
 WeightFormat choose_format(const std::string& element, std::optional<std::int64_t> group_size, bool zeros,
                            const std::string& name);
 
@@ -113,14 +129,15 @@ void write_header(const PackedMatrix& layout, std::uint8_t* data);
 
 // One expert's source: values and scales, row-major.
 struct PackSource {
-  const void* values = nullptr;  // int8 [columns, depth], or nibbles [columns, (depth + 1) / 2]
+  const void* values = nullptr;  // int8 or floats [columns, depth], or nibbles [columns, (depth + 1) / 2]
   bool nibbles = false;          // low nibble = even input; value = nibble - 8, or the code of e2m1
-  const void* scales = nullptr;  // [columns, groups]; bytes where the format has E8M0 or e4m3 scales
+  const void* scales = nullptr;  // [columns, groups]; bytes where the format has E8M0 or e4m3 scales; null for floats
   DType scale_type = DType::kF32;
   const std::int8_t* zeros = nullptr;         // [columns, groups], where the format has zero points
   const float* factors = nullptr;             // [columns] or null, for all 1; where the format has factors
   const float* bias = nullptr;                // [columns] or null
   const std::int32_t* input_order = nullptr;  // [input_orders, depth] or null
+  const float* input_scales = nullptr;        // [input_scales] or null
   RowOrder order = RowOrder::kPlain;
 };
 
@@ -131,13 +148,14 @@ void pack_experts(const PackedMatrix& layout, std::uint8_t* data, std::int64_t f
 
 // Where one expert goes when it is unpacked; rows of a gated matrix are gate rows, then up rows.
 struct UnpackTarget {
-  std::int8_t* values;  // [columns, depth]
-  void* scales;         // [columns, groups], as in PackSource
+  void* values;  // [columns, depth]: int8, or the floats that they are
+  void* scales;  // [columns, groups], as in PackSource
   DType scale_type;
   std::int8_t* zeros;         // [columns, groups], or null without zero points
   float* factors;             // [columns], or null without factors
   float* bias;                // [columns], or null without biases
   std::int32_t* input_order;  // [input_orders, depth], or null; the values come back in the order of the inputs
+  float* input_scales;        // [input_scales], or null
 };
 
 // What was packed (to the bit, but for scales whose sixteenth is subnormal): experts [first_expert, first_expert +

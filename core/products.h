@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 
 #include "kernel.h"
 #include "packed.h"
@@ -18,57 +19,83 @@ struct ProductScratch {
   alignas(4096) float acc[kBlocksPerPass][kMaxRowTiles * kAccTileFloats];
 };
 
-// A chunk of prepared rows in the layout of Product::a, with the scale and zero point of each row of activations.
+// A chunk of prepared rows in the layout of Product::a, with the scales and zero point of each row of activations:
+// scales for the first 16 columns of a block and for the second, and those of records where rows have them.
 struct ChunkInput {
   RowChunk chunk;
   const std::uint8_t* a;
-  const float* row_scale;
+  const float *row_scale, *row_scale_up;
   const std::int32_t* row_zero;
+  const float* record_scales;
 };
 
-// How the rows of activations lie that are multiplied with a matrix: by themselves, with 64 bytes for each half of a
-// record and each plane of the format, or in the layout of a chunk (Product::a). There a row of activations is `rows`
-// rows: its planes, for each order in which the matrix has its inputs. The strides are those of PrepareRow.
+// How the rows of activations lie that are multiplied with a matrix: by themselves, with `half` bytes for each half of
+// a record and each plane of the format, or in the layout of a chunk (Product::a). There a row of activations is `rows`
+// rows: its planes, for each order or scale of its own in which gate and up columns have their inputs. The strides are
+// those of PrepareRow.
 struct RowLayout {
-  static constexpr std::int64_t kHalfBytes = kRecordDepth / 2;
+  RowKind kind;
+  std::int64_t half;
   int planes, rows;
 
   explicit RowLayout(const PackedSpec& spec)
-      : planes(planes_of(spec.rows)), rows(planes * (spec.input_orders == 2 ? 2 : 1)) {}
+      : kind(traits_of(spec.rows).kind),
+        half(traits_of(spec.rows).half_bytes()),
+        planes(traits_of(spec.rows).planes),
+        rows(planes * (spec.input_orders == 2 || spec.input_scales == 2 ? 2 : 1)) {}
 
-  std::int64_t half_bytes() const { return planes * kHalfBytes; }
-  std::int64_t row_bytes(std::int64_t padded_depth) const { return planes * padded_depth; }
+  std::int64_t half_bytes() const { return planes * half; }
+  // Of a row of activations by itself, and of a row of a product.
+  std::int64_t row_bytes(std::int64_t padded_depth) const { return planes * product_row_bytes(padded_depth); }
+  std::int64_t product_row_bytes(std::int64_t padded_depth) const { return padded_depth / (kRecordDepth / 2) * half; }
   // Where row `row` of the expert goes, a row of a product, counted from the first of the chunk.
   std::int64_t offset(const RowChunk& chunk, int row) const {
     const int in_chunk = row - chunk.first_row;
-    return (in_chunk / chunk.tile_rows * (2 * chunk.tile_rows) + in_chunk % chunk.tile_rows) * kHalfBytes;
+    return (in_chunk / chunk.tile_rows * (2 * chunk.tile_rows) + in_chunk % chunk.tile_rows) * half;
   }
   std::ptrdiff_t record_stride(const RowChunk& chunk) const {
-    return static_cast<std::ptrdiff_t>(chunk.tiles) * chunk.tile_rows * 2 * kHalfBytes;
+    return static_cast<std::ptrdiff_t>(chunk.tiles) * chunk.tile_rows * 2 * half;
   }
-  std::ptrdiff_t half_stride(const RowChunk& chunk) const { return chunk.tile_rows * kHalfBytes; }
+  std::ptrdiff_t half_stride(const RowChunk& chunk) const { return chunk.tile_rows * half; }
 };
 
 // Copies a prepared row that lies by itself to `dst` in a chunk, input i of which is input order[i] of the row.
 inline void copy_in_order(const RowLayout& layout, const std::uint8_t* row, const InputOrder& order, std::int64_t depth,
                           const RowChunk& chunk, std::uint8_t* dst) {
-  const std::int64_t half = RowLayout::kHalfBytes;
-  for (std::int64_t first = 0; first < depth; first += half) {
-    const std::int64_t count = std::min(half, depth - first), number = first / half;
+  constexpr std::int64_t kInputs = kRecordDepth / 2;  // of a half
+  const std::int64_t size = layout.half / kInputs, padded = (depth + kRecordDepth - 1) / kRecordDepth * kRecordDepth;
+  for (std::int64_t first = 0; first < padded; first += kInputs) {
+    const std::int64_t number = first / kInputs;
     std::uint8_t* to = dst + number / 2 * layout.record_stride(chunk) + number % 2 * layout.half_stride(chunk);
-    for (int plane = 0; plane < layout.planes; ++plane, to += half) {
-      for (std::int64_t i = 0; i < count; ++i) {
+    for (int plane = 0; plane < layout.planes; ++plane, to += layout.half) {
+      for (std::int64_t i = 0; i < kInputs; ++i) {
+        std::uint8_t* value = to + place_in_half(layout.kind, i) * size;
+        if (first + i >= depth) {
+          std::memset(value, 0, static_cast<std::size_t>(size));
+          continue;
+        }
         const std::int64_t input = order[first + i];
-        to[i] = row[input / half * layout.half_bytes() + plane * half + input % half];
+        const std::uint8_t* half = row + input / kInputs * layout.half_bytes() + plane * layout.half;
+        std::memcpy(value, half + place_in_half(layout.kind, input % kInputs) * size, static_cast<std::size_t>(size));
       }
-      for (std::int64_t i = count; i < half; ++i) to[i] = 0;
     }
   }
-  if (depth % kRecordDepth != 0 && depth % kRecordDepth <= half) {  // the last half of the last record
-    std::uint8_t* to = dst + depth / kRecordDepth * layout.record_stride(chunk) + layout.half_stride(chunk);
-    for (std::int64_t i = 0; i < layout.half_bytes(); ++i) to[i] = 0;
-  }
 }
+
+// The largest magnitude in those of `rows` rows that hold no NaN and no infinity.
+inline float largest_magnitude(const Kernels& kernels, const void* x, DType type, std::int64_t rows,
+                               std::int64_t columns) {
+  float largest = 0.0f;
+  for (std::int64_t r = 0; r < rows; ++r) {
+    const auto* row = static_cast<const std::uint8_t*>(x) + r * columns * size_of(type);
+    const float one = kernels.magnitude(row, type, columns);
+    largest = one > largest ? one : largest;  // a broken row is left to itself
+  }
+  return largest;
+}
+
+// The scale of e4m3 numbers the largest of which stands for `magnitude`.
+inline float fp8_scale(float magnitude) { return magnitude / 448.0f; }
 
 // Prepared rows that will be multiplied after these.
 struct NextRows {
@@ -100,7 +127,8 @@ void multiply_blocks(const Kernels& kernels, const PackedMatrix& m, std::int64_t
         BlockRows rows{m.layout,        block,
                        scratch->acc[i], in.chunk.rows / layout.rows,
                        layout.rows,     layout.rows - layout.planes,
-                       in.row_scale,    in.row_zero};
+                       in.row_scale,    in.row_scale_up,
+                       in.row_zero};
         if (r0 == 0) format.with(m.spec.rows).start(rows);
         Product p{};
         p.layout = m.layout;
@@ -112,6 +140,8 @@ void multiply_blocks(const Kernels& kernels, const PackedMatrix& m, std::int64_t
         p.tiles = in.chunk.tiles;
         p.rows = in.chunk.rows;
         p.acc = scratch->acc[i];
+        if (in.record_scales != nullptr) p.record_scales = in.record_scales + r0;
+        p.record_scale_stride = m.records;
         p.ahead = {end, next != nullptr ? next : end, ahead ? kernels.tuning.read_ahead_bytes : 0,
                    in.chunk.rows > 1 || kernels.tuning.software_streams};
         // Every block fetches its share of them.
@@ -119,7 +149,7 @@ void multiply_blocks(const Kernels& kernels, const PackedMatrix& m, std::int64_t
         p.next_rows = next_rows.data + share * (b0 + i - first);
         p.next_rows_lines = static_cast<int>(share / (static_cast<std::int64_t>(m.records) * in.chunk.tiles * 64));
         p.workspace = &scratch->workspace;
-        format.multiply(p);
+        format.multiply(m.spec.rows, p);
         if (r0 + step >= m.records) finish(b0 + i, rows);
       }
     }

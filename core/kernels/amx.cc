@@ -6,6 +6,7 @@
 // works on the next products. Tile registers are not renamed, so stores right after the products would stall.
 #include "amx_tiles.h"
 #include "avx512_rows.h"
+#include "bf16_products.h"
 #include "rowwise.h"
 #include "vector_avx512.h"
 
@@ -259,6 +260,11 @@ struct Amx {
       multiply_grouped_by_tiles<format>(p);
     }
   }
+
+  template <WeightFormat format, RowKind kind>
+  static void multiply_floats(const Product& p) {
+    multiply_floats_by_pairs<format, kind>(p);
+  }
 };
 
 double dot_peak(std::int64_t iterations) {
@@ -279,6 +285,7 @@ constexpr Kernels make_kernels() {
   k.thread_begin = configure_tiles;
   k.thread_end = release_tiles;
   k.dot_peak = dot_peak;
+  k.float_dot_peak = bf16_dot_peak;
   k.read_bytes = read_zmm;
   return k;
 }

@@ -1,4 +1,4 @@
-// The product of many rows with AVX512-VNNI; shared by the AVX512-VNNI and the AMX kernel.
+// The product of many rows with AVX512-VNNI; shared by the AVX512 and the AMX kernels.
 #pragma once
 
 #include "avx512_few_rows.h"
@@ -76,6 +76,20 @@ struct Avx512Rows {
     return args.acc + acc_index(row, tile * kTileColumns);
   }
 };
+
+inline double vnni_dot_peak(std::int64_t iterations) {
+  constexpr int kChains = 16;
+  __m512i sum[kChains];
+  for (auto& s : sum) s = _mm512_setzero_si512();
+  __m512i u = _mm512_set1_epi8(3), w = _mm512_set1_epi8(5);
+  for (std::int64_t i = 0; i < iterations; ++i) {
+    asm volatile("" : "+v"(u), "+v"(w));  // keeps the products in the loop
+#pragma GCC unroll 16
+    for (int j = 0; j < kChains; ++j) sum[j] = add_dot(sum[j], u, w);
+  }
+  for (auto& s : sum) asm volatile("" : : "v"(s));
+  return static_cast<double>(iterations) * kChains * 128.0;
+}
 
 }  // namespace
 }  // namespace cpumoe

@@ -8,6 +8,7 @@
 //   };
 #pragma once
 
+#include "float_products.h"
 #include "row_blocks.h"
 #include "rowwise.h"
 #include "vector_neon.h"
@@ -91,6 +92,11 @@ struct Neon {
     multiply_rows<Neon, format>(p);
   }
 
+  template <WeightFormat format, RowKind kind>
+  static void multiply_floats(const Product& p) {
+    multiply_float_rows<FloatVectors<F32x4>, format, kind>(p);
+  }
+
   template <int M, WeightFormat format, bool packed>
   static void record_product(const RecordArgs& args) {
     constexpr int subgroup = traits_of(format).subgroup, kLines = subgroup == 16 ? 4 : 8;
@@ -162,6 +168,7 @@ template <class Dot>
 constexpr Kernels neon_kernels(const char* name) {
   Kernels k = kernels_of<F32x4, Neon<Dot>>(name);
   k.dot_peak = dot_peak<Dot>;
+  k.float_dot_peak = fma_peak<F32x4>;
   k.read_bytes = read_neon;
   return k;
 }

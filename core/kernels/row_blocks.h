@@ -103,7 +103,7 @@ template <WeightFormat format, int lines>
 constexpr RecordPart place_of_part(int part) {
   constexpr FormatTraits traits = traits_of(format);
   RecordPart at{part * lines % 16, part * lines / 16, 0, false};
-  if (traits.bits == 4 && traits.subgroup != 64) {
+  if (traits.bits < 8 && traits.subgroup != 64) {
     constexpr int kRun = traits.subgroup == 16 ? 4 : 8;  // lines of a half before it is the other one's turn
     constexpr int kPartsOfRun = kRun / lines;
     const int run = part / kPartsOfRun;

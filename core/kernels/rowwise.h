@@ -7,19 +7,13 @@
 #pragma once
 
 #include "../kernel.h"
+#include "elementary.h"
+#include "prepare_floats.h"
+#include "prepare_integers.h"
 #include "vector_scalar.h"
 
 namespace cpumoe {
 namespace {
-
-template <class V>
-inline V min_of(V a, V b) {  // b when unordered: min_of(bound, x) keeps a NaN in x
-  return V::select_less(a, b, a, b);
-}
-template <class V>
-inline V max_of(V a, V b) {
-  return V::select_less(b, a, a, b);
-}
 
 // e^x = mantissa * 2^exponent, with a mantissa from 0.7 to 1.42, relative error below 2e-7; for |x| up to 104.
 template <class V>
@@ -41,12 +35,6 @@ inline Power<V> power_of_e(V x) {
   p = V::fma(p, r, V::set(5.0000001201e-1f));
   p = V::fma(r * r, p, r + V::set(1.0f));
   return {p, n};
-}
-
-// x within [low, high]; a NaN stays.
-template <class V>
-inline V clamp_to(float low, float high, V x) {
-  return max_of(V::set(low), min_of(V::set(high), x));
 }
 
 // e^x for x in [-87, 87], and the value at the nearer end beyond.
@@ -128,21 +116,22 @@ inline V gate_times_up(V gate, V up, const ActivationSpec& spec) {
 enum class Sums {
   kIntegers,  // of weights and inputs: a column has a scale
   kScaled,    // in fp32, scaled record by record
-  kFactored,  // that, and a column has a factor
+  kFactored,  // in fp32, and a column has a factor, or all of its scale
 };
 
-constexpr Sums sums_of(WeightFormat format) {
+constexpr Sums sums_of(WeightFormat format, RowKind rows) {
   const FormatTraits traits = traits_of(format);
-  return traits.subgroup == 0 ? Sums::kIntegers : traits.has_factor ? Sums::kFactored : Sums::kScaled;
+  if (traits.subgroup == 0) return rows == RowKind::kBytes ? Sums::kIntegers : Sums::kFactored;
+  return traits.has_factor ? Sums::kFactored : Sums::kScaled;
 }
 
 // One block's head and rows, giving finished values V at (row, column).
-template <class V, Sums sums, int planes>
+template <class V, Sums sums, RowKind kind, int planes>
 struct FinishedRows {
   static constexpr bool kOfColumns = sums != Sums::kScaled;  // scales or factors of columns stand in the head
   const float *scale, *bias, *acc;
   int rows_of_each, rows_of_up;
-  const float* row_scale;
+  const float *row_scale, *row_scale_up;
 
   explicit FinishedRows(const BlockRows& b)
       : scale(reinterpret_cast<const float*>(b.head + kBlockVectorBytes)),
@@ -151,7 +140,8 @@ struct FinishedRows {
         acc(b.acc),
         rows_of_each(b.rows_of_each),
         rows_of_up(b.rows_of_up),
-        row_scale(b.row_scale) {}
+        row_scale(b.row_scale),
+        row_scale_up(b.row_scale_up) {}
 
   V sum_at(int row, int column) const {
     const float* p = acc + acc_index(row, column);
@@ -159,17 +149,30 @@ struct FinishedRows {
   }
 
   V at(int row, int column) const {
-    const int first = row * rows_of_each + (column < kTileColumns ? 0 : rows_of_up);
+    const bool is_up = column >= kTileColumns;
+    const int first = row * rows_of_each + (is_up ? rows_of_up : 0);
     V value = sum_at(first, column);
-    if constexpr (planes == 2) value = V::fma(value, V::set(256.0f), sum_at(first + 1, column));
+    if constexpr (planes == 2 && kind == RowKind::kBytes) {
+      value = V::fma(value, V::set(256.0f), sum_at(first + 1, column));
+    } else if constexpr (planes == 2) {
+      value = value + sum_at(first + 1, column);
+    }
     if constexpr (kOfColumns) value = value * V::load(scale + column);
-    value = value * V::set(row_scale[row]);
+    value = value * V::set((is_up ? row_scale_up : row_scale)[row]);
     return bias == nullptr ? value : value + V::load(bias + column);
   }
 };
 
-template <class V, Sums sums, int planes>
+template <class V, Sums sums, RowKind kind, int planes>
 void start_rows(const BlockRows& b) {
+  if constexpr (kind != RowKind::kBytes) {
+    for (int row = 0; row < b.rows * b.rows_of_each; ++row) {
+      for (int column = 0; column < kBlockColumns; column += V::kWidth) {
+        V::store(b.acc + acc_index(row, column), V::set(0.0f));
+      }
+    }
+    return;
+  }
   for (int row = 0; row < b.rows * b.rows_of_each; ++row) {
     // The zero point of two bytes is shared out like the values.
     std::int32_t zero = b.row_zero[row / b.rows_of_each];
@@ -188,9 +191,9 @@ void start_rows(const BlockRows& b) {
   }
 }
 
-template <class V, Sums sums, int planes>
+template <class V, Sums sums, RowKind kind, int planes>
 void finish_rows(const BlockRows& b, float* values, std::ptrdiff_t stride, int columns) {
-  const FinishedRows<V, sums, planes> finished(b);
+  const FinishedRows<V, sums, kind, planes> finished(b);
   for (int row = 0; row < b.rows; ++row) {
     float line[kBlockColumns];
     for (int column = 0; column < kBlockColumns; column += V::kWidth) {
@@ -200,9 +203,9 @@ void finish_rows(const BlockRows& b, float* values, std::ptrdiff_t stride, int c
   }
 }
 
-template <class V, Sums sums, int planes, Activation kind>
+template <class V, Sums sums, RowKind rows, int planes, Activation kind>
 void activate_kind(const BlockRows& b, const ActivationSpec& spec, float* hidden, std::ptrdiff_t stride) {
-  const FinishedRows<V, sums, planes> finished(b);
+  const FinishedRows<V, sums, rows, planes> finished(b);
   for (int row = 0; row < b.rows; ++row) {
     float* h = hidden + row * stride;
     if (spec.gated) {
@@ -219,23 +222,25 @@ void activate_kind(const BlockRows& b, const ActivationSpec& spec, float* hidden
   }
 }
 
-template <class V, Sums sums, int planes>
+template <class V, Sums sums, RowKind kind, int planes>
 void activate_rows(const BlockRows& b, const ActivationSpec& spec, float* hidden, std::ptrdiff_t stride) {
   switch (spec.kind) {
-    case Activation::kSilu: return activate_kind<V, sums, planes, Activation::kSilu>(b, spec, hidden, stride);
-    case Activation::kSwigluOai: return activate_kind<V, sums, planes, Activation::kSwigluOai>(b, spec, hidden, stride);
+    case Activation::kSilu: return activate_kind<V, sums, kind, planes, Activation::kSilu>(b, spec, hidden, stride);
+    case Activation::kSwigluOai:
+      return activate_kind<V, sums, kind, planes, Activation::kSwigluOai>(b, spec, hidden, stride);
     case Activation::kSwigluStep:
-      return activate_kind<V, sums, planes, Activation::kSwigluStep>(b, spec, hidden, stride);
-    case Activation::kGelu: return activate_kind<V, sums, planes, Activation::kGelu>(b, spec, hidden, stride);
-    case Activation::kGeluTanh: return activate_kind<V, sums, planes, Activation::kGeluTanh>(b, spec, hidden, stride);
-    case Activation::kRelu2: return activate_kind<V, sums, planes, Activation::kRelu2>(b, spec, hidden, stride);
+      return activate_kind<V, sums, kind, planes, Activation::kSwigluStep>(b, spec, hidden, stride);
+    case Activation::kGelu: return activate_kind<V, sums, kind, planes, Activation::kGelu>(b, spec, hidden, stride);
+    case Activation::kGeluTanh:
+      return activate_kind<V, sums, kind, planes, Activation::kGeluTanh>(b, spec, hidden, stride);
+    case Activation::kRelu2: return activate_kind<V, sums, kind, planes, Activation::kRelu2>(b, spec, hidden, stride);
   }
 }
 
-template <class V, Sums sums, int planes>
+template <class V, Sums sums, RowKind kind, int planes>
 void combine_rows(const BlockRows& b, const float* weight, const std::int32_t* token, float* out,
                   std::ptrdiff_t stride) {
-  const FinishedRows<V, sums, planes> finished(b);
+  const FinishedRows<V, sums, kind, planes> finished(b);
   constexpr int kRowsAhead = 6;  // the rows of `out` lie apart: fetch them before they are due
   for (int row = 0; row < b.rows; ++row) {
     const int later = row + kRowsAhead < b.rows ? row + kRowsAhead : b.rows - 1;
@@ -246,146 +251,6 @@ void combine_rows(const BlockRows& b, const float* weight, const std::int32_t* t
     for (int column = 0; column < kBlockColumns; column += V::kWidth) {
       V::store(o + column, V::fma(w, finished.at(row, column), V::load(o + column)));
     }
-  }
-}
-
-// What turns a value of a row into quanta: (x * lift) * factor.
-struct RowFactors {
-  float lift, factor;
-};
-
-// Range, scale and zero point of a row, from its extremes (asymmetric int8 as PyTorch's dynamic quantisation has it,
-// here shifted by 128 so that the bytes are unsigned; or the same with 16 bits), and the factors to multiply with
-// before rounding.
-template <int bits>
-inline RowFactors row_parameters(float low, float high, RowScale* q) {
-  constexpr float kLargest = 3.40282347e+38f, kLift = 0x1p100f;
-  constexpr auto kSteps = static_cast<float>((1 << bits) - 1), kMiddle = static_cast<float>(1 << (bits - 1));
-  const float range = high - low;
-  RowFactors f{1.0f, 1.0f};
-  if (range == 0.0f) {
-    q->scale = 0.0f;  // zeros must give zero, not what rounding leaves of the zero point's share
-  } else if (range > kLargest) {
-    f.factor = kSteps * 0.5f / (high * 0.5f - low * 0.5f);  // the range overflows, its half does not
-    q->scale = 1.0f / f.factor;
-  } else if (f.factor = kSteps / range; f.factor <= kLargest) {
-    q->scale = 1.0f / f.factor;
-  } else {
-    // A range below 1e-36 (1e-34), whose factor overflows. The scale is subnormal, with few bits: it is rounded up, so
-    // that the range fits the steps, and values are counted in the scale as it came out.
-    q->scale = range / kSteps;
-    if (q->scale * kSteps < range) q->scale += 0x1p-149f;
-    f = {kLift, 1.0f / (q->scale * kLift)};
-  }
-  const float scaled_low = low * f.lift * f.factor, scaled_high = high * f.lift * f.factor;
-  constexpr float kFirst = -kMiddle, kLast = kMiddle - 1.0f;
-  float z = (kFirst + scaled_low) + (kLast + scaled_high) > 0.0f ? kFirst - scaled_low : kLast - scaled_high;
-  z = z < kFirst ? kFirst : z > kLast ? kLast : z;
-  const float rounded = (z + 12582912.0f) - 12582912.0f;  // to nearest even
-  q->zero = static_cast<std::int32_t>(rounded) + (1 << (bits - 1));
-  return f;
-}
-
-template <class V, int bits, DType type>
-RowScale quantize_typed(const PrepareRow& args) {
-  using Element = typename V::template Element<type>;
-  const auto* x = static_cast<const Element*>(args.src);
-  const std::int64_t whole = args.count / V::kWidth * V::kWidth;
-  V low = V::set(0.0f), high = low, broken = low;
-  for (std::int64_t i = 0; i < whole; i += V::kWidth) {
-    const V v = V::template load_as<type>(x + i);
-    low = min_of(v, low);
-    high = max_of(v, high);
-    broken = broken + (v - v);  // 0, or NaN from an infinity or a NaN on
-  }
-  float lows[V::kWidth], highs[V::kWidth], brokens[V::kWidth];
-  V::store(lows, low);
-  V::store(highs, high);
-  V::store(brokens, broken);
-  float rmin = 0.0f, rmax = 0.0f, bad = 0.0f;
-  for (int i = 0; i < V::kWidth; ++i) {
-    rmin = lows[i] < rmin ? lows[i] : rmin;
-    rmax = highs[i] > rmax ? highs[i] : rmax;
-    bad += brokens[i];
-  }
-  Element rest[V::kWidth] = {};  // the last, partial vector
-  for (std::int64_t i = whole; i < args.count; ++i) rest[i - whole] = x[i];
-  if (whole < args.count) {
-    const V v = V::template load_as<type>(rest);
-    V::store(lows, v);
-    V::store(brokens, v - v);
-    for (int i = 0; i < V::kWidth; ++i) {
-      rmin = lows[i] < rmin ? lows[i] : rmin;
-      rmax = lows[i] > rmax ? lows[i] : rmax;
-      bad += brokens[i];
-    }
-  }
-  RowScale q{};
-  RowFactors factors{};
-  if (bad == 0.0f) {
-    factors = row_parameters<bits>(rmin, rmax, &q);
-  } else {
-    // This row's products become 0 * NaN: the token comes out as NaN and touches no other.
-    q.scale = __builtin_nanf("");
-    q.zero = 0;
-  }
-  const V lift = V::set(factors.lift), factor = V::set(factors.factor);
-  const bool clean = bad == 0.0f;
-  for (std::int64_t chunk = 0; chunk < args.padded / 64; ++chunk) {
-    std::uint8_t* dst = args.dst + chunk / 2 * args.record_stride + chunk % 2 * args.half_stride;
-    for (int j = 0; j < 64; j += V::kWidth) {
-      const std::int64_t i = chunk * 64 + j;
-      std::int64_t filled = clean ? args.count - i : 0;
-      if (filled > 0) {
-        const V value = V::template load_as<type>(filled >= V::kWidth ? x + i : rest) * lift * factor;
-        if constexpr (bits == 8) {
-          V::store_rounded(dst + j, value, q.zero);
-        } else {
-          V::store_rounded_words(dst + j, dst + 64 + j, value, q.zero);
-        }
-      } else {
-        filled = 0;
-      }
-      for (std::int64_t b = filled; b < V::kWidth; ++b) {
-        dst[j + b] = 0;
-        if constexpr (bits == 16) dst[64 + j + b] = 0;
-      }
-    }
-  }
-  return q;
-}
-
-template <class V, int bits>
-RowScale quantize_row(const PrepareRow& args) {
-  switch (args.type) {
-    case DType::kF32: return quantize_typed<V, bits, DType::kF32>(args);
-    case DType::kBF16: return quantize_typed<V, bits, DType::kBF16>(args);
-    case DType::kF16: return quantize_typed<V, bits, DType::kF16>(args);
-  }
-  return RowScale{};
-}
-
-template <class V, DType type>
-void store_typed(const float* src, std::int64_t count, void* dst) {
-  using Element = typename V::template Element<type>;
-  auto* out = static_cast<Element*>(dst);
-  std::int64_t i = 0;
-  for (; i + V::kWidth <= count; i += V::kWidth) V::template store_as<type>(out + i, V::load(src + i));
-  if (i < count) {
-    float rest[V::kWidth] = {};
-    Element converted[V::kWidth];
-    for (std::int64_t j = i; j < count; ++j) rest[j - i] = src[j];
-    V::template store_as<type>(converted, V::load(rest));
-    for (std::int64_t j = i; j < count; ++j) out[j] = converted[j - i];
-  }
-}
-
-template <class V>
-void store_row(const float* src, std::int64_t count, DType type, void* dst) {
-  switch (type) {
-    case DType::kF32: return store_typed<V, DType::kF32>(src, count, dst);
-    case DType::kBF16: return store_typed<V, DType::kBF16>(src, count, dst);
-    case DType::kF16: return store_typed<V, DType::kF16>(src, count, dst);
   }
 }
 
@@ -458,30 +323,6 @@ void score_logits(float* scores, int count, Scoring scoring) {
   }
   const V total = V::set(sum.total());
   for (int i = 0; i < padded; i += V::kWidth) V::store(scores + i, V::divide(V::load(scores + i), total));
-}
-
-template <class V, DType type>
-void load_typed(const void* src, int count, float* dst) {
-  using Element = typename V::template Element<type>;
-  const auto* x = static_cast<const Element*>(src);
-  int i = 0;
-  for (; i + V::kWidth <= count; i += V::kWidth) V::store(dst + i, V::template load_as<type>(x + i));
-  if (i < count) {
-    Element rest[V::kWidth] = {};
-    float converted[V::kWidth];
-    for (int j = i; j < count; ++j) rest[j - i] = x[j];
-    V::store(converted, V::template load_as<type>(rest));
-    for (int j = i; j < count; ++j) dst[j] = converted[j - i];
-  }
-}
-
-template <class V>
-void load_row(const void* src, DType type, int count, float* dst) {
-  switch (type) {
-    case DType::kF32: return load_typed<V, DType::kF32>(src, count, dst);
-    case DType::kBF16: return load_typed<V, DType::kBF16>(src, count, dst);
-    case DType::kF16: return load_typed<V, DType::kF16>(src, count, dst);
-  }
 }
 
 template <class V, DType type>
@@ -636,38 +477,71 @@ void sum_rows(const SumRows& a) {
   }
 }
 
-template <class V, Sums sums, int planes>
+template <class V, WeightFormat format, RowKind kind, int planes>
 constexpr Epilogues epilogues_of() {
-  return {start_rows<V, sums, planes>, finish_rows<V, sums, planes>, activate_rows<V, sums, planes>,
-          combine_rows<V, sums, planes>};
+  constexpr Sums kSums = sums_of(format, kind);
+  return {start_rows<V, kSums, kind, planes>, finish_rows<V, kSums, kind, planes>,
+          activate_rows<V, kSums, kind, planes>, combine_rows<V, kSums, kind, planes>};
 }
 
-constexpr const RecordCodec* codec_of(Decoding decoding) {
-  switch (decoding) {
-    case Decoding::kBytes: return &kInt8Codec;
+constexpr const RecordCodec* codec_of(WeightFormat format) {
+  const FormatTraits traits = traits_of(format);
+  switch (traits.decoding) {
     case Decoding::kNibbles: return &kInt4Codec;
     case Decoding::kNibblesOfZero: return &kOffsetNibblesCodec;
     case Decoding::kFp4: return &kFp4Codec;
+    default: return traits.bits == 8 ? &kInt8Codec : traits.bits == 6 ? &kSixBitsCodec : nullptr;
   }
-  return nullptr;
 }
 
-// A row of the table but for its product: the epilogues of a weight format on vectors V.
-template <class V, WeightFormat format>
-constexpr FormatKernels format_kernels(void (*multiply)(const Product&)) {
-  return {format,
-          codec_of(traits_of(format).decoding),
-          multiply,
-          {epilogues_of<V, sums_of(format), 1>(), epilogues_of<V, sums_of(format), 2>()}};
+// What a weight format has for rows of one kind: `Isa::multiply<format>` for bytes, `Isa::multiply_floats<format,
+// kind>` for others.
+template <class V, class Isa, WeightFormat format, RowKind kind>
+constexpr void add_rows(FormatKernels& k) {
+  if constexpr (traits_of(format).takes(kind)) {
+    if constexpr (kind == RowKind::kBytes) {
+      k.products[static_cast<int>(kind)] = Isa::template multiply<format>;
+    } else {
+      k.products[static_cast<int>(kind)] = Isa::template multiply_floats<format, kind>;
+    }
+    k.epilogues[static_cast<int>(kind)][0] = epilogues_of<V, format, kind, 1>();
+    if constexpr (kind != RowKind::kF32) k.epilogues[static_cast<int>(kind)][1] = epilogues_of<V, format, kind, 2>();
+  }
 }
 
-// The rows of all formats, in the order of their numbers, in which Kernels::of looks them up. `Isa::multiply<format>`
-// is all that a weight format needs from an instruction set.
+// The rows of all formats, in the order of their numbers, in which Kernels::of looks them up.
 template <class V, class Isa, int number = 1>
 constexpr void add_formats(Kernels& k) {
   constexpr auto kFormat = static_cast<WeightFormat>(number);
-  k.formats[number - 1] = format_kernels<V, kFormat>(Isa::template multiply<kFormat>);
+  FormatKernels& row = k.formats[number - 1];
+  row.weights = kFormat;
+  row.codec = codec_of(kFormat);
+  add_rows<V, Isa, kFormat, RowKind::kBytes>(row);
+  add_rows<V, Isa, kFormat, RowKind::kBF16>(row);
+  add_rows<V, Isa, kFormat, RowKind::kF32>(row);
   if constexpr (number < kFormatCount) add_formats<V, Isa, number + 1>(k);
+}
+
+// All row formats but kFloat, which stands for one of the last three.
+template <class V>
+constexpr void add_row_formats(Kernels& k) {
+  constexpr RowScale (*kPrepare[kRowFormatCount])(const PrepareRow&) = {quantize_row<V, 8>,
+                                                                        quantize_row<V, 16>,
+                                                                        quantize_static<V>,
+                                                                        fp8_row<V>,
+                                                                        scaled_fp8_row<V>,
+                                                                        scaled_fp8_row<V>,
+                                                                        fp8_records<V>,
+                                                                        nvfp4_row<V>,
+                                                                        mx_row<V, kE2M1>,
+                                                                        mx_row<V, kE3M2>,
+                                                                        mx_row<V, kE2M3>,
+                                                                        mx_row<V, kE4M3>,
+                                                                        nullptr,
+                                                                        bf16_row<V>,
+                                                                        bf16_pair<V>,
+                                                                        fp32_row<V>};
+  for (int i = 0; i < kRowFormatCount; ++i) k.row_formats[i] = {static_cast<RowFormat>(i), kPrepare[i]};
 }
 
 // The whole table of an instruction set but for what it alone has.
@@ -676,8 +550,8 @@ constexpr Kernels kernels_of(const char* name) {
   Kernels k{};
   k.name = name;
   add_formats<V, Isa>(k);
-  k.row_formats[0] = {RowFormat::kBytes, quantize_row<V, 8>};
-  k.row_formats[1] = {RowFormat::kWords, quantize_row<V, 16>};
+  add_row_formats<V>(k);
+  k.magnitude = magnitude_of<V>;
   k.few_rows = kTileRows - 1;
   k.thread_begin = [] {};
   k.thread_end = [] {};

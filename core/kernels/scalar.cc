@@ -1,4 +1,5 @@
 // The portable kernel, and the definition of the arithmetic: every other kernel has to give these bits.
+#include "float_products.h"
 #include "row_blocks.h"
 #include "rowwise.h"
 #include "vector_scalar.h"
@@ -39,6 +40,7 @@ float scale_at(const Record& record, int index, int unit) {
       memcpy(&h, record.scales + index * 2, 2);
       return bfloat_to_float(h);
     }
+    case ScaleType::kNone:
     case ScaleType::kF32: break;
   }
   float f;
@@ -47,6 +49,11 @@ float scale_at(const Record& record, int index, int unit) {
 }
 
 struct Scalar {
+  template <WeightFormat format, RowKind kind>
+  static void multiply_floats(const Product& p) {
+    multiply_float_rows<FloatVectors<F32x1>, format, kind>(p);
+  }
+
   template <WeightFormat format>
   static void multiply(const Product& p) {
     constexpr int kLines = 4, kParts = 2 * 16 / kLines;
@@ -112,6 +119,7 @@ std::uint64_t read_bytes(const std::uint8_t* data, std::int64_t bytes) {
 constexpr Kernels make_kernels() {
   Kernels k = kernels_of<F32x1, Scalar>("scalar");
   k.dot_peak = dot_peak;
+  k.float_dot_peak = fma_peak<F32x1>;
   k.read_bytes = read_bytes;
   return k;
 }

@@ -53,6 +53,21 @@ struct F32x8 {
   static F32x8 reciprocal_guess(F32x8 d) {
     return {_mm256_castsi256_ps(_mm256_sub_epi32(_mm256_set1_epi32(0x7EF311C7), _mm256_castps_si256(d.v)))};
   }
+  static __m256i bits(F32x8 a) { return _mm256_castps_si256(a.v); }
+  static F32x8 floats(__m256i bits) { return {_mm256_castsi256_ps(bits)}; }
+  static F32x8 load_bits32(const void* p) { return floats(load_bits(p)); }
+  static F32x8 and_bits(F32x8 a, std::uint32_t mask) {
+    return floats(_mm256_and_si256(bits(a), _mm256_set1_epi32(static_cast<int>(mask))));
+  }
+  static F32x8 or_bits(F32x8 a, F32x8 b) { return {_mm256_or_ps(a.v, b.v)}; }
+  static F32x8 flip_bits(F32x8 a, std::uint32_t mask) {
+    return floats(_mm256_xor_si256(bits(a), _mm256_set1_epi32(static_cast<int>(mask))));
+  }
+  static F32x8 add_bits(F32x8 a, std::uint32_t n) {
+    return floats(_mm256_add_epi32(bits(a), _mm256_set1_epi32(static_cast<int>(n))));
+  }
+  static F32x8 shift_left(F32x8 a, int n) { return floats(_mm256_sll_epi32(bits(a), _mm_cvtsi32_si128(n))); }
+  static F32x8 shift_right(F32x8 a, int n) { return floats(_mm256_srl_epi32(bits(a), _mm_cvtsi32_si128(n))); }
   static void store_rounded(std::uint8_t* dst, F32x8 x, std::int32_t zero) {
     const __m256 half = copy_sign(set(0.49999997f), x).v;
     const __m256i i = _mm256_add_epi32(_mm256_cvttps_epi32(_mm256_add_ps(x.v, half)), _mm256_set1_epi32(zero));

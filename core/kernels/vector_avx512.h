@@ -52,6 +52,21 @@ struct F32x16 {
   static F32x16 reciprocal_guess(F32x16 d) {
     return {_mm512_castsi512_ps(_mm512_sub_epi32(_mm512_set1_epi32(0x7EF311C7), _mm512_castps_si512(d.v)))};
   }
+  static __m512i bits(F32x16 a) { return _mm512_castps_si512(a.v); }
+  static F32x16 floats(__m512i bits) { return {_mm512_castsi512_ps(bits)}; }
+  static F32x16 load_bits32(const void* p) { return floats(_mm512_loadu_si512(p)); }
+  static F32x16 and_bits(F32x16 a, std::uint32_t mask) {
+    return floats(_mm512_and_si512(bits(a), _mm512_set1_epi32(static_cast<int>(mask))));
+  }
+  static F32x16 or_bits(F32x16 a, F32x16 b) { return {_mm512_or_ps(a.v, b.v)}; }
+  static F32x16 flip_bits(F32x16 a, std::uint32_t mask) {
+    return floats(_mm512_xor_si512(bits(a), _mm512_set1_epi32(static_cast<int>(mask))));
+  }
+  static F32x16 add_bits(F32x16 a, std::uint32_t n) {
+    return floats(_mm512_add_epi32(bits(a), _mm512_set1_epi32(static_cast<int>(n))));
+  }
+  static F32x16 shift_left(F32x16 a, int n) { return floats(_mm512_sll_epi32(bits(a), _mm_cvtsi32_si128(n))); }
+  static F32x16 shift_right(F32x16 a, int n) { return floats(_mm512_srl_epi32(bits(a), _mm_cvtsi32_si128(n))); }
   static void store_rounded(std::uint8_t* dst, F32x16 x, std::int32_t zero) {
     const __m512 half = copy_sign(set(0.49999997f), x).v;
     __m512i i = _mm512_cvttps_epi32(_mm512_add_ps(x.v, half));

@@ -46,6 +46,17 @@ struct F32x4 {
   static F32x4 reciprocal_guess(F32x4 d) {
     return {vreinterpretq_f32_u32(vsubq_u32(vdupq_n_u32(0x7EF311C7u), vreinterpretq_u32_f32(d.v)))};
   }
+  static uint32x4_t bits(F32x4 a) { return vreinterpretq_u32_f32(a.v); }
+  static F32x4 floats(uint32x4_t bits) { return {vreinterpretq_f32_u32(bits)}; }
+  static F32x4 load_bits32(const void* p) {
+    return floats(vreinterpretq_u32_u8(vld1q_u8(static_cast<const std::uint8_t*>(p))));
+  }
+  static F32x4 and_bits(F32x4 a, std::uint32_t mask) { return floats(vandq_u32(bits(a), vdupq_n_u32(mask))); }
+  static F32x4 or_bits(F32x4 a, F32x4 b) { return floats(vorrq_u32(bits(a), bits(b))); }
+  static F32x4 flip_bits(F32x4 a, std::uint32_t mask) { return floats(veorq_u32(bits(a), vdupq_n_u32(mask))); }
+  static F32x4 add_bits(F32x4 a, std::uint32_t n) { return floats(vaddq_u32(bits(a), vdupq_n_u32(n))); }
+  static F32x4 shift_left(F32x4 a, int n) { return floats(vshlq_u32(bits(a), vdupq_n_s32(n))); }
+  static F32x4 shift_right(F32x4 a, int n) { return floats(vshlq_u32(bits(a), vdupq_n_s32(-n))); }
   static void store_rounded(std::uint8_t* dst, F32x4 x, std::int32_t zero) {
     const float32x4_t half = copy_sign(set(0.49999997f), x).v;
     const int32x4_t i = vaddq_s32(vcvtq_s32_f32(vaddq_f32(x.v, half)), vdupq_n_s32(zero));

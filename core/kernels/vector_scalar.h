@@ -59,6 +59,17 @@ struct F32x1 {
     return {bits_as<float>(static_cast<std::uint32_t>(0x7EF311C7u) - bits_as<std::uint32_t>(d.v))};
   }
 
+  // Whole 32-bit lanes as bits.
+  static F32x1 load_bits32(const void* p) { return {read(static_cast<const float*>(p))}; }
+  static F32x1 and_bits(F32x1 a, std::uint32_t mask) { return {bits_as<float>(bits_as<std::uint32_t>(a.v) & mask)}; }
+  static F32x1 or_bits(F32x1 a, F32x1 b) {
+    return {bits_as<float>(bits_as<std::uint32_t>(a.v) | bits_as<std::uint32_t>(b.v))};
+  }
+  static F32x1 flip_bits(F32x1 a, std::uint32_t mask) { return {bits_as<float>(bits_as<std::uint32_t>(a.v) ^ mask)}; }
+  static F32x1 add_bits(F32x1 a, std::uint32_t n) { return {bits_as<float>(bits_as<std::uint32_t>(a.v) + n)}; }
+  static F32x1 shift_left(F32x1 a, int n) { return {bits_as<float>(bits_as<std::uint32_t>(a.v) << n)}; }
+  static F32x1 shift_right(F32x1 a, int n) { return {bits_as<float>(bits_as<std::uint32_t>(a.v) >> n)}; }
+
   // Rounds to nearest, ties away from zero, adds the zero point, clamps to a byte. 0.5 - 2^-25 is the
   // constant for which truncation after the addition rounds every float below 2^22 correctly.
   static void store_rounded(std::uint8_t* dst, F32x1 x, std::int32_t zero) {
@@ -76,11 +87,11 @@ struct F32x1 {
   template <DType type>
   static F32x1 load_as(const Element<type>* p) {
     if constexpr (type == DType::kF32) {
-      return {*p};
+      return {read(p)};
     } else if constexpr (type == DType::kBF16) {
-      return {bfloat_to_float(*p)};
+      return {bfloat_to_float(read(p))};
     } else {
-      return {half_to_float(*p)};
+      return {half_to_float(read(p))};
     }
   }
   template <DType type>

@@ -8,6 +8,7 @@
 //   };
 #pragma once
 
+#include "float_products.h"
 #include "row_blocks.h"
 #include "rowwise.h"
 #include "vector_avx2.h"
@@ -139,6 +140,11 @@ struct Ymm {
     multiply_rows<Ymm, format>(p);
   }
 
+  template <WeightFormat format, RowKind kind>
+  static void multiply_floats(const Product& p) {
+    multiply_float_rows<FloatVectors<F32x8>, format, kind>(p);
+  }
+
   template <int M, WeightFormat format, bool packed>
   static void record_product(const RecordArgs& args) {
     constexpr int subgroup = traits_of(format).subgroup, kSumLines = Dot::lines(kLargest<format>);
@@ -208,6 +214,7 @@ template <class Dot>
 constexpr Kernels ymm_kernels(const char* name) {
   Kernels k = kernels_of<F32x8, Ymm<Dot>>(name);
   k.dot_peak = dot_peak<Dot>;
+  k.float_dot_peak = fma_peak<F32x8>;
   k.read_bytes = read_ymm;
   return k;
 }

@@ -26,7 +26,8 @@ int main(int argc, char** argv) {
       {"callers", test_callers},        {"packed", test_packed_bytes},    {"routing", test_routing},
       {"attention", test_attention},    {"logits", test_router_logits},   {"norms", test_norms},
       {"extremes", test_extremes},      {"mode", test_float_mode},        {"formats", test_formats},
-      {"unpacking", test_unpacking},    {"fp32", test_fp32_results},      {"measuring", test_measuring}};
+      {"unpacking", test_unpacking},    {"fp32", test_fp32_results},      {"measuring", test_measuring},
+      {"floats", test_float_rows},      {"refused", test_refused_weights}};
   for (const auto& [name, test] : tests) {
     if (only.empty() || only == name) test();
   }

@@ -15,29 +15,16 @@ namespace cpumoe::tests {
 struct Matrix {
   PackedSpec spec;
   std::vector<std::int8_t> values, zeros;
-  std::vector<float> scales, factors, bias;
+  std::vector<float> floats;              // weights that are floats
+  std::vector<std::uint8_t> float_bytes;  // the same as they are given to be packed
+  std::vector<float> scales, factors, bias, input_scales;
   std::vector<std::uint8_t> byte_scales;  // in the place of `scales`, which then have their values
   std::vector<std::int32_t> orders;       // [experts, input_orders, depth]
   std::vector<std::uint8_t> blob;
   PackedMatrix packed;
 
   std::int64_t groups() const { return spec.group == 0 ? 1 : spec.depth / spec.group; }
-  double weight(std::int64_t e, std::int64_t n, std::int64_t k) const {
-    const auto row = e * spec.columns + n;
-    std::int64_t place = k;  // among the packed inputs
-    if (spec.input_orders != 0) {
-      const std::int64_t order = e * spec.input_orders + (spec.input_orders == 2 && n >= spec.columns / 2 ? 1 : 0);
-      const auto begin = orders.begin() + order * spec.depth;
-      place = std::find(begin, begin + spec.depth, static_cast<std::int32_t>(k)) - begin;
-    }
-    const auto group = static_cast<std::size_t>(row * groups() + spec.group_of(place));
-    const int value = values[static_cast<std::size_t>(row * spec.depth + k)];
-    const FormatTraits traits = traits_of(spec.weights);
-    double weight = traits.decoding == Decoding::kFp4 ? kFp4Doubled[value] / 2.0 : value;
-    if (traits.has_zeros()) weight -= zeros[group];
-    if (traits.has_factor) weight *= factors[static_cast<std::size_t>(row)];
-    return weight * static_cast<double>(scales[group]);
-  }
+  double weight(std::int64_t e, std::int64_t n, std::int64_t k) const;
 };
 
 inline float as_bfloat(float f) {
@@ -52,11 +39,44 @@ inline const FormatInfo& info_of(const PackedSpec& spec) {
   return *find_format(static_cast<std::uint32_t>(spec.weights));
 }
 
-// Values of E8M0 and e4m3 from their definitions.
+// The value of a small float from its definition.
+inline double small_float(int code, int exponent_bits, int mantissa_bits) {
+  const int steps = 1 << mantissa_bits, bias = (1 << (exponent_bits - 1)) - 1;
+  const int exponent = code >> mantissa_bits & ((1 << exponent_bits) - 1), mantissa = code & (steps - 1);
+  const double magnitude = exponent == 0 ? std::ldexp(mantissa, 1 - bias - mantissa_bits)
+                                         : std::ldexp(steps + mantissa, exponent - bias - mantissa_bits);
+  return (code >> (exponent_bits + mantissa_bits) & 1) != 0 ? -magnitude : magnitude;
+}
+
 inline double value_of(ScaleType type, std::uint8_t code) {
-  if (type == ScaleType::kE8M0) return std::ldexp(1.0, code - 127);
-  const int exponent = code >> 3 & 15, mantissa = code & 7;
-  return exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
+  return type == ScaleType::kE8M0 ? std::ldexp(1.0, code - 127) : small_float(code, 4, 3);
+}
+
+inline double value_of(Decoding decoding, int value) {
+  switch (decoding) {
+    case Decoding::kFp4: return small_float(value, 2, 1);
+    case Decoding::kE4M3: return small_float(value, 4, 3);
+    case Decoding::kE3M2: return small_float(value, 3, 2);
+    case Decoding::kE2M3: return small_float(value, 2, 3);
+    default: return value;
+  }
+}
+
+inline double Matrix::weight(std::int64_t e, std::int64_t n, std::int64_t k) const {
+  const auto row = e * spec.columns + n;
+  if (!floats.empty()) return floats[static_cast<std::size_t>(row * spec.depth + k)];
+  std::int64_t place = k;  // among the packed inputs
+  if (spec.input_orders != 0) {
+    const std::int64_t order = e * spec.input_orders + (spec.input_orders == 2 && n >= spec.columns / 2 ? 1 : 0);
+    const auto begin = orders.begin() + order * spec.depth;
+    place = std::find(begin, begin + spec.depth, static_cast<std::int32_t>(k)) - begin;
+  }
+  const auto group = static_cast<std::size_t>(row * groups() + spec.group_of(place));
+  const FormatTraits traits = traits_of(spec.weights);
+  double weight = value_of(traits.decoding, values[static_cast<std::size_t>(row * spec.depth + k)]);
+  if (traits.has_zeros()) weight -= zeros[group];
+  if (traits.has_factor) weight *= factors[static_cast<std::size_t>(row)];
+  return weight * static_cast<double>(scales[group]);
 }
 
 inline float as_half(float f) {
@@ -66,35 +86,70 @@ inline float as_half(float f) {
   return f;
 }
 
+inline DType type_of_floats(WeightFormat format) {
+  return format == WeightFormat::kBF16 ? DType::kBF16 : format == WeightFormat::kF16 ? DType::kF16 : DType::kF32;
+}
+
+// Values and scales of the whole range.
+inline void fill_weights(Matrix& m, std::mt19937& random) {
+  const PackedSpec& spec = m.spec;
+  const FormatTraits traits = traits_of(spec.weights);
+  const bool integers =
+      traits.decoding == Decoding::kBytes || traits.decoding == Decoding::kNibbles || traits.has_zeros();
+  const int smallest = integers || traits.bits == 8 ? -(1 << (std::min(traits.bits, 8) - 1)) : 0;
+  std::uniform_int_distribution<int> value(smallest, smallest + (1 << std::min(traits.bits, 8)) - 1);
+  std::uniform_real_distribution<float> scale(0.001f, 0.02f);
+  const auto rows = static_cast<std::size_t>(spec.experts * spec.columns);
+  const auto scales = rows * static_cast<std::size_t>(m.groups());
+  const std::size_t count = rows * static_cast<std::size_t>(spec.depth);
+  if (!traits.has_scales()) {
+    const DType type = type_of_floats(spec.weights);
+    m.floats = random_values(count, static_cast<unsigned>(random()));
+    m.float_bytes.resize(count * static_cast<std::size_t>(size_of(type)));
+    scalar().store_row(m.floats.data(), static_cast<std::int64_t>(count), type, m.float_bytes.data());
+    scalar().load_row(m.float_bytes.data(), type, static_cast<int>(count), m.floats.data());
+    return;
+  }
+  m.values.resize(count);
+  for (auto& v : m.values) {
+    do {
+      v = static_cast<std::int8_t>(value(random));
+    } while (traits.decoding == Decoding::kE4M3 && (v & 0x7F) == 0x7F);  // NaN
+  }
+  m.scales.resize(scales);
+  for (auto& s : m.scales) s = spec.scales == ScaleType::kF16 ? as_half(scale(random)) : as_bfloat(scale(random));
+  if (has_tile_scales(spec.weights)) {  // one for 16 rows
+    for (std::size_t i = 0; i < scales; ++i) {
+      const std::size_t groups = static_cast<std::size_t>(m.groups());
+      m.scales[i] = m.scales[i / groups / 16 * 16 * groups + i % groups];
+    }
+  }
+  if (traits.has_zeros()) m.zeros.resize(scales);
+  for (auto& z : m.zeros) z = static_cast<std::int8_t>(value(random));
+  if (traits.has_factor) m.factors.resize(rows);
+  for (auto& f : m.factors) f = scale(random);
+  if (size_of(spec.scales) == 1) m.byte_scales.resize(scales);
+  for (std::size_t i = 0; i < m.byte_scales.size(); ++i) {
+    m.byte_scales[i] = static_cast<std::uint8_t>(spec.scales == ScaleType::kE8M0 ? 120 + random() % 8 : random() % 127);
+    m.scales[i] = static_cast<float>(value_of(spec.scales, m.byte_scales[i]));
+  }
+}
+
 inline Matrix make_matrix(PackedSpec spec, unsigned seed) {
   Matrix m;
-  for (const ScaleType type : {ScaleType::kE8M0, ScaleType::kE4M3}) {
+  for (const ScaleType type : {ScaleType::kE8M0, ScaleType::kE4M3, ScaleType::kNone}) {
     if (info_of(spec).takes(type)) spec.scales = type;
   }
+  if (has_tile_scales(spec.weights)) spec.scales = ScaleType::kF32;
+  if (traits_of(spec.rows).stored_scale) spec.input_scales = spec.gated && seed % 2 == 1 ? 2 : 1;
   m.spec = spec;
   std::mt19937 random(seed);
   const FormatTraits traits = traits_of(spec.weights);
-  const int smallest = traits.bits == 8 ? -128 : traits.decoding == Decoding::kFp4 ? 0 : -8;
-  std::uniform_int_distribution<int> value(smallest, smallest + (1 << traits.bits) - 1), zero(-8, 7);
-  std::uniform_real_distribution<float> scale(0.001f, 0.02f), bias(-1.0f, 1.0f);
+  std::uniform_real_distribution<float> bias(-1.0f, 1.0f), input_scale(0.01f, 0.03f);
   const auto rows = static_cast<std::size_t>(spec.experts * spec.columns);
-  const auto scales = rows * static_cast<std::size_t>(m.groups());
-  m.values.resize(rows * static_cast<std::size_t>(spec.depth));
-  for (auto& v : m.values) v = static_cast<std::int8_t>(value(random));
-  m.scales.resize(scales);
-  for (auto& s : m.scales) s = spec.scales == ScaleType::kF16 ? as_half(scale(random)) : as_bfloat(scale(random));
-  if (traits.has_zeros()) m.zeros.resize(scales);
-  for (auto& z : m.zeros) z = static_cast<std::int8_t>(zero(random));
-  if (traits.has_factor) {
-    m.factors.resize(rows);
-    for (auto& f : m.factors) f = scale(random);
-    m.byte_scales.resize(scales);
-    for (std::size_t i = 0; i < scales; ++i) {
-      m.byte_scales[i] =
-          static_cast<std::uint8_t>(spec.scales == ScaleType::kE8M0 ? 120 + random() % 8 : random() % 127);
-      m.scales[i] = static_cast<float>(value_of(spec.scales, m.byte_scales[i]));
-    }
-  }
+  fill_weights(m, random);
+  m.input_scales.resize(static_cast<std::size_t>(spec.experts * spec.input_scales));
+  for (auto& s : m.input_scales) s = input_scale(random) * (spec.rows == RowFormat::kNvfp4 ? 2e4f : 1.0f);
   if (spec.has_bias) {
     m.bias.resize(rows);
     for (auto& b : m.bias) b = bias(random);
@@ -114,12 +169,17 @@ inline Matrix make_matrix(PackedSpec spec, unsigned seed) {
     const std::int64_t row = e * spec.columns, group = row * m.groups();
     s.values = m.values.data() + row * spec.depth;
     s.scales = m.scales.data() + group;
-    if (traits.has_factor) s.scales = m.byte_scales.data() + group;
+    if (!traits.has_scales()) {
+      s.values = m.float_bytes.data() + row * spec.depth * size_of(type_of_floats(spec.weights));
+      s.scales = nullptr;
+    }
+    if (!m.byte_scales.empty()) s.scales = m.byte_scales.data() + group;
     s.zeros = traits.has_zeros() ? m.zeros.data() + group : nullptr;
     s.factors = traits.has_factor ? m.factors.data() + row : nullptr;
     s.bias = spec.has_bias ? m.bias.data() + row : nullptr;
     s.order = spec.gated ? RowOrder::kGateThenUp : RowOrder::kPlain;
     s.input_order = spec.input_orders == 0 ? nullptr : m.orders.data() + e * spec.input_orders * spec.depth;
+    s.input_scales = spec.input_scales == 0 ? nullptr : m.input_scales.data() + e * spec.input_scales;
     sources.push_back(s);
   }
   pack_experts(m.packed, m.blob.data(), 0, sources.data(), spec.experts, "matrix");
@@ -128,8 +188,8 @@ inline Matrix make_matrix(PackedSpec spec, unsigned seed) {
 }
 
 inline std::string describe(const PackedSpec& s, const std::string& kernel, std::int64_t rows) {
-  return std::to_string(s.input_orders) + " orders " + kernel + " " + info_of(s).name +
-         (s.rows == RowFormat::kWords ? " words" : "") + " group " + std::to_string(s.group) + " " +
+  return std::to_string(s.input_orders) + " orders " + kernel + " " + info_of(s).name + " rows of type " +
+         std::to_string(static_cast<int>(s.rows)) + " group " + std::to_string(s.group) + " " +
          std::to_string(s.columns) + "x" + std::to_string(s.depth) + " rows " + std::to_string(rows) +
          (s.has_bias ? " bias" : "") +
          (s.scales == ScaleType::kBF16  ? " bf16"
@@ -137,19 +197,44 @@ inline std::string describe(const PackedSpec& s, const std::string& kernel, std:
                                         : " fp32");
 }
 
+// Rows of floats are given as bf16 numbers where their number is odd: they are held otherwise then.
 inline std::vector<float> run_linear(const Kernels& k, const Matrix& m, const std::vector<float>& x,
                                      std::int64_t rows) {
   std::vector<float> out(static_cast<std::size_t>(rows * m.spec.columns), -7.0f);
-  linear_forward(k, {m.packed, x.data(), DType::kF32, DType::kF32, rows, out.data()});
+  std::vector<std::uint16_t> narrow(x.size());
+  scalar().store_row(x.data(), static_cast<std::int64_t>(x.size()), DType::kBF16, narrow.data());
+  if (m.spec.rows == RowFormat::kFloat && rows % 2 == 1) {
+    linear_forward(k, {m.packed, narrow.data(), DType::kBF16, DType::kF32, rows, out.data()});
+  } else {
+    linear_forward(k, {m.packed, x.data(), DType::kF32, DType::kF32, rows, out.data()});
+  }
   return out;
 }
 
-// Every weight format that holds groups of `group` inputs, with either kind of rows.
+// Row formats that a weight format is tried with: all that differ in how they are multiplied, and for one all others.
+inline std::vector<RowFormat> rows_for_tests(WeightFormat format) {
+  const FormatTraits traits = traits_of(format);
+  std::vector<RowFormat> rows;
+  if (traits.takes(RowKind::kBytes)) rows = {RowFormat::kBytes, RowFormat::kWords};
+  if (traits.has_integers() && format == WeightFormat::kInt8) rows.push_back(RowFormat::kBytesStatic);
+  if (traits.takes(RowKind::kBF16) && traits.bits <= 8) rows.push_back(RowFormat::kFp8);
+  if (!traits.has_integers()) rows.push_back(RowFormat::kFloat);
+  if (has_tile_scales(format)) rows.push_back(RowFormat::kFp8Group128);
+  if (format == WeightFormat::kFp4Group16) rows.push_back(RowFormat::kNvfp4);
+  if (format == WeightFormat::kE4M3) rows.insert(rows.end(), {RowFormat::kFp8Static, RowFormat::kFp8Tensor});
+  if (format == WeightFormat::kFp4Group32) rows.insert(rows.end(), {RowFormat::kMxfp4, RowFormat::kMxfp8});
+  if (format == WeightFormat::kE3M2Group32) rows.push_back(RowFormat::kMxfp6E3M2);
+  if (format == WeightFormat::kE2M3Group32) rows.push_back(RowFormat::kMxfp6E2M3);
+  return rows;
+}
+
+// Every weight format that holds groups of `group` inputs, with rows of every kind that it takes.
 inline std::vector<PackedSpec> specs_of_group(std::int64_t group) {
   std::vector<PackedSpec> specs;
   for (const FormatInfo& f : kWeightFormats) {
     if (find_format(f.element, group, traits_of(f.id).has_zeros()) != &f) continue;
-    for (const RowFormat rows : {RowFormat::kBytes, RowFormat::kWords}) {
+    if (has_tile_scales(f.id) && group != kRecordDepth) continue;
+    for (const RowFormat rows : rows_for_tests(f.id)) {
       PackedSpec s;
       s.weights = f.id;
       s.group = group;
@@ -176,7 +261,7 @@ inline std::vector<PackedSpec> linear_specs() {
         s.scales = depth == 384 || depth == 160 ? ScaleType::kF16
                    : depth % 64 == 0            ? ScaleType::kBF16
                                                 : ScaleType::kF32;
-        s.input_orders = depth == 160 || depth == 192 ? 1 : 0;
+        s.input_orders = (depth == 160 || depth == 192) && traits_of(s.weights).bits <= 8 ? 1 : 0;
         specs.push_back(s);
       }
     }

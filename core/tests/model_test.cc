@@ -201,7 +201,7 @@ void test_measuring() {
   for (const IsaEntry& e : instruction_sets()) {
     if (!e.supported) continue;
     check(read_rate(*e.kernels, data.data(), static_cast<std::int64_t>(data.size())) > 0 &&
-              dot_rate(*e.kernels, 1000) > 0,
+              dot_rate(*e.kernels, 1000, false) > 0 && dot_rate(*e.kernels, 1000, true) > 0,
           std::string("rates of ") + e.name);
   }
 }

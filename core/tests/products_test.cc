@@ -14,8 +14,8 @@ void test_linear_kernels() {
     const Matrix m = make_matrix(spec, 7);
     for (const std::int64_t rows : {1, 2, 3, 4, 5, 6, 7, 8, 9, 13, 15, 16, 17, 31, 40, 130}) {
       if (rows > 17 && spec.depth > 800) continue;
-      // Two rows of bytes for each: up to 7 are few, more come in tiles.
-      if (spec.rows == RowFormat::kWords && rows != 1 && rows != 3 && rows != 7 && rows != 8 && rows != 17) continue;
+      // Where there are two rows for each, up to 7 are few, more come in tiles.
+      if (spec.rows != RowFormat::kBytes && rows != 1 && rows != 3 && rows != 7 && rows != 8 && rows != 17) continue;
       const auto x = random_values(static_cast<std::size_t>(rows * spec.depth), 11);
       const auto expected = run_linear(scalar(), m, x, rows);
       for (const Kernels* k : other_kernels()) {
@@ -36,6 +36,10 @@ void test_many_rows() {
         spec.has_bias = group != 128;
         const Matrix m = make_matrix(spec, 3);
         const bool bytes = spec.rows == RowFormat::kBytes;
+        if (spec.rows >= RowFormat::kFp8Static && spec.rows != RowFormat::kFp8Group128 &&
+            spec.rows != RowFormat::kFloat) {
+          continue;  // multiplied like others
+        }
         std::vector<std::int64_t> counts = {33, 65, 81, 97, 113, 128, 129, 257};
         if (!bytes) counts = {20, 65};
         if (depth != 384) counts = {129};
@@ -61,9 +65,19 @@ void test_linear_meaning() {
     const std::int64_t rows = 3;
     const auto x = random_values(static_cast<std::size_t>(rows * spec.depth), 23);
     const auto got = run_linear(scalar(), m, x, rows);
+    std::vector<std::uint16_t> narrow(x.size());  // what run_linear gives as bf16 numbers
+    scalar().store_row(x.data(), static_cast<std::int64_t>(x.size()), DType::kBF16, narrow.data());
+    const DType type = spec.rows == RowFormat::kFloat ? DType::kBF16 : DType::kF32;
+    const auto* inputs = type == DType::kBF16 ? reinterpret_cast<const std::uint8_t*>(narrow.data())
+                                              : reinterpret_cast<const std::uint8_t*>(x.data());
+    float stored = m.packed.input_scale(0, 0);
+    if (spec.rows == RowFormat::kFp8Tensor) {
+      for (const float v : x) stored = std::max(stored, std::fabs(v) / 448.0f);
+    }
     double error = 0, norm = 0;
     for (std::int64_t r = 0; r < rows; ++r) {
-      const PreparedRow row(scalar(), spec.rows, x.data() + r * spec.depth, DType::kF32, spec.depth);
+      const PreparedRow row(scalar(), rows_for(m.spec, type), inputs + r * spec.depth * size_of(type), type, spec.depth,
+                            stored);
       for (std::int64_t n = 0; n < spec.columns; ++n) {
         double sum = 0;
         for (std::int64_t k = 0; k < spec.depth; ++k) {
@@ -87,10 +101,12 @@ void test_layers() {
     const char* element;
     bool gated, bias;
     Activation activation;
-    bool words = false, zeros = false;
+    RowFormat rows = RowFormat::kBytes;
+    bool zeros = false;
     int orders = 0;
   };
-  const char *i4 = "int4", *i8 = "int8", *f4 = "fp4";
+  const char *i4 = "int4", *i8 = "int8", *f4 = "fp4", *f8 = "fp8";
+  constexpr RowFormat kWords = RowFormat::kWords, kBytes = RowFormat::kBytes;
   const std::vector<Case> cases = {
       {128, 64, 5, 32, i4, true, false, Activation::kSilu},
       {256, 128, 4, 128, i4, true, true, Activation::kSwigluOai},
@@ -101,27 +117,45 @@ void test_layers() {
       {192, 64, 70, 64, i4, true, false, Activation::kSilu},
       {64, 64, 3, 0, i8, false, true, Activation::kGelu},
       {2880, 96, 4, 32, i4, true, true, Activation::kSwigluOai},
-      {128, 64, 5, 32, i4, true, false, Activation::kSilu, true},
-      {64, 160, 70, 0, i4, true, true, Activation::kGeluTanh, true},
-      {192, 96, 3, 32, i4, true, true, Activation::kGelu, true, true},
-      {256, 128, 4, 128, i4, false, false, Activation::kRelu2, false, true},
-      {128, 96, 3, 32, i8, true, false, Activation::kSwigluStep, true},
+      {128, 64, 5, 32, i4, true, false, Activation::kSilu, kWords},
+      {64, 160, 70, 0, i4, true, true, Activation::kGeluTanh, kWords},
+      {192, 96, 3, 32, i4, true, true, Activation::kGelu, kWords, true},
+      {256, 128, 4, 128, i4, false, false, Activation::kRelu2, kBytes, true},
+      {128, 96, 3, 32, i8, true, false, Activation::kSwigluStep, kWords},
       {256, 64, 70, 64, i8, true, true, Activation::kSilu},
-      {160, 32, 3, 0, i8, false, true, Activation::kSilu, true},
-      {96, 64, 5, 32, f4, true, true, Activation::kSwigluOai, true},
-      {128, 96, 3, 16, f4, true, false, Activation::kSilu, true},
+      {160, 32, 3, 0, i8, false, true, Activation::kSilu, kWords},
+      {96, 64, 5, 32, f4, true, true, Activation::kSwigluOai, kWords},
+      {128, 96, 3, 16, f4, true, false, Activation::kSilu, kWords},
       {64, 128, 70, 16, f4, true, false, Activation::kSilu},
-      {160, 96, 5, 32, i4, true, true, Activation::kSilu, true, false, 2},
-      {192, 64, 70, 64, i4, true, false, Activation::kSilu, true, true, 2},
-      {96, 160, 3, 32, i4, true, false, Activation::kGelu, false, false, 1},
-      {128, 96, 4, 32, i8, false, true, Activation::kRelu2, true, false, 1},
+      {160, 96, 5, 32, i4, true, true, Activation::kSilu, kWords, false, 2},
+      {192, 64, 70, 64, i4, true, false, Activation::kSilu, kWords, true, 2},
+      {96, 160, 3, 32, i4, true, false, Activation::kGelu, kBytes, false, 1},
+      {128, 96, 4, 32, i8, false, true, Activation::kRelu2, kWords, false, 1},
+      {128, 64, 5, 0, f8, true, true, Activation::kSilu, RowFormat::kFp8},
+      {192, 96, 70, 0, f8, true, false, Activation::kSilu, RowFormat::kFp8Static},
+      {160, 32, 3, 0, f8, false, true, Activation::kRelu2, RowFormat::kFp8Tensor},
+      {128, 64, 70, 0, f8, true, false, Activation::kSilu, RowFormat::kFp8Tensor},
+      {256, 128, 4, 128, f8, true, true, Activation::kSilu, RowFormat::kFp8Group128},
+      {384, 128, 70, 128, f8, true, false, Activation::kSilu, RowFormat::kFp8Group128},
+      {256, 128, 3, 128, f8, true, false, Activation::kGelu, RowFormat::kFloat},
+      {96, 64, 5, 32, f8, true, false, Activation::kSilu, RowFormat::kMxfp8},
+      {128, 96, 5, 16, f4, true, true, Activation::kSilu, RowFormat::kNvfp4},
+      {160, 96, 5, 32, f4, true, true, Activation::kSwigluOai, RowFormat::kMxfp4},
+      {128, 256, 5, 128, i4, true, false, Activation::kSilu, RowFormat::kFp8},
+      {160, 96, 3, 32, "fp6-e3m2", true, true, Activation::kSilu, RowFormat::kMxfp6E3M2},
+      {96, 64, 3, 32, "fp6-e2m3", true, false, Activation::kSilu, RowFormat::kFloat},
+      {160, 64, 3, 32, i8, true, false, Activation::kSilu, RowFormat::kFloat, true, 2},
+      {96, 160, 4, 0, i8, true, true, Activation::kSilu, RowFormat::kBytesStatic},
+      {160, 96, 5, 0, "bf16", true, true, Activation::kSwigluOai, RowFormat::kFloat},
+      {96, 64, 70, 0, "fp16", true, false, Activation::kSilu, RowFormat::kFloat},
+      {100, 64, 3, 0, "fp32", false, true, Activation::kGelu, RowFormat::kFloat},
   };
   for (const Case& c : cases) {
-    const Layer layer = make_layer(c.hidden, c.inner, c.experts, c.group, c.element, c.gated, c.bias,
-                                   c.words ? RowFormat::kWords : RowFormat::kBytes, c.zeros, c.orders);
+    const Layer layer =
+        make_layer(c.hidden, c.inner, c.experts, c.group, c.element, c.gated, c.bias, c.rows, c.zeros, c.orders);
     for (const std::int64_t tokens : {1, 2, 9, 70, 300}) {
       if (tokens > 9 && c.hidden > 1000) continue;
-      const bool later = c.words || c.zeros || c.orders != 0;  // cases that differ from earlier ones in this
+      const bool later = c.rows != kBytes || c.zeros || c.orders != 0;  // cases that differ from earlier ones in this
       if ((tokens == 300 || tokens == 2) && later) continue;
       const std::int64_t topk = std::min<std::int64_t>(3, c.experts);
       const auto x = random_values(static_cast<std::size_t>(tokens * c.hidden), 41);

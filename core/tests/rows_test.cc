@@ -31,9 +31,39 @@ std::vector<float> activated(const Kernels& k, const ActivationSpec& spec, std::
   const BlockLayout layout{WeightFormat::kInt4Group128, ScaleType::kF32, false};
   k.of(layout.weights)
       .with(RowFormat::kBytes)
-      .activate({layout, head.data(), acc.data(), kTileRows, 1, 0, scale.data(), zero.data()}, spec, out.data(),
-                kBlockColumns);
+      .activate({layout, head.data(), acc.data(), kTileRows, 1, 0, scale.data(), scale.data(), zero.data()}, spec,
+                out.data(), kBlockColumns);
   return out;
+}
+
+// All that rows are held as.
+const std::vector<RowFormat> kPreparedRows = [] {
+  std::vector<RowFormat> formats;
+  for (int i = 0; i < kRowFormatCount; ++i) {
+    if (static_cast<RowFormat>(i) != RowFormat::kFloat) formats.push_back(static_cast<RowFormat>(i));
+  }
+  return formats;
+}();
+
+std::string row_name(RowFormat format) { return std::to_string(static_cast<int>(format)); }
+
+// How far a value may be from its input: a share of it, and of the largest one that it shares a scale with.
+struct Tolerance {
+  double share, of_largest;
+};
+
+Tolerance tolerance_of(RowFormat format) {
+  switch (format) {
+    case RowFormat::kFp8:
+    case RowFormat::kFp8Group128: return {0.0626, 1.01 / 448 / 1024};
+    case RowFormat::kMxfp4: return {0.26, 0.126};
+    case RowFormat::kMxfp6E3M2: return {0.13, 1.0 / 256};
+    case RowFormat::kMxfp6E2M3: return {0.07, 1.0 / 60};
+    case RowFormat::kMxfp8: return {0.0626, 1.0 / 448 / 512};
+    case RowFormat::kBF16: return {0x1.01p-8, 0x1p-59};
+    case RowFormat::kBF16Pair: return {0x1.1p-17, 0x1p-59};
+    default: return {0.0, 0.0};
+  }
 }
 
 }  // namespace
@@ -58,9 +88,9 @@ void test_rowwise() {
       for (const DType type : {DType::kF32, DType::kBF16, DType::kF16}) {
         const void* src =
             type == DType::kF32 ? static_cast<const void*>(x.data()) : half[type == DType::kF16 ? 1 : 0].data();
-        for (const RowFormat rows : {RowFormat::kBytes, RowFormat::kWords}) {
-          check(PreparedRow(scalar(), rows, src, type, count) == PreparedRow(*k, rows, src, type, count),
-                std::string(k->name) + " prepared row of " + std::to_string(count));
+        for (const RowFormat rows : kPreparedRows) {
+          check(PreparedRow(scalar(), rows, src, type, count, 0.02f) == PreparedRow(*k, rows, src, type, count, 0.02f),
+                std::string(k->name) + " prepared row of " + std::to_string(count) + " type " + row_name(rows));
         }
         for (const Scoring scoring : {Scoring::kNone, Scoring::kSoftmax, Scoring::kSigmoid, Scoring::kSqrtSoftplus}) {
           std::vector<float> sa(static_cast<std::size_t>(count + 32)), sb(sa);
@@ -135,6 +165,40 @@ void test_extremes() {
           check(same_numbers(activated(*k, spec, x), expected, expected.size()),
                 std::string(k->name) + " activation " + std::to_string(kind) + " of every magnitude");
         }
+      }
+    }
+  }
+}
+
+// Rows of floats, anywhere in fp32: the same bits everywhere, and near what they stand for.
+void test_float_rows() {
+  std::mt19937 random(89);
+  for (int round = 0; round < 200; ++round) {
+    const int count = 1 + static_cast<int>(random() % 300);
+    const float unit = std::ldexp(1.0f, static_cast<int>(random() % 220) - 110);
+    auto row = random_values(static_cast<std::size_t>(count), static_cast<unsigned>(round));
+    for (float& v : row) v *= unit * std::ldexp(1.0f, -static_cast<int>(random() % (round % 3 == 0 ? 40 : 6)));
+    for (const RowFormat format : kPreparedRows) {
+      const float stored = unit * 0.01f;
+      const PreparedRow prepared(scalar(), format, row.data(), DType::kF32, count, stored);
+      for (const Kernels* k : other_kernels()) {
+        check(PreparedRow(*k, format, row.data(), DType::kF32, count, stored) == prepared,
+              std::string(k->name) + " row of floats, type " + row_name(format));
+      }
+      const Tolerance tolerance = tolerance_of(format);
+      if (tolerance.share == 0.0 && format != RowFormat::kF32) continue;
+      const RowTraits traits = traits_of(format);
+      const int group = traits.record_scales                                         ? 128
+                        : format >= RowFormat::kMxfp4 && format <= RowFormat::kMxfp8 ? 32
+                                                                                     : count;
+      for (int i = 0; i < count; ++i) {
+        double largest = 0;
+        for (int j = i / group * group; j < std::min(count, i / group * group + group); ++j) {
+          largest = std::max(largest, std::fabs(static_cast<double>(row[static_cast<std::size_t>(j)])));
+        }
+        const double x = row[static_cast<std::size_t>(i)];
+        check(std::fabs(prepared.at(i) - x) <= tolerance.share * std::fabs(x) + tolerance.of_largest * largest,
+              "a value of a row of type " + row_name(format) + " is off: " + std::to_string(prepared.at(i) / x));
       }
     }
   }

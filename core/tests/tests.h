@@ -17,6 +17,8 @@ void test_router_logits();
 void test_norms();
 void test_extremes();
 void test_float_mode();
+void test_float_rows();
+void test_refused_weights();
 void test_formats();
 void test_unpacking();
 void test_fp32_results();

@@ -1,0 +1,36 @@
+// AVX512-BF16: integers as AVX512-VNNI has them, and vdpbf16ps for rows of floats.
+#include "avx512_rows.h"
+#include "bf16_products.h"
+#include "rowwise.h"
+#include "vector_avx512.h"
+
+namespace cpumoe {
+namespace {
+
+struct Avx512Bf16 {
+  template <WeightFormat format>
+  static void multiply(const Product& p) {
+    if (p.tile_rows <= kMaxFewRows) return multiply_few_rows<format>(p);
+    multiply_rows<Avx512Rows, format>(p);
+  }
+
+  template <WeightFormat format, RowKind kind>
+  static void multiply_floats(const Product& p) {
+    multiply_floats_by_pairs<format, kind>(p);
+  }
+};
+
+constexpr Kernels make_kernels() {
+  Kernels k = kernels_of<F32x16, Avx512Bf16>("avx512_bf16");
+  k.dot_peak = vnni_dot_peak;
+  k.float_dot_peak = bf16_dot_peak;
+  k.read_bytes = read_zmm;
+  return k;
+}
+
+}  // namespace
+
+extern const Kernels kAvx512Bf16Kernels;
+constexpr Kernels kAvx512Bf16Kernels = make_kernels();
+
+}  // namespace cpumoe

@@ -1,0 +1,76 @@
+// What everything along rows is made of: comparisons, and rows to and from fp32.
+//
+// Internal linkage on purpose: see kernel.h.
+#pragma once
+
+#include "../kernel.h"
+#include "vector_scalar.h"
+
+namespace cpumoe {
+namespace {
+
+template <class V>
+inline V min_of(V a, V b) {  // b when unordered: min_of(bound, x) keeps a NaN in x
+  return V::select_less(a, b, a, b);
+}
+template <class V>
+inline V max_of(V a, V b) {
+  return V::select_less(b, a, a, b);
+}
+
+// x within [low, high]; a NaN stays.
+template <class V>
+inline V clamp_to(float low, float high, V x) {
+  return max_of(V::set(low), min_of(V::set(high), x));
+}
+
+template <class V, DType type>
+void store_typed(const float* src, std::int64_t count, void* dst) {
+  using Element = typename V::template Element<type>;
+  auto* out = static_cast<Element*>(dst);
+  std::int64_t i = 0;
+  for (; i + V::kWidth <= count; i += V::kWidth) V::template store_as<type>(out + i, V::load(src + i));
+  if (i < count) {
+    float rest[V::kWidth] = {};
+    Element converted[V::kWidth];
+    for (std::int64_t j = i; j < count; ++j) rest[j - i] = src[j];
+    V::template store_as<type>(converted, V::load(rest));
+    for (std::int64_t j = i; j < count; ++j) out[j] = converted[j - i];
+  }
+}
+
+template <class V>
+void store_row(const float* src, std::int64_t count, DType type, void* dst) {
+  switch (type) {
+    case DType::kF32: return store_typed<V, DType::kF32>(src, count, dst);
+    case DType::kBF16: return store_typed<V, DType::kBF16>(src, count, dst);
+    case DType::kF16: return store_typed<V, DType::kF16>(src, count, dst);
+  }
+}
+
+template <class V, DType type>
+void load_typed(const void* src, int count, float* dst) {
+  using Element = typename V::template Element<type>;
+  const auto* x = static_cast<const Element*>(src);
+  int i = 0;
+  for (; i + V::kWidth <= count; i += V::kWidth) V::store(dst + i, V::template load_as<type>(x + i));
+  if (i < count) {
+    Element rest[V::kWidth] = {};
+    float converted[V::kWidth];
+    for (int j = i; j < count; ++j) rest[j - i] = x[j];
+    V::store(converted, V::template load_as<type>(rest));
+    for (int j = i; j < count; ++j) dst[j] = converted[j - i];
+  }
+}
+
+template <class V>
+void load_row(const void* src, DType type, int count, float* dst) {
+  switch (type) {
+    case DType::kF32: return load_typed<V, DType::kF32>(src, count, dst);
+    case DType::kBF16: return load_typed<V, DType::kBF16>(src, count, dst);
+    case DType::kF16: return load_typed<V, DType::kF16>(src, count, dst);
+  }
+}
+
+}  // namespace
+}  // namespace cpumoe

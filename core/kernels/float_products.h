@@ -1,0 +1,294 @@
+// Products with rows of floats, written once: the loop over records and rows, and what every instruction set can do
+// that has no dot product of bf16 numbers, over a vector type V.
+//
+// The sum over a run of inputs (32, or 16 where those share a scale) begins at 0, then meets its scale and the running
+// sum in one fma. Inside of a run, of every four inputs those come in the order 2, 0, 3, 1, one addition each: what
+// vdpbf16ps does with pairs (0, 2) and (1, 3). Products of bf16 numbers are exact in fp32, so it does not matter
+// whether a multiplication is fused with the addition. fp32 numbers are taken in their own order, each with one fma.
+//
+// An `Isa` gives
+//
+//   kRowsAtOnce                            rows whose running sums fit the registers
+//   kStraightRows                          up to so many rows weights are decoded on the way instead of into a buffer
+//   kUnpacks<format>                       whether records need decoding at all
+//   unpack<format>(record, dst)            the numbers of a record, in the layout of wide_index
+//   run<M, format, kind, packed>(args)     M rows with a run of a record
+//
+// Internal linkage on purpose: see kernel.h.
+#pragma once
+
+#include "elementary.h"
+#include "prepare_floats.h"
+#include "row_blocks.h"
+
+namespace cpumoe {
+namespace {
+
+constexpr int run_lines(WeightFormat format) { return traits_of(format).subgroup == 16 ? 4 : 8; }
+
+struct FloatArgs {
+  Record record;
+  const std::uint8_t *weights, *a;  // weights: those of the record, or unpacked
+  std::ptrdiff_t half_bytes;        // from a row's first 64 inputs to its last 64
+  float* acc;
+  const float* record_scales;  // of the rows in this record, or null
+  std::ptrdiff_t record_scale_stride;
+};
+
+// What a scale of a record is multiplied with for a row.
+inline float scale_of_row(const FloatArgs& args, int row) {
+  return args.record_scales == nullptr ? 1.0f : args.record_scales[row * args.record_scale_stride];
+}
+
+template <class Isa, int M, WeightFormat format, RowKind kind, bool packed>
+inline void runs_of_rows(int rows, const FloatArgs& args) {
+  if constexpr (M > 1) {
+    if (rows < M) return runs_of_rows<Isa, M - 1, format, kind, packed>(rows, args);
+  }
+  constexpr int kLines = run_lines(format);
+  for (int i = 0; i < 2 * 16 / kLines; ++i) {
+    Isa::template run<M, format, kind, packed>(args, place_of_part<format, kLines>(i));
+  }
+}
+
+template <class Isa, WeightFormat format, RowKind kind>
+void multiply_float_rows(const Product& p) {
+  constexpr int kRowBytes = kind == RowKind::kBF16 ? 128 : 256;
+  const int stride = record_bytes(format, p.layout.scales);
+  const std::ptrdiff_t half_bytes = static_cast<std::ptrdiff_t>(p.tile_rows) * kRowBytes;
+  const bool straight = Isa::template kUnpacks<format> && p.rows <= Isa::kStraightRows;
+  for (int g = 0; g < p.record_count; ++g) {
+    const std::uint8_t* bytes = p.records + static_cast<std::ptrdiff_t>(g) * stride;
+    read_record_ahead(p.ahead, bytes, stride);
+    const Record record = record_at<format>(bytes, p.layout.scales);
+    FloatArgs args{record, record.weights, nullptr, half_bytes, nullptr, nullptr, p.record_scale_stride};
+    if constexpr (Isa::template kUnpacks<format>) {
+      if (!straight) {
+        Isa::template unpack<format>(record, p.workspace->unpacked[0]);
+        args.weights = p.workspace->unpacked[0];
+      }
+    }
+    for (int row = 0; row < p.rows;) {
+      const int tile = row / p.tile_rows, r = row % p.tile_rows;
+      const int left = p.tile_rows - r < p.rows - row ? p.tile_rows - r : p.rows - row;
+      const int count = left < Isa::kRowsAtOnce ? left : Isa::kRowsAtOnce;
+      args.a = p.a + g * p.a_record_stride + tile * 2 * half_bytes + r * kRowBytes;
+      args.acc = p.acc + tile * kAccTileFloats + r * kTileColumns;
+      if (p.record_scales != nullptr) args.record_scales = p.record_scales + row * p.record_scale_stride + g;
+      if constexpr (Isa::kStraightRows > 0 && Isa::template kUnpacks<format>) {
+        if (straight) {
+          runs_of_rows<Isa, Isa::kStraightRows, format, kind, true>(count, args);
+          row += count;
+          continue;
+        }
+      }
+      runs_of_rows<Isa, Isa::kRowsAtOnce, format, kind, false>(count, args);
+      row += count;
+    }
+  }
+}
+
+// The value of a small float from its code, in the low bits of a lane. Exponents are moved to where fp32 has them; a
+// subnormal code then reads 2^e (1 + m), where 2^(e + 1) m is meant.
+template <class V, const SmallFloat& format>
+inline V small_float(V code) {
+  constexpr int kExponents = format.largest == 448.0f ? 4 : format.largest == 28.0f ? 3 : 2;
+  constexpr int kSign = kExponents + format.mantissa;
+  constexpr std::uint32_t kBias = 127 - ((1 << (kExponents - 1)) - 1);
+  const V smallest = V::set(format.smallest_normal);
+  const V moved = V::shift_left(V::and_bits(code, (1u << kSign) - 1), 23 - format.mantissa);
+  const V normal = V::add_bits(moved, kBias << 23);
+  const V value = V::select_less(normal, smallest, normal + normal - smallest, normal);
+  return V::or_bits(value, V::shift_left(V::and_bits(code, 1u << kSign), 31 - kSign));
+}
+
+// A whole number below 2^23 in the bits of a lane, as a float.
+template <class V>
+inline V whole_number(V bits) {
+  return V::or_bits(bits, V::set(8388608.0f)) - V::set(8388608.0f);
+}
+
+// The numbers of input 64 half + 4 line + i and kWidth columns from `column` on, as they are multiplied.
+template <class V, WeightFormat format>
+inline V decoded(const Record& record, int half, int line, int i, int column) {
+  constexpr FormatTraits traits = traits_of(format);
+  const int at = (line * 2 + column / kTileColumns) * 64 + column % kTileColumns * 4;
+  if constexpr (traits.bits == 8) {
+    const V quads = V::load_bits32(record.weights + half * (kInt8RecordBytes / 2) + at);
+    const V code = V::and_bits(V::shift_right(quads, 8 * i), 0xFF);
+    if constexpr (traits.decoding == Decoding::kE4M3) return small_float<V, kE4M3>(code);
+    // Both are held, or made, 128 larger.
+    const std::uint8_t* zeros = record.zeros + scale_slot(format, half * 64 + line * 4) * kBlockColumns + column;
+    float zero[V::kWidth];
+    for (int c = 0; c < V::kWidth; ++c) zero[c] = zeros[c];
+    return whole_number(V::flip_bits(code, 0x80)) - V::load(zero);
+  } else {
+    const V quads = V::load_bits32(record.weights + at);
+    const V nibble = V::and_bits(V::shift_right(quads, 8 * i + 4 * half), 0xF);
+    if constexpr (traits.decoding == Decoding::kNibbles) {
+      return (whole_number(V::flip_bits(nibble, 8)) - V::set(8.0f)) * V::set(16.0f);
+    } else if constexpr (traits.decoding == Decoding::kFp4) {
+      const V value = small_float<V, kE2M1>(nibble);
+      return value + value;
+    } else {
+      const int tile = column / kTileColumns;
+      const V upper = V::load_bits32(record.weights + kInt4RecordBytes + line * 64 + column % kTileColumns * 4);
+      const V two = V::and_bits(V::shift_right(upper, 8 * i + 4 * tile + 2 * half), 3);
+      const V code = V::or_bits(nibble, V::shift_left(two, 4));
+      return traits.decoding == Decoding::kE3M2 ? small_float<V, kE3M2>(code) : small_float<V, kE2M3>(code);
+    }
+  }
+}
+
+// Scales of kWidth columns.
+template <class V>
+inline V scales_at(const Record& record, int index, int unit) {
+  switch (record.scale_type) {
+    case ScaleType::kF32: return V::load(reinterpret_cast<const float*>(record.scales) + index);
+    case ScaleType::kBF16:
+      return V::template load_as<DType::kBF16>(reinterpret_cast<const std::uint16_t*>(record.scales) + index);
+    case ScaleType::kF16:
+      return V::template load_as<DType::kF16>(reinterpret_cast<const std::uint16_t*>(record.scales) + index) *
+             V::set(1.0f / static_cast<float>(unit));
+    default: break;
+  }
+  float values[V::kWidth];
+  for (int c = 0; c < V::kWidth; ++c) {
+    const std::uint8_t code = record.scales[index + c];
+    if (record.scale_type == ScaleType::kE8M0) {
+      values[c] =
+          bits_as<float>(code == 0 ? 0x00400000u : static_cast<std::uint32_t>(code) << 23);  // 2^-127: subnormal
+    } else {
+      values[c] = half_to_float(static_cast<std::uint16_t>(code << 7));
+    }
+  }
+  return V::load(values);
+}
+
+// The scales of a run for kWidth columns from `column` on.
+template <class V, WeightFormat format>
+inline V run_scales(const Record& record, int slot, int column) {
+  if constexpr (has_tile_scales(format)) {
+    float scale;
+    __builtin_memcpy(&scale, record.scales + column / kTileColumns * 4, 4);
+    return V::set(scale);
+  } else {
+    return scales_at<V>(record, slot * kBlockColumns + column, traits_of(format).unit);
+  }
+}
+
+// Adds the sum of a run to the running sum.
+template <class V, WeightFormat format>
+inline void add_run(const FloatArgs& args, int slot, int row, int column, V sum) {
+  float* acc = args.acc + acc_index(row, column);
+  if constexpr (traits_of(format).subgroup == 0) {
+    V::store(acc, V::load(acc) + sum);
+  } else {
+    V scale = run_scales<V, format>(args.record, slot, column);
+    if constexpr (has_tile_scales(format)) scale = scale * V::set(scale_of_row(args, row));
+    V::store(acc, V::fma(sum, scale, V::load(acc)));
+  }
+}
+
+template <class V>
+struct FloatVectors {
+  static constexpr int kVectors = kBlockColumns / V::kWidth;
+  static constexpr int kRowsAtOnce = kVectors == 2 ? 8 : 2;
+  static constexpr int kStraightRows = 0;
+  template <WeightFormat format>
+  static constexpr bool kUnpacks = format != WeightFormat::kF32;
+
+  template <WeightFormat format>
+  static void unpack(const Record& record, std::uint8_t* dst) {
+    auto* to = reinterpret_cast<float*>(dst);
+    for (int line = 0; line < 32; ++line) {
+      for (int i = 0; i < 4; ++i) {
+        for (int column = 0; column < kBlockColumns; column += V::kWidth) {
+          V::store(to + wide_index(WeightFormat::kF32, line * 4 + i, column), number<format>(record, line, i, column));
+        }
+      }
+    }
+  }
+
+  template <int M, WeightFormat format, RowKind kind, bool packed>
+  static void run(const FloatArgs& args, const RecordPart& part) {
+    V sum[M][kVectors];
+    for (auto& row : sum) {
+      for (V& v : row) v = V::set(0.0f);
+    }
+    constexpr bool kPairs = kind == RowKind::kBF16;
+    const auto* weights = reinterpret_cast<const float*>(args.weights);
+    const std::uint8_t* rows = args.a + part.half * args.half_bytes;
+    for (int line = part.line; line < part.line + run_lines(format); ++line) {
+      for (int turn = 0; turn < 4; ++turn) {
+        constexpr int kOrder[4] = {2, 0, 3, 1};
+        const int i = kPairs ? kOrder[turn] : turn;
+        const float* w = weights + wide_index(WeightFormat::kF32, (part.half * 16 + line) * 4 + i, 0);
+        for (int r = 0; r < M; ++r) {
+          const V x =
+              V::set(kPairs ? bf16_input(rows + r * 128 + line * 8, i) : fp32_input(rows + r * 256 + line * 16, i));
+          for (int v = 0; v < kVectors; ++v) {
+            const V weight = V::load(w + wide_index(WeightFormat::kF32, 0, v * V::kWidth));
+            if constexpr (kPairs && V::kWidth == 1) {
+              sum[r][v] = sum[r][v] + x * weight;  // the same, without a call of fmaf where there is no instruction
+            } else {
+              sum[r][v] = V::fma(x, weight, sum[r][v]);
+            }
+          }
+        }
+      }
+    }
+    for (int r = 0; r < M; ++r) {
+      for (int v = 0; v < kVectors; ++v) add_run<V, format>(args, part.slot, r, v * V::kWidth, sum[r][v]);
+    }
+  }
+
+ private:
+  template <WeightFormat format>
+  static V number(const Record& record, int line, int i, int column) {
+    if constexpr (format == WeightFormat::kBF16) {  // pairs of inputs, in the order of wide_index
+      const V both = V::load_bits32(record.weights + wide_index(format, line * 4 + i % 2, column) * 2);
+      return i < 2 ? V::shift_left(both, 16) : V::and_bits(both, 0xFFFF0000u);
+    } else if constexpr (format == WeightFormat::kF16) {
+      const auto* words = reinterpret_cast<const std::uint16_t*>(record.weights);
+      return V::template load_as<DType::kF16>(words + wide_index(format, line * 4 + i, column));
+    } else if constexpr (format == WeightFormat::kF32) {
+      return V::load(reinterpret_cast<const float*>(record.weights) + wide_index(format, line * 4 + i, column));
+    } else {
+      return decoded<V, format>(record, line / 16, line % 16, i, column);
+    }
+  }
+
+  static float bf16_input(const std::uint8_t* four, int i) {
+    std::uint16_t word;
+    __builtin_memcpy(&word, four + (i % 2 * 2 + i / 2) * 2, 2);
+    return bfloat_to_float(word);
+  }
+  static float fp32_input(const std::uint8_t* four, int i) {
+    float value;
+    __builtin_memcpy(&value, four + i * 4, 4);
+    return value;
+  }
+};
+
+// Register-only products, as the kernels above do them.
+template <class V>
+double fma_peak(std::int64_t iterations) {
+  constexpr int kChains = V::kWidth == 1 ? 4 : 12;
+  V sum[kChains], w = V::set(1.0f), x = V::set(0.5f);
+  for (V& s : sum) s = V::set(0.0f);
+  for (std::int64_t i = 0; i < iterations; ++i) {
+    asm volatile("" : : "g"(&w), "g"(&x) : "memory");  // keeps the products in the loop
+    for (V& s : sum) s = V::kWidth == 1 ? s + w * x : V::fma(w, x, s);
+  }
+  volatile float sink = 0.0f;
+  float lanes[V::kWidth];
+  for (V& s : sum) {
+    V::store(lanes, s);
+    sink = sink + lanes[0];
+  }
+  return static_cast<double>(iterations) * kChains * V::kWidth * 2.0;
+}
+
+}  // namespace
+}  // namespace cpumoe

@@ -182,10 +182,9 @@ struct Bf16Dots {
         }
       }
     }
-    for (int r = 0; r < M; ++r) {
-      for (int tile = 0; tile < 2; ++tile) {
-        add_run<F32x16, format>(args, part.slot, r, tile * kTileColumns, F32x16{sum[r][tile]});
-      }
+    for (int tile = 0; tile < 2; ++tile) {
+      const F32x16 scale = run_scales<F32x16, format>(args.record, part.slot, tile * kTileColumns);
+      for (int r = 0; r < M; ++r) add_run<F32x16, format>(args, r, tile * kTileColumns, F32x16{sum[r][tile]}, scale);
     }
   }
 
@@ -211,11 +210,10 @@ inline double bf16_dot_peak(std::int64_t iterations) {
   __m512 sum[kChains];
   for (auto& s : sum) s = _mm512_setzero_ps();
   __m512i w = _mm512_set1_epi16(0x3F80);
-  const std::uint16_t pair[2] = {0x3F80, 0x3F80};
   for (std::int64_t i = 0; i < iterations; ++i) {
     asm volatile("" : "+v"(w));  // keeps the products in the loop
 #pragma GCC unroll 16
-    for (int j = 0; j < kChains; ++j) sum[j] = add_pair(sum[j], w, reinterpret_cast<const std::uint8_t*>(pair));
+    for (int j = 0; j < kChains; ++j) asm("vdpbf16ps %1, %1, %0" : "+v"(sum[j]) : "v"(w));
   }
   for (auto& s : sum) asm volatile("" : : "v"(s));
   return static_cast<double>(iterations) * kChains * 64.0;

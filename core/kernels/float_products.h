@@ -119,9 +119,7 @@ inline V decoded(const Record& record, int half, int line, int i, int column) {
     if constexpr (traits.decoding == Decoding::kE4M3) return small_float<V, kE4M3>(code);
     // Both are held, or made, 128 larger.
     const std::uint8_t* zeros = record.zeros + scale_slot(format, half * 64 + line * 4) * kBlockColumns + column;
-    float zero[V::kWidth];
-    for (int c = 0; c < V::kWidth; ++c) zero[c] = zeros[c];
-    return whole_number(V::flip_bits(code, 0x80)) - V::load(zero);
+    return whole_number(V::flip_bits(code, 0x80)) - whole_number(V::load_bytes(zeros));
   } else {
     const V quads = V::load_bits32(record.weights + at);
     const V nibble = V::and_bits(V::shift_right(quads, 8 * i + 4 * half), 0xF);
@@ -144,34 +142,27 @@ inline V decoded(const Record& record, int half, int line, int i, int column) {
 template <class V>
 inline V scales_at(const Record& record, int index, int unit) {
   switch (record.scale_type) {
-    case ScaleType::kF32: return V::load(reinterpret_cast<const float*>(record.scales) + index);
     case ScaleType::kBF16:
       return V::template load_as<DType::kBF16>(reinterpret_cast<const std::uint16_t*>(record.scales) + index);
     case ScaleType::kF16:
       return V::template load_as<DType::kF16>(reinterpret_cast<const std::uint16_t*>(record.scales) + index) *
              V::set(1.0f / static_cast<float>(unit));
-    default: break;
+    case ScaleType::kE8M0:  // 2^-127 is subnormal
+      return max_of(V::set(0x1p-127f), V::shift_left(V::load_bytes(record.scales + index), 23));
+    case ScaleType::kE4M3: return small_float<V, kE4M3>(V::load_bytes(record.scales + index)) * V::set(0x1p-8f);
+    default: return V::load(reinterpret_cast<const float*>(record.scales) + index);
   }
-  float values[V::kWidth];
-  for (int c = 0; c < V::kWidth; ++c) {
-    const std::uint8_t code = record.scales[index + c];
-    if (record.scale_type == ScaleType::kE8M0) {
-      values[c] =
-          bits_as<float>(code == 0 ? 0x00400000u : static_cast<std::uint32_t>(code) << 23);  // 2^-127: subnormal
-    } else {
-      values[c] = half_to_float(static_cast<std::uint16_t>(code << 7));
-    }
-  }
-  return V::load(values);
 }
 
-// The scales of a run for kWidth columns from `column` on.
+// The scales of a run for kWidth columns from `column` on; 1 where columns have one for all inputs.
 template <class V, WeightFormat format>
 inline V run_scales(const Record& record, int slot, int column) {
   if constexpr (has_tile_scales(format)) {
     float scale;
     __builtin_memcpy(&scale, record.scales + column / kTileColumns * 4, 4);
     return V::set(scale);
+  } else if constexpr (traits_of(format).subgroup == 0) {
+    return V::set(1.0f);
   } else {
     return scales_at<V>(record, slot * kBlockColumns + column, traits_of(format).unit);
   }
@@ -179,12 +170,11 @@ inline V run_scales(const Record& record, int slot, int column) {
 
 // Adds the sum of a run to the running sum.
 template <class V, WeightFormat format>
-inline void add_run(const FloatArgs& args, int slot, int row, int column, V sum) {
+inline void add_run(const FloatArgs& args, int row, int column, V sum, V scale) {
   float* acc = args.acc + acc_index(row, column);
   if constexpr (traits_of(format).subgroup == 0) {
     V::store(acc, V::load(acc) + sum);
   } else {
-    V scale = run_scales<V, format>(args.record, slot, column);
     if constexpr (has_tile_scales(format)) scale = scale * V::set(scale_of_row(args, row));
     V::store(acc, V::fma(sum, scale, V::load(acc)));
   }
@@ -238,8 +228,9 @@ struct FloatVectors {
         }
       }
     }
-    for (int r = 0; r < M; ++r) {
-      for (int v = 0; v < kVectors; ++v) add_run<V, format>(args, part.slot, r, v * V::kWidth, sum[r][v]);
+    for (int v = 0; v < kVectors; ++v) {
+      const V scale = run_scales<V, format>(args.record, part.slot, v * V::kWidth);
+      for (int r = 0; r < M; ++r) add_run<V, format>(args, r, v * V::kWidth, sum[r][v], scale);
     }
   }
 

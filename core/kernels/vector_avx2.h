@@ -56,6 +56,9 @@ struct F32x8 {
   static __m256i bits(F32x8 a) { return _mm256_castps_si256(a.v); }
   static F32x8 floats(__m256i bits) { return {_mm256_castsi256_ps(bits)}; }
   static F32x8 load_bits32(const void* p) { return floats(load_bits(p)); }
+  static F32x8 load_bytes(const std::uint8_t* p) {
+    return floats(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+  }
   static F32x8 and_bits(F32x8 a, std::uint32_t mask) {
     return floats(_mm256_and_si256(bits(a), _mm256_set1_epi32(static_cast<int>(mask))));
   }

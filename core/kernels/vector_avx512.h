@@ -55,6 +55,9 @@ struct F32x16 {
   static __m512i bits(F32x16 a) { return _mm512_castps_si512(a.v); }
   static F32x16 floats(__m512i bits) { return {_mm512_castsi512_ps(bits)}; }
   static F32x16 load_bits32(const void* p) { return floats(_mm512_loadu_si512(p)); }
+  static F32x16 load_bytes(const std::uint8_t* p) {
+    return floats(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+  }
   static F32x16 and_bits(F32x16 a, std::uint32_t mask) {
     return floats(_mm512_and_si512(bits(a), _mm512_set1_epi32(static_cast<int>(mask))));
   }

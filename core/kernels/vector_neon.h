@@ -51,6 +51,12 @@ struct F32x4 {
   static F32x4 load_bits32(const void* p) {
     return floats(vreinterpretq_u32_u8(vld1q_u8(static_cast<const std::uint8_t*>(p))));
   }
+  static F32x4 load_bytes(const std::uint8_t* p) {
+    std::uint32_t four;
+    __builtin_memcpy(&four, p, 4);
+    const uint8x8_t bytes = vreinterpret_u8_u32(vdup_n_u32(four));
+    return floats(vmovl_u16(vget_low_u16(vmovl_u8(bytes))));
+  }
   static F32x4 and_bits(F32x4 a, std::uint32_t mask) { return floats(vandq_u32(bits(a), vdupq_n_u32(mask))); }
   static F32x4 or_bits(F32x4 a, F32x4 b) { return floats(vorrq_u32(bits(a), bits(b))); }
   static F32x4 flip_bits(F32x4 a, std::uint32_t mask) { return floats(veorq_u32(bits(a), vdupq_n_u32(mask))); }

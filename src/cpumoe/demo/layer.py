@@ -101,9 +101,9 @@ class DemoLayer:
         result = self.experts(x, ids, weights)
 
         def floats(expert: int) -> tuple[reference.Dense, reference.Dense]:
-            return (self._gate_up[expert].float(), None), (self._down[expert].float(), None)
+            return reference.Dense(self._gate_up[expert].float()), reference.Dense(self._down[expert].float())
 
-        truth = reference.experts(x, ids, weights, floats, self.experts.config.activation, bits=None)
+        truth = reference.experts(x, ids, weights, floats, self.experts.config.activation, form=None)
         same = Experts.quantize(self._gate_up, self._down, self._scheme, backend="reference")(x, ids, weights)
         same_bits: dict[str, bool] = {}
         for entry in instruction_sets():

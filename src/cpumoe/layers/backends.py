@@ -27,7 +27,7 @@ from cpumoe.layers.nibbles import pack_nibbles
 from cpumoe.layers.packed_weights import ExpertsPacker, unpack_weight
 from cpumoe.layers.quantized_experts import QuantizedExperts, QuantizedWeight
 from cpumoe.layers.routing import RoutingMethod
-from cpumoe.layers.scheme import SCHEMES, Scheme
+from cpumoe.layers.scheme import PER_TOKEN_INT8, SCHEMES, Scheme
 
 _log = logging.getLogger("cpumoe")
 
@@ -209,7 +209,7 @@ class AtenBackend(Backend):
 
     def scheme_obstacle(self, config: MoEConfig) -> str | None:
         weights = config.scheme.weights
-        if weights.element != "int4" or not weights.symmetric or config.scheme.activation_bits != 8:
+        if weights.element != "int4" or not weights.symmetric or config.scheme.product_activations != PER_TOKEN_INT8:
             return f"scheme {config.scheme}; PyTorch's product has symmetric int4 weights and int8 activations only"
         if not hasattr(torch.ops.aten, "_dyn_quant_matmul_4bit"):
             return f"PyTorch {torch.__version__} has no _dyn_quant_matmul_4bit"
@@ -323,7 +323,7 @@ class ReferenceBackend(Backend):
             topk_weights,
             weights,
             config.activation,
-            bits=8 if config.scheme.activation_bits == 8 else None,
+            form=config.scheme.product_activations,
             apply_router_weight_on_input=apply_router_weight_on_input,
         )
         return out if fp32_out else out.to(hidden_states.dtype)

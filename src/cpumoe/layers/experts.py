@@ -12,6 +12,7 @@ from cpumoe import ops
 from cpumoe.errors import NoBackend
 from cpumoe.layers import reference
 from cpumoe.layers.activation import Activation
+from cpumoe.layers.activation_rounding import held_activations
 from cpumoe.layers.backends import Backend, NativeBackend, select_backend
 from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.packed_weights import scheme_of
@@ -255,7 +256,7 @@ class Experts(nn.Module):
             topk_weights,
             weights,
             self.config.activation,
-            bits=self.config.scheme.activation_bits if quantize_activations else None,
+            form=held_activations(self.config.scheme) if quantize_activations else None,
             apply_router_weight_on_input=apply_router_weight_on_input,
         )
         return out.to(hidden_states.dtype)

@@ -116,6 +116,14 @@ class QuantizedExperts:
     down: QuantizedWeight
     interleaved: bool = False
 
+    def __post_init__(self) -> None:
+        rows, scale_rows = self.gate_up.values.shape[-2], self.gate_up.scales.shape[-2]
+        if self.interleaved and scale_rows not in (1, rows):
+            raise ValueError(
+                f"gate_up_scale has {scale_rows} rows for {rows} interleaved gate and up rows; with scales for blocks "
+                "of rows, gate rows before up rows are accepted"
+            )
+
     @property
     def count(self) -> int:
         """How many experts these are."""

@@ -16,7 +16,7 @@ from cpumoe.layers.packed_weights import packed_spec, put_weight
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.rounding import quantize_weight
 from cpumoe.layers.routing import RoutingMethod, select_experts
-from cpumoe.layers.scheme import INTEGERS, NVFP4, STATIC_FP8, STATIC_INT8, GroupShape, Scheme
+from cpumoe.layers.scheme import INTEGERS, GroupShape, Scheme
 from cpumoe.layers.small_floats import SMALL_FLOATS
 
 #: Calls take layers with this many bytes of weights in turn, so that decode reads DRAM and not a cache.
@@ -58,7 +58,7 @@ SHAPES = {
 
 
 def fitting_scheme(scheme: Scheme, shape: Shape) -> Scheme:
-    """The scheme if its groups divide the sizes, else, of integers, that with the largest group that does: 128, 64, 32."""
+    """The scheme if its groups divide the sizes, else, for integers, the one with the largest group that does."""
     if scheme.fits(shape.hidden) and scheme.fits(shape.intermediate):
         return scheme
     for size in (128, 64, 32) if scheme.weights.element in INTEGERS else ():
@@ -100,13 +100,6 @@ def random_weight(num_experts: int, out: int, inputs: int, scheme: Scheme, seed:
     return QuantizedWeight(
         form.element, values, scales, zeros, factors, input_scales=_input_scales(scheme, num_experts)
     )
-
-
-def _input_scales(scheme: Scheme, num_experts: int) -> Tensor | None:
-    """Stored scales [experts, 1] of inputs like those of the benchmark, of which few exceed 5; None without."""
-    largest = {STATIC_INT8: 5.0 / 127, STATIC_FP8: 5.0 / 448, NVFP4: 448 * 6 / 5.0}
-    form = scheme.product_activations
-    return None if form not in largest else torch.full((num_experts, 1), largest[form])
 
 
 def _random_packed(shape: Shape, rows: int, inputs: int, scheme: Scheme, gated: bool, seed: int) -> Tensor:

@@ -5,7 +5,7 @@ A row with a NaN or an infinity becomes NaN, and no other row notices.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +26,27 @@ def held_activations(scheme: Scheme) -> Held:
 def needs_input_scales(scheme: Scheme) -> bool:
     """Whether a scale of the input is stored with the weights: for activations that are not found as they are seen."""
     return scheme.product_activations in (STATIC_INT8, STATIC_FP8, NVFP4)
+
+
+def input_scale_for(largest: Tensor, scheme: Scheme) -> Tensor:
+    """Largest magnitudes that an input is expected to have -> its stored scales, by the rules of compressed-tensors."""
+    form, largest = scheme.product_activations, largest.to(torch.float32)
+    if form == NVFP4:
+        whole = largest.clamp(min=torch.finfo(torch.float32).tiny)
+        return (SMALL_FLOATS["fp8"].largest * SMALL_FLOATS["fp4"].largest / whole).nan_to_num(posinf=1.0)
+    if form not in (STATIC_INT8, STATIC_FP8):
+        raise ValueError(f"{scheme} stores no scale of its input")
+    scale = largest / (127.5 if form == STATIC_INT8 else SMALL_FLOATS["fp8"].largest)
+    return torch.where(scale == 0, torch.finfo(torch.float32).eps, scale)
+
+
+def input_scale_arguments(scheme: Scheme, gate_up_largest: float, down_largest: float) -> dict[str, Any]:
+    """What ``Experts.quantize`` is given for inputs with these largest magnitudes; nothing for most schemes."""
+    if not needs_input_scales(scheme):
+        return {}
+    kind = "input_global_scale" if scheme.product_activations == NVFP4 else "input_scale"
+    numbers = {"gate_up": gate_up_largest, "down": down_largest}
+    return {f"{name}_{kind}": input_scale_for(torch.tensor(number), scheme) for name, number in numbers.items()}
 
 
 def activations(x: Tensor, form: Held, input_scale: Tensor | None = None) -> Tensor:

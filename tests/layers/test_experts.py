@@ -312,7 +312,5 @@ def test_a_token_of_zeros_gives_zero(isa, scheme):
     x = torch.zeros(3, 384)
     ids, weights = torch.tensor([[0, 1], [1, 2], [2, 3]]), torch.rand(3, 2)
     assert torch.equal(linear(x), torch.zeros(3, 96))
-    if scheme in WEIGHT_ONLY_FLOATS:
-        return  # they leave nothing out
     x[1] = 1e-40  # what the activation leaves of it is zero
     assert torch.equal(layer(x, ids, weights), torch.zeros(3, 384))

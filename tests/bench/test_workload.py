@@ -33,7 +33,7 @@ def test_random_weights_are_legal(scheme: str) -> None:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_random_layers_compute(scheme: str) -> None:
     parsed = Scheme.parse(scheme)
-    gate_up, down = random_weight(6, 256, 256, parsed, 1), random_weight(6, 256, 128, parsed, 2)
+    gate_up, down = random_weight(6, 256, 256, parsed, 1), random_weight(6, 256, 128, parsed, 2, 0.01)
     config = MoEConfig(parsed, 6, 256, 128, scale_dtype=gate_up.scales.dtype)
     experts = Experts.from_chunks([QuantizedExperts(gate_up, down)], config, backend="reference")
     ids, weights = random_routing(TINY, 5, 0)

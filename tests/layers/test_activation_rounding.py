@@ -39,7 +39,7 @@ DYNAMIC = {"fp8": PER_TOKEN_FP8, "fp8-tensor": PER_TENSOR_FP8, "fp8-g128": PER_T
 STORED = {"fp8-static": STATIC_FP8, "int8-static": STATIC_INT8, "nvfp4": NVFP4}
 ALL: dict[str, Any] = {**DYNAMIC, **STORED, "int8": PER_TOKEN_INT8, "int16": "int16", "float": None}
 #: The largest error of a value, in shares of the largest magnitude that shares its scale: with m bits of mantissa half
-#: a quantum, 2^-(m+1), of a power of two that is just exceeded by as much. For fp8 the largest is 448, half a quantum 16.
+#: a quantum, 2^-(m+1), of a power of two that is just exceeded by as much. For fp8 it is 16 of 448.
 WORST = {"mxfp4": 1 / 5, "mxfp6-e3m2": 1 / 9, "mxfp6-e2m3": 1 / 17, "mxfp8": 1 / 17}
 WORST |= {"fp8": 1 / 28, "fp8-tensor": 1 / 28}
 

@@ -50,7 +50,7 @@ def by_definition(experts: Experts, x: torch.Tensor, ids: torch.Tensor, weights:
 def test_every_scheme_through_experts(scheme: str, backend: str) -> None:
     gate_up, down = floats()
     parsed = Scheme.parse(scheme)
-    experts = Experts.quantize(gate_up, down, scheme, backend=backend, **input_scale_arguments(parsed, 4.0, 4.0))
+    experts = Experts.quantize(gate_up, down, scheme, backend=backend, **input_scale_arguments(parsed, 4.0, 12.0))
     assert experts.config.scheme == parsed and f"{scheme}," in repr(experts)
     x = torch.randn(9, 256)
     ids, weights = routing(9, 4, 2)

@@ -71,8 +71,13 @@ def fitting_scheme(scheme: Scheme, shape: Shape) -> Scheme:
     )
 
 
-def random_weight(num_experts: int, out: int, inputs: int, scheme: Scheme, seed: int) -> QuantizedWeight:
-    """Values [experts, out, in] over the whole range, and scales in bf16, or in fp32 if there is one per channel."""
+def random_weight(
+    num_experts: int, out: int, inputs: int, scheme: Scheme, seed: int, largest_input: float = 5.0
+) -> QuantizedWeight:
+    """Values [experts, out, in] over the whole range, and scales in bf16, or in fp32 if there is one per channel.
+
+    ``largest_input`` is the magnitude that few inputs exceed, for schemes that store a scale of them.
+    """
     generator = torch.Generator().manual_seed(seed)
     form, small = scheme.weights, SMALL_FLOATS.get(scheme.weights.element)
     largest = 0.06 / inputs**0.5  # of the weights, so that outputs stay near the inputs
@@ -99,15 +104,16 @@ def random_weight(num_experts: int, out: int, inputs: int, scheme: Scheme, seed:
     if not form.symmetric:
         zeros = torch.randint(low, low + 2**form.bits, shape, dtype=torch.int16, generator=generator).to(torch.int8)
     input_scales = None
-    if needs_input_scales(scheme):  # of the inputs of the benchmark few exceed 5
-        input_scales = input_scale_for(torch.full((num_experts, 1), 5.0), scheme)
+    if needs_input_scales(scheme):
+        input_scales = input_scale_for(torch.full((num_experts, 1), largest_input), scheme)
     return QuantizedWeight(form.element, values, scales, zeros, factors, input_scales=input_scales)
 
 
 def _random_packed(shape: Shape, rows: int, inputs: int, scheme: Scheme, gated: bool, seed: int) -> Tensor:
     """Packed weights of all experts. Only a few are different: speed depends on addresses, not on values."""
     distinct = min(shape.num_experts, 4)
-    weight = random_weight(distinct, rows, inputs, scheme, seed)
+    # What lies between the products is the product of two numbers of about 0.035.
+    weight = random_weight(distinct, rows, inputs, scheme, seed, 5.0 if gated else 0.01)
     builder = ops.PackedBuilder(packed_spec(scheme, weight.scales.dtype, shape.num_experts, rows, inputs, gated=gated))
     order = ops.ROWS_GATE_THEN_UP if gated else ops.ROWS_PLAIN
     for expert in range(shape.num_experts):

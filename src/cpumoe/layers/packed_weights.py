@@ -49,6 +49,10 @@ _ACTIVATIONS: dict[Held, str] = {
 }
 
 
+# Blocks of fp8 have scales in fp32 for every row and 128 inputs when they are packed.
+_BLOCK = GroupShape.per_block(128, 128)
+
+
 def packed_activations(scheme: Scheme) -> str:
     """How the core calls what the activations of a scheme are held as."""
     return _ACTIVATIONS[held_activations(scheme)]
@@ -71,12 +75,14 @@ def packed_spec(
     ``input_scales`` of an expert: 2 where gate and up have one each. Left out, it is 1 for schemes that store them.
     """
     weights = scheme.weights
+    if weights.group == _BLOCK:
+        scale_dtype = torch.float32
     if input_scales is None:
         input_scales = int(needs_input_scales(scheme))
     return ops.PackedSpec(
         weights=weights.element,
         group_size=scheme.group_size,
-        scales=ops.scales_name(_packed_scale_dtype(scheme, scale_dtype)) if weights.scale == "float" else weights.scale,
+        scales=ops.scales_name(scale_dtype) if weights.scale == "float" else weights.scale,
         experts=experts,
         out_features=out_features,
         in_features=in_features,
@@ -89,14 +95,6 @@ def packed_spec(
     )
 
 
-def _packed_scale_dtype(scheme: Scheme, scale_dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if _in_blocks(scheme) else scale_dtype
-
-
-def _in_blocks(scheme: Scheme) -> bool:
-    return scheme.weights.group.rows not in (1, None)
-
-
 def scheme_of(spec: ops.PackedSpec) -> Scheme:
     """The scheme of packed weights.
 
@@ -107,8 +105,8 @@ def scheme_of(spec: ops.PackedSpec) -> Scheme:
     group = GroupShape.per_row() if spec.group_size is None else GroupShape.per_group(spec.group_size)
     if spec.weights in WHOLE_FLOATS:
         group = GroupShape.per_tensor()
-    elif spec.weights == "fp8" and (spec.group_size == 128 or spec.activations == "fp8-tensor"):
-        group = GroupShape.per_tensor() if spec.group_size is None else GroupShape.per_block(128, 128)
+    elif spec.weights == "fp8" and (spec.group_size == _BLOCK.columns or spec.activations == "fp8-tensor"):
+        group = GroupShape.per_tensor() if spec.group_size is None else _BLOCK
     scale: ScaleType = spec.scales if spec.scales in ("e8m0", "e4m3", "none") else "float"
     weights = TensorFormat(spec.weights, group, symmetric=not spec.has_zero_points, scale=scale)
     held = next(held for held, name in _ACTIVATIONS.items() if name == spec.activations)
@@ -122,11 +120,12 @@ def scheme_of(spec: ops.PackedSpec) -> Scheme:
 def put_weight(builder: ops.PackedBuilder, first: int, weight: QuantizedWeight, row_order: int, name: str) -> None:
     """Packs weights [n, out, in] as the experts from ``first`` on."""
     scales = weight.row_scales()
-    in_blocks = weight.scales.shape[-2] not in (1, weight.values.shape[-2])
+    if weight.element == "fp8" and builder.spec.group_size == _BLOCK.columns:
+        scales = scales.to(torch.float32)
     builder.put(
         first,
         weight.values,
-        scales.to(torch.float32) if in_blocks else scales,
+        scales,
         weight.bias,
         row_order,
         name,

@@ -9,6 +9,7 @@ from random_layers import random_layer, relative_error, routing
 import cpumoe
 from cpumoe import ops
 from cpumoe.layers.nibbles import pack_nibbles
+from cpumoe.layers.packed_weights import packed_activations
 
 
 def fused_arguments(tokens: int = 5) -> tuple[object, ...]:
@@ -55,7 +56,7 @@ def test_packing_compiles(scheme: str) -> None:
 
     def product(x: torch.Tensor, *parts: torch.Tensor | None) -> torch.Tensor:
         values, scales, *others = parts
-        packed = ops.pack(values, scales, None, *settings, *others, f"int{parsed.activation_bits}")
+        packed = ops.pack(values, scales, None, *settings, *others, packed_activations(parsed))
         return ops.linear(x, packed, 128)
 
     x = torch.randn(3, 96)

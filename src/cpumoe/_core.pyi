@@ -25,9 +25,12 @@ class PackedSpec:
         has_zero_points: bool,
         activations: str,
         input_orders: int = 0,
+        input_scales: int = 0,
     ) -> None: ...
     @property
-    def weights(self) -> Literal["int4", "int8", "fp4"]: ...
+    def weights(
+        self,
+    ) -> Literal["int4", "int8", "fp4", "fp6-e3m2", "fp6-e2m3", "fp8", "bf16", "fp16", "fp32"]: ...
     @property
     def weight_format(self) -> str: ...
     @property
@@ -37,7 +40,7 @@ class PackedSpec:
     @property
     def groups(self) -> int: ...
     @property
-    def scales(self) -> Literal["float32", "bfloat16", "float16", "e8m0", "e4m3"]: ...
+    def scales(self) -> Literal["float32", "bfloat16", "float16", "e8m0", "e4m3", "none"]: ...
     @property
     def experts(self) -> int: ...
     @property
@@ -55,7 +58,25 @@ class PackedSpec:
     @property
     def input_orders(self) -> int: ...
     @property
-    def activations(self) -> Literal["int8", "int16"]: ...
+    def input_scales(self) -> int: ...
+    @property
+    def activations(
+        self,
+    ) -> Literal[
+        "int8",
+        "int16",
+        "int8-static",
+        "fp8",
+        "fp8-static",
+        "fp8-tensor",
+        "fp8-g128",
+        "nvfp4",
+        "mxfp4",
+        "mxfp6-e3m2",
+        "mxfp6-e2m3",
+        "mxfp8",
+        "float",
+    ]: ...
     @property
     def packed_bytes(self) -> int: ...
     def __eq__(self, other: object) -> bool: ...
@@ -85,6 +106,7 @@ def pack_into(
     factors: Array | None,
     bias: Array | None,
     input_order: Array | None,
+    input_scales: Array | None,
     order: int,
     name: str,
 ) -> None: ...
@@ -97,6 +119,7 @@ def unpack_into(
     factors: Array | None,
     bias: Array | None,
     input_order: Array | None,
+    input_scales: Array | None,
 ) -> None: ...
 def weight_formats() -> list[tuple[str, str, int, int]]: ...
 def select_experts(

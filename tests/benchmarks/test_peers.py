@@ -9,7 +9,7 @@ from peer import GROUPED, PER_CHANNEL, LayerWeights, Peer, PreparedPeer, repeate
 from random_layers import relative_error
 
 from cpumoe.bench.workload import Shape, random_routing
-from cpumoe.layers.reference import dequantize, experts
+from cpumoe.layers.reference import Dense, dequantize, experts
 
 SHAPE = Shape("tiny", 256, 128, 6, 2)
 
@@ -28,7 +28,7 @@ def test_peers_compute_the_layer(peer: Peer, monkeypatch: pytest.MonkeyPatch) ->
     ids, shares = random_routing(SHAPE, 9, 1)
     from cpumoe import Activation
 
-    expected = experts(x, ids, shares, lambda e: ((gate_up[e], None), (down[e], None)), Activation(), bits=None)
+    expected = experts(x, ids, shares, lambda e: (Dense(gate_up[e]), Dense(down[e])), Activation(), form=None)
     assert relative_error(prepared.calls[0](x, ids, shares), expected) < 0.05
 
 

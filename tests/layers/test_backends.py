@@ -6,7 +6,7 @@ import logging
 
 import pytest
 import torch
-from random_layers import SCHEMES, random_layer, relative_error, routing
+from random_layers import SCHEMES, fitting, random_layer, relative_error, routing
 
 import cpumoe
 from cpumoe import MoEConfig, NoBackend, RoutingMethod, Scheme, explain, select_backend
@@ -35,10 +35,12 @@ def test_aten_agrees_with_native() -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_backend_keeps_a_nan_in_its_token(scheme: str) -> None:
-    floats = "fp4" not in scheme
-    layer = random_layer(scheme, hidden=192, inner=192, scale_dtype=torch.bfloat16 if floats else None)
+    size = fitting(scheme, 192)
+    layer = random_layer(scheme, hidden=size, inner=size, scale_dtype=torch.bfloat16)
     ids, weights = routing(5, 4, 2)
-    x = torch.randn(5, 192)
+    x = torch.randn(5, size)
+    if scheme == "fp8-tensor-dynamic":  # all tokens have one scale, in which a poisoned one has no say
+        x[2] = 0
     for name in ("native", "aten", "reference") if scheme == "w4a8-g32" else ("native", "reference"):
         experts = layer.experts(name)
         clean = experts(x, ids, weights)
@@ -76,7 +78,7 @@ def test_reasons() -> None:
     told = {v.backend: v.obstacle for v in explain(config("w8a8"))}
     assert told["native"] is None and told["reference"] is None
     assert told["aten"] == "scheme w8a8; PyTorch's product has symmetric int4 weights and int8 activations only"
-    for scheme in ("w4a16", "w4a16-g32-asym+int8", "mxfp4a16", "nvfp4a16+int8"):
+    for scheme in ("w4a16", "w4a16-g32-asym+int8", "mxfp4a16", "nvfp4a16+int8", "w4afp8", "fp8", "w8a8-static", "bf16"):
         told = {v.backend: v.obstacle for v in explain(config(scheme))}
         assert told["native"] is None and told["reference"] is None
         assert str(told["aten"]).startswith(f"scheme {scheme}; PyTorch's product has symmetric int4")

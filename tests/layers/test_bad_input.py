@@ -267,7 +267,7 @@ def test_packing_outside_the_experts() -> None:
     values, scales = torch.zeros(1, 128, 96, dtype=torch.int8), torch.ones(1, 128, 1)
     for first in (4, -1, 2**63 - 1):
         with pytest.raises(ValueError, match=f"1 experts from number {first} on, where 4 are packed"):
-            cpumoe._core.pack_into(blob, first, values, scales, None, None, None, None, 0, "w")
+            cpumoe._core.pack_into(blob, first, values, scales, None, None, None, None, None, 0, "w")
 
 
 def with_value(tensor: torch.Tensor, value: int) -> torch.Tensor:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import cpumoe
 from cpumoe import _core, ops, select_experts
 from cpumoe.layers import reference
+from cpumoe.layers.scheme import PER_TOKEN_INT8
 
 SMALLEST, LARGEST = 2.0**-149, torch.finfo(torch.float32).max
 ISAS = [entry.name for entry in cpumoe.instruction_sets() if entry.supported]
@@ -57,7 +58,7 @@ def on_every_isa(call, *arguments: object) -> torch.Tensor:
 def check_row(x: torch.Tensor, bits: int) -> None:
     row = x.unsqueeze(0)
     got = on_every_isa(identity(x.numel(), bits), row)[0]
-    assert torch.equal(got, reference.quantize_activations(row, bits)[0])
+    assert torch.equal(got, reference.activations(row, PER_TOKEN_INT8 if bits == 8 else "int16")[0])
     exact = x.double()
     step = float(exact.max().clamp(min=0) - exact.min().clamp(max=0)) / (2**bits - 1)
     # Half a step of the value and half of the zero point; the step itself is a number of fp32. At the very end of fp32

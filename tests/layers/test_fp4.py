@@ -13,8 +13,11 @@ from torch import Tensor
 
 from cpumoe import QuantizedLinear, Scheme, ops
 from cpumoe.layers import reference
+from cpumoe.layers.activation_rounding import held_activations
+from cpumoe.layers.packed_weights import packed_activations
 from cpumoe.layers.quantized_experts import QuantizedWeight
-from cpumoe.layers.rounding import fp4_codes, quantize_weight
+from cpumoe.layers.rounding import quantize_weight
+from cpumoe.layers.small_floats import FP4_VALUES, nearest_codes
 
 #: The values of the codes 0 to 15: a sign, two bits of exponent, one of mantissa.
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -69,8 +72,8 @@ def test_linears_with_any_scale(code: int, activations: str, isa: str) -> None:
     linear = QuantizedLinear.from_weight(weight, Scheme.parse(activations))
     x = torch.randn(3, 64)
     dense = torch.tensor([[E2M1[c] for c in row] for row in weight.values.tolist()], dtype=torch.float64)
-    bits = Scheme.parse(activations).activation_bits
-    truth = reference.quantize_activations(x, bits).double() @ dense.T * 2.0 ** (code - 127)
+    held = held_activations(Scheme.parse(activations))
+    truth = reference.activations(x, held).double() @ dense.T * 2.0 ** (code - 127)
     # What is subnormal in fp32 has fewer bits: a few steps of 2^-149 are allowed beside the rounding of sums.
     torch.testing.assert_close(linear(x).double(), truth, rtol=1e-5, atol=1e-5 * float(truth.abs().max()) + 2.0**-145)
 
@@ -114,11 +117,11 @@ def test_any_codes_and_scales_are_packed_to_the_bit(
         "fp4",
         order,
         factors=factors,
-        activations=f"int{parsed.activation_bits}",
+        activations=packed_activations(parsed),
     )
-    names = ("values", "scales", "zero_points", "factors", "bias", "input_order")
+    names = ("values", "scales", "zero_points", "factors", "bias", "input_order", "input_scales")
     packed = dict(zip(names, ops.unpack(blob), strict=True))
-    assert packed["zero_points"] is None and packed["input_order"] is None
+    assert packed["zero_points"] is packed["input_order"] is packed["input_scales"] is None
     expected_factors = torch.ones(experts, rows) if factors is None else factors
     for name, stored in (("values", codes), ("scales", scales), ("factors", expected_factors), ("bias", biases)):
         found = packed[name]
@@ -192,7 +195,7 @@ def rounded_by_them(weight: Tensor, args: Any, global_scale: Tensor | None = Non
 
 
 def fp4_values(weight: QuantizedWeight) -> Tensor:
-    return reference.FP4_VALUES[weight.values.long()]
+    return FP4_VALUES[weight.values.long()]
 
 
 def weights(dtype: torch.dtype = torch.float32) -> Tensor:
@@ -211,8 +214,8 @@ def test_nearest_codes_are_theirs() -> None:
     special = [0.0, -0.0, 1e-45, 1e-30, -1e-30, 1e30, -1e30, math.inf, -math.inf]  # with them a multiple of 4
     raster = torch.cat((raster, torch.tensor(special)))
     theirs = cast_to_fp4(raster.clone())
-    codes = fp4_codes(raster)
-    assert torch.equal(reference.FP4_VALUES[codes.long()], theirs)
+    codes = nearest_codes(raster, "fp4")
+    assert torch.equal(FP4_VALUES[codes.long()], theirs)
     packed = pack_fp4_to_uint8(theirs.view(2, -1))
     # A weight of -0.0 keeps its sign here and loses it there; what is rounded to zero from below keeps it in both.
     codes[(raster == 0) & torch.signbit(raster)] -= 8

@@ -13,6 +13,8 @@ import cpumoe
 from cpumoe.layers import reference
 from cpumoe.layers.nibbles import pack_nibbles
 from cpumoe.layers.rounding import quantize_weight
+from cpumoe.layers.scheme import PER_TOKEN_INT8
+from cpumoe.layers.small_floats import FP4_VALUES
 
 WEIGHTS = (
     "w4",
@@ -48,7 +50,7 @@ def test_linear_against_reference(weights: str, bits: int, out: int, inputs: int
     linear = cpumoe.QuantizedLinear.from_quantized(weight.values, weight.scales, scheme, bias, **others)
     assert str(linear.scheme) == scheme
     x = torch.randn(rows, inputs)
-    expected = reference.linear(x, reference.dense(weight), bits)
+    expected = reference.linear(x, reference.dense(weight), PER_TOKEN_INT8 if bits == 8 else "int16")
     assert relative_error(linear(x), expected) < (2e-6 if bits == 8 else 2e-5)
     if bits == 16:
         assert relative_error(linear(x), reference.linear(x, reference.dense(weight), None)) < 2e-4
@@ -65,7 +67,7 @@ def test_inputs_that_fill_no_vector(scheme: str, inputs: int, isa: str) -> None:
     weight = quantize_weight(torch.rand(5, inputs) + 1, cpumoe.Scheme.parse(scheme))  # zero points at the end
     linear = cpumoe.QuantizedLinear.from_weight(weight, cpumoe.Scheme.parse(scheme))
     x = torch.rand(3, inputs) + 1
-    expected = reference.linear(x, reference.dense(weight), 8 if "+" in scheme else 16)
+    expected = reference.linear(x, reference.dense(weight), PER_TOKEN_INT8 if "+" in scheme else "int16")
     assert relative_error(linear(x), expected) < (2e-6 if "+" in scheme else 2e-5)
 
 
@@ -87,14 +89,14 @@ def test_every_code_of_fp4_with_every_scale(isa: str) -> None:
     one_hot = torch.eye(32)[:16]
     codes = torch.arange(236, dtype=torch.uint8).unsqueeze(1)
     linear = cpumoe.QuantizedLinear.from_quantized(values, codes, "mxfp4a16")
-    exact = reference.FP4_VALUES.double() * 2.0 ** (codes.double() - 127)
+    exact = FP4_VALUES.double() * 2.0 ** (codes.double() - 127)
     assert torch.equal(linear(one_hot).T, exact.float())
     codes = torch.arange(127, dtype=torch.uint8).unsqueeze(1).repeat(1, 2).view(torch.float8_e4m3fn)
     for factor in (1.0, 4.0, 2.0**-100):
         linear = cpumoe.QuantizedLinear.from_quantized(
             values[:127], codes, "nvfp4a16", global_scale=torch.tensor([factor])
         )
-        exact = reference.FP4_VALUES.double() * codes[:, :1].double() / factor
+        exact = FP4_VALUES.double() * codes[:, :1].double() / factor
         assert torch.equal(linear(one_hot).T, exact.float())
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from random_layers import SCHEMES, random_layer, routing
+from random_layers import SCHEMES, fitting, linear_inputs, random_layer, routing
 from safetensors.torch import load_file, save_file
 
 import cpumoe
@@ -19,10 +19,22 @@ from cpumoe import ops
 from cpumoe.layers.packed_weights import ExpertsPacker, scheme_of
 
 KINDS = ["w4a8-g32", "w8a8-g32", "w4a16", "w8a16-g32", "w4a16-g32-asym", "w4a16-asym+int8", "mxfp4a16", "nvfp4a16+int8"]
+KINDS += [
+    "w8a8-static",
+    "w8a16-g32-asym",
+    "w4afp8-g32",
+    "fp8",
+    "fp8-static",
+    "fp8-block",
+    "nvfp4",
+    "mxfp4a8",
+    "mxfp6-e2m3",
+]
+KINDS += ["mxfp8a16", "bf16"]
 
 
 def layer_and_call(scheme: str = "w4a8-g32") -> tuple[cpumoe.Experts, tuple[torch.Tensor, ...], torch.Tensor]:
-    experts = random_layer(scheme, bias=True).experts("native")
+    experts = random_layer(scheme, inner=fitting(scheme, 96), bias=True).experts("native")
     ids, weights = routing(7, 4, 2)
     arguments = (torch.randn(7, 128), ids, weights)
     return experts, arguments, experts(*arguments)
@@ -50,15 +62,18 @@ def test_torch_save_weights_only(scheme: str) -> None:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_copies_compute_the_same(scheme: str) -> None:
-    layer = random_layer(scheme, hidden=192, inner=192, bias=True).experts("native")
-    linear = cpumoe.QuantizedLinear.quantize(torch.randn(40, 192), scheme, torch.randn(40))
-    x = torch.randn(5, 192)
+    size = fitting(scheme, 192)
+    layer = random_layer(scheme, hidden=size, inner=size, bias=True).experts("native")
+    linear = cpumoe.QuantizedLinear.quantize(torch.randn(40, size), scheme, torch.randn(40), **linear_inputs(scheme))
+    x = torch.randn(5, size)
     ids, weights = routing(5, 4, 2)
     for again in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
         assert again.config == layer.config and torch.equal(again(x, ids, weights), layer(x, ids, weights))
     again = pickle.loads(pickle.dumps(linear))
     assert str(again.scheme) == scheme and torch.equal(again(x), linear(x))
-    assert str(cpumoe.QuantizedLinear(linear.weight_packed.clone()).scheme) == scheme
+    # A scale for the tensor is packed as one for each row, which computes the same.
+    by_rows = {"fp8-tensor": "fp8-static", "fp8-tensor-token": "fp8", "fp8a16-tensor": "fp8a16"}
+    assert str(cpumoe.QuantizedLinear(linear.weight_packed.clone()).scheme) == by_rows.get(scheme, scheme)
 
 
 def test_safetensors_and_memory_map(tmp_path: Path) -> None:
@@ -119,7 +134,7 @@ def test_a_header_says_what_is_inside() -> None:
     assert spec.packed_bytes == experts.gate_up_packed.numel() and spec.weight_format == "int4-g32"
     assert repr(spec) == (
         "PackedSpec(weights='int4', group_size=32, scales='bfloat16', experts=4, out_features=192, in_features=128, "
-        "gated=True, has_bias=True, has_zero_points=False, input_orders=0, activations='int8')"
+        "gated=True, has_bias=True, has_zero_points=False, input_orders=0, input_scales=0, activations='int8')"
     )
 
 
@@ -171,9 +186,11 @@ def test_weights_of_another_version_are_refused_by_name() -> None:
         ops.read_spec(blob)
 
 
-@pytest.mark.parametrize("scheme", ["w4a8-g32", "w4a16-g32-asym", "mxfp4a16", "nvfp4a16"])
+@pytest.mark.parametrize(
+    "scheme", ["w4a8-g32", "w4a16-g32-asym", "mxfp4a16", "nvfp4a16", "nvfp4", "fp8-tensor", "bf16"]
+)
 def test_experts_in_any_order(scheme: str) -> None:
-    layer = random_layer(scheme, bias=True, scale_dtype=None if "fp4" in scheme else torch.bfloat16)
+    layer = random_layer(scheme, bias=True, scale_dtype=torch.bfloat16)
     whole = layer.experts("native")
     plain = whole.quantized()
     packer = ExpertsPacker(whole.config)

@@ -5,15 +5,35 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from random_layers import INT16_ROWS, SCHEMES
+from random_layers import INT16_ROWS, SCHEMES, WEIGHT_ONLY_FLOATS
 
 import cpumoe
 from cpumoe import Activation, GroupShape, Scheme, TensorFormat, UnsupportedScheme
-from cpumoe.layers.scheme import PER_TOKEN_INT8
+from cpumoe.layers import scheme as schemes
+from cpumoe.layers.activation_rounding import held_activations
+from cpumoe.layers.scheme import (
+    NVFP4,
+    PER_TENSOR_FP8,
+    PER_TOKEN_AND_128_FP8,
+    PER_TOKEN_FP8,
+    PER_TOKEN_INT8,
+    STATIC_FP8,
+    STATIC_INT8,
+)
 
 
 @pytest.mark.parametrize(
-    "name", ["w4a8-g128", "w4a8-g2048", "w4a16+int8", "w8a16-g128+int8", "w4a16-g128-asym", "mxfp4a16+int8", *SCHEMES]
+    "name",
+    [
+        "w4a8-g128",
+        "w4a8-g2048",
+        "w4a16+int8",
+        "w8a16-g128+int8",
+        "w4a16-g128-asym",
+        "mxfp4a16+int8",
+        *SCHEMES,
+        *schemes.SCHEMES,
+    ],
 )
 def test_names_round_trip(name: str) -> None:
     assert str(Scheme.parse(name)) == name
@@ -38,8 +58,20 @@ def test_names_round_trip(name: str) -> None:
             "w4a4",
             "w4a16-g16",
         ),
-        *("w8a16-g48", "w4a8-asym", "w8a8-asym", "w8a16-asym", "w8a16-g32-asym", "w4a16-asym-g32", "w4a16-sym"),
-        *("mxfp4", "mxfp4a8", "mxfp4a16-g32", "nvfp4", "nvfp4a4", "nvfp4a16-asym", "mxfp4a16-asym", "fp4a16"),
+        *(
+            "w8a16-g48",
+            "w4a8-asym",
+            "w8a8-asym",
+            "w4a16-asym-g32",
+            "w4a16-sym",
+            "w8afp8",
+            "w4afp8-asym",
+            "w8a16-static",
+        ),
+        *("w8a16-static", "w4a8-static", "w8a8-g32-static", "w8a8-asym-static", "w4afp8-static", "w8a8-static+int8"),
+        *("mxfp4a16-g32", "nvfp4a4", "nvfp4a16-asym", "mxfp4a16-asym", "fp4a16", "mxfp6", "mxfp6-e4m1", "mxfp8-g32"),
+        *("w8a16-asym+int8",),
+        *("fp8-g128", "fp8a16+int8", "fp8-block+int8", "bf16+int8", "bf16a8", "fp64", "mxfp4+int8", "fp8-blocka16"),
         *("w4a8+int8", "w8a8-g32+int8", "w4a16+int4", "w4a16+", "w4a16+int8+int8", "+int8", "nvfp4a16 +int8"),
     ],
 )
@@ -48,7 +80,8 @@ def test_bad_names_are_refused(name: str) -> None:
         Scheme.parse(name)
 
 
-_PARTS = ["w", "4", "8", "a8", "a16", "-g", "32", "48", "-asym", "mxfp4", "nvfp4", "+int8", "0"]
+_PARTS = ["w", "4", "8", "a8", "a16", "-g", "32", "48", "-asym", "mxfp4", "nvfp4", "+int8", "0", "afp8", "-static"]
+_PARTS += ["fp8", "-tensor", "-block", "mxfp6", "-e2m3", "bf16"]
 
 
 @given(st.lists(st.sampled_from(_PARTS), max_size=7).map("".join))
@@ -87,7 +120,7 @@ def test_illegal_combinations_are_refused_when_made() -> None:
         Scheme(TensorFormat("int4", GroupShape.per_row(), symmetric=False), PER_TOKEN_INT8)
     with pytest.raises(UnsupportedScheme, match="positive"):
         GroupShape(0, 1)
-    with pytest.raises(UnsupportedScheme, match="element 'int5'; int4 and int8 and fp4 are accepted"):
+    with pytest.raises(UnsupportedScheme, match="element 'int5'; int4, int8, fp4, .*fp32 are accepted"):
         TensorFormat("int5", GroupShape.per_row())  # type: ignore[arg-type]
     with pytest.raises(UnsupportedScheme, match="scheme 4 is not known"):
         Scheme.parse(4)  # type: ignore[arg-type]
@@ -102,17 +135,15 @@ def test_illegal_4_bit_floats_are_refused_when_made() -> None:
         (GroupShape.per_group(32), {"scale": "e4m3"}),
         (GroupShape.per_group(32), {"scale": "e8m0", "symmetric": False}),
     ):
-        with pytest.raises(UnsupportedScheme, match="groups of 32 with e8m0 scales .mxfp4. and of 16 with e4m3"):
+        with pytest.raises(UnsupportedScheme, match="groups of 32 with e8m0 scales .mxfp4. and groups of 16 with"):
             TensorFormat("fp4", group, **options)
     with pytest.raises(UnsupportedScheme, match="e8m0 scales with int8; floating point scales are accepted"):
         TensorFormat("int8", GroupShape.per_group(32), scale="e8m0")
     nvfp4 = TensorFormat("fp4", sixteen, scale="e4m3")
-    with pytest.raises(UnsupportedScheme, match="fp4 weights with int8 activations; ask for these instead"):
+    with pytest.raises(UnsupportedScheme, match="fp4 weights with int8 activations .*; ask for these instead"):
         Scheme(nvfp4, PER_TOKEN_INT8)
-    with pytest.raises(UnsupportedScheme, match="blocks of 16 rows"):
-        Scheme(TensorFormat("fp4", GroupShape(16, 16), scale="e4m3"), None)
-    with pytest.raises(UnsupportedScheme, match="asymmetric int8 weights with 16-bit activations; asymmetric int4"):
-        Scheme(TensorFormat("int8", whole, symmetric=False), None)
+    with pytest.raises(UnsupportedScheme, match="fp4 in groups of 16 x 16 with e4m3 scales; groups of 32"):
+        TensorFormat("fp4", GroupShape(16, 16), scale="e4m3")
     with pytest.raises(UnsupportedScheme, match="scales that are found when they are seen"):
         Scheme(TensorFormat("int4", whole, dynamic=True), None)
     with pytest.raises(UnsupportedScheme, match="on request"):
@@ -123,11 +154,78 @@ def test_int8_activations_on_request() -> None:
     for name in INT16_ROWS:
         scheme = Scheme.parse(name)
         asked = scheme.with_int8_activations()
-        assert (scheme.activation_bits, asked.activation_bits) == (16, 8)
+        assert (scheme.product_activations, asked.product_activations) == (None, PER_TOKEN_INT8)
+        assert (held_activations(scheme), held_activations(asked)) == ("int16", PER_TOKEN_INT8)
         assert str(asked) == f"{name}+int8" and Scheme.parse(str(asked)) == asked != scheme
         assert asked.with_int8_activations() == asked and asked.weights == scheme.weights
     static = Scheme.parse("w4a8-g32")
-    assert static.with_int8_activations() is static and static.activation_bits == 8
+    assert static.with_int8_activations() is static and static.product_activations == PER_TOKEN_INT8
+    for name in WEIGHT_ONLY_FLOATS:
+        scheme = Scheme.parse(name)
+        assert scheme.product_activations is None is held_activations(scheme) and not scheme.takes_int8_activations
+        with pytest.raises(UnsupportedScheme, match="on request, where the scheme has .* accepted"):
+            scheme.with_int8_activations()
+
+
+@pytest.mark.parametrize(
+    ("name", "scale_shape", "activations"),
+    [
+        ("fp8", (256, 1), PER_TOKEN_FP8),
+        ("fp8-static", (256, 1), STATIC_FP8),
+        ("fp8-tensor", (1, 1), STATIC_FP8),
+        ("fp8-tensor-dynamic", (1, 1), PER_TENSOR_FP8),
+        ("fp8-tensor-token", (1, 1), PER_TOKEN_FP8),
+        ("fp8-block", (2, 3), PER_TOKEN_AND_128_FP8),
+        ("fp8a16-block", (2, 3), None),
+        ("nvfp4", (256, 24), NVFP4),
+        ("mxfp4a8", (256, 12), schemes.MXFP8),
+        ("mxfp4afp8", (256, 12), PER_TOKEN_FP8),
+        ("mxfp6-e3m2", (256, 12), schemes.MXFP6_E3M2),
+        ("w8a8-static", (256, 1), STATIC_INT8),
+        ("w4afp8-g128", (256, 3), PER_TOKEN_FP8),
+        ("bf16", (256, 0), None),
+    ],
+)
+def test_scales_and_activations(name: str, scale_shape: tuple[int, int], activations: TensorFormat | None) -> None:
+    scheme = Scheme.parse(name)
+    assert scheme.weights.scale_shape(256, 384) == scale_shape
+    assert scheme.product_activations == scheme.activations == activations
+
+
+def test_illegal_floats_are_refused_when_made() -> None:
+    fp8, rows = TensorFormat("fp8", GroupShape.per_row()), GroupShape.per_row()
+    for element, group, options, said in (
+        (
+            "fp8",
+            GroupShape.per_group(64),
+            {},
+            "fp8 in groups of 1 x 64 with float scales; rows and a tensor and",
+        ),
+        ("fp8", GroupShape(64, 64), {}, "fp8 in groups of 64 x 64"),
+        ("fp8", rows, {"symmetric": False}, "asymmetric fp8"),
+        ("fp8", rows, {"scale": "e8m0"}, "fp8 in groups of 1 x None with e8m0"),
+        ("fp6-e2m3", rows, {}, r"fp6-e2m3 .*; groups of 32 with e8m0 scales \(mxfp6\), symmetric, are accepted"),
+        ("bf16", rows, {}, "bf16 with scales or zero points; neither is accepted"),
+        ("fp32", GroupShape.per_tensor(), {}, "fp32 with scales"),
+    ):
+        with pytest.raises(UnsupportedScheme, match=said):
+            TensorFormat(element, group, **options)  # type: ignore[arg-type]
+    for weights, activations, said in (
+        (fp8, PER_TOKEN_AND_128_FP8, "fp8 weights with fp8 activations .*; fp8, fp8-static"),
+        (fp8, PER_TOKEN_INT8, "fp8 weights with int8 activations"),
+        (TensorFormat("fp8", GroupShape.per_block(128, 128)), PER_TOKEN_FP8, "fp8 weights with fp8 activations"),
+        (
+            TensorFormat("bf16", GroupShape.per_tensor(), scale="none"),
+            PER_TOKEN_FP8,
+            "bf16 weights .*; bf16 are",
+        ),
+        (TensorFormat("int8", rows), PER_TOKEN_FP8, "int8 weights with fp8 activations; int4 weights .w4afp8."),
+        (TensorFormat("int4", rows), STATIC_INT8, "int4 weights with int8 activations of a stored scale; int8 weights"),
+        (TensorFormat("int8", GroupShape.per_group(32)), STATIC_INT8, "per channel .w8a8-static. are accepted"),
+        (TensorFormat("int4", rows), NVFP4, "activations .* with int4 weights; int8 per token"),
+    ):
+        with pytest.raises(UnsupportedScheme, match=said):
+            Scheme(weights, activations)
 
 
 def test_a_group_that_does_not_divide_names_the_cure() -> None:

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpumoe import Scheme, ops
+from cpumoe.layers.packed_weights import packed_activations
 from cpumoe.ops import unpack
 
 
@@ -52,14 +53,14 @@ def test_round_trip(scheme, groups, rows, experts, gated, interleaved, bias, nar
         input_order = torch.stack([torch.stack(of_expert) for of_expert in orders]).to(torch.int32)
     blob = torch.ops.cpumoe.pack(
         *(values, scales, biases, columns, parsed.group_size or -1, parsed.weights.element, order, "values"),
-        *(zeros, factors, f"int{parsed.activation_bits}", input_order),
+        *(zeros, factors, packed_activations(parsed), input_order),
     )
     if parsed.weights.element == "fp4" and factors is None:  # rows have a factor whatever their scales
         factors = torch.ones(experts, rows)
     packed = (values, scales, zeros, factors, biases)
     if order == 2:
         packed = tuple(None if t is None else torch.cat((t[:, 0::2], t[:, 1::2]), 1) for t in packed)
-    packed = (*packed, input_order)
+    packed = (*packed, input_order, None)
     for got, last, expected in zip(unpack(blob), unpack(blob, experts - 1, 1), packed, strict=True):
         assert (got is None) == (last is None) == (expected is None)
         if expected is not None:

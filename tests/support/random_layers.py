@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 import cpumoe
+from cpumoe.layers.activation_rounding import input_scale_arguments
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.rounding import quantize_weight
 
 #: Every kind of weights and of activations; groups of 96 and 192 are held in smaller parts.
 INT8_ROWS = (
-    *("w4a8", "w4a8-g32", "w4a8-g64", "w4a8-g96", "w4a8-g192", "w8a8", "w8a8-g32", "w8a8-g96"),
+    *("w4a8", "w4a8-g32", "w4a8-g64", "w4a8-g96", "w4a8-g192", "w8a8", "w8a8-g32", "w8a8-g96", "w8a8-static"),
     *("w4a16-asym+int8", "w4a16-g32-asym+int8", "w4a16-g96-asym+int8", "mxfp4a16+int8", "nvfp4a16+int8"),
 )
 INT16_ROWS = (
     *("w4a16", "w4a16-g32", "w4a16-g64", "w4a16-g96", "w4a16-g192", "w8a16", "w8a16-g32", "w8a16-g96"),
     *("w4a16-asym", "w4a16-g32-asym", "w4a16-g96-asym", "w4a16-g192-asym", "mxfp4a16", "nvfp4a16"),
 )
-SCHEMES = (*INT8_ROWS, *INT16_ROWS)
+#: Weights or activations that are floats, or asymmetric int8: those that are not multiplied as integers.
+WEIGHT_ONLY_FLOATS = (
+    *("w8a16-asym", "w8a16-g32-asym", "w8a16-g96-asym", "fp8a16", "fp8a16-tensor", "fp8a16-block", "mxfp6-e3m2a16"),
+    *("mxfp6-e2m3a16", "mxfp8a16", "bf16", "fp16", "fp32"),
+)
+QUANTIZED_FLOATS = (
+    *("w4afp8", "w4afp8-g32", "w4afp8-g96", "fp8", "fp8-static", "fp8-tensor", "fp8-tensor-dynamic"),
+    *("fp8-tensor-token", "fp8-block", "nvfp4", "mxfp4", "mxfp4a8", "mxfp4afp8", "mxfp6-e3m2", "mxfp6-e2m3", "mxfp8"),
+)
+FLOAT_ROWS = (*WEIGHT_ONLY_FLOATS, *QUANTIZED_FLOATS)
+SCHEMES = (*INT8_ROWS, *INT16_ROWS, *FLOAT_ROWS)
 
 
 @dataclass
@@ -30,15 +41,16 @@ class RandomLayer:
     scheme: str
     activation: cpumoe.Activation
     gate_up: Tensor
-    gate_up_scale: Tensor
+    gate_up_scale: Tensor | None
     down: Tensor
-    down_scale: Tensor
+    down_scale: Tensor | None
     gate_up_bias: Tensor | None
     down_bias: Tensor | None
     gate_up_zero_point: Tensor | None = None
     down_zero_point: Tensor | None = None
     gate_up_global_scale: Tensor | None = None
     down_global_scale: Tensor | None = None
+    input_scales: dict[str, object] = field(default_factory=dict)
 
     def experts(self, backend: str | None = None, **changes: object) -> cpumoe.Experts:
         arguments: dict[str, object] = {
@@ -50,6 +62,7 @@ class RandomLayer:
             "down_global_scale": self.down_global_scale,
             "activation": self.activation,
             "backend": backend,
+            **self.input_scales,
         }
         arguments.update(changes)
         return cpumoe.Experts.from_quantized(
@@ -74,7 +87,9 @@ def random_layer(
     gate_up = quantize_weight(torch.randn(experts, rows, hidden) / hidden**0.5, parsed)
     down = quantize_weight(torch.randn(experts, hidden, inner) / inner**0.5, parsed)
     gate_up_scale, down_scale = gate_up.scales, down.scales
-    if scale_dtype is not None:
+    if parsed.weights.scale == "none":
+        gate_up_scale = down_scale = None
+    elif scale_dtype is not None and parsed.weights.scale == "float":
         gate_up_scale, down_scale = gate_up_scale.to(scale_dtype), down_scale.to(scale_dtype)
     return RandomLayer(
         scheme,
@@ -89,7 +104,19 @@ def random_layer(
         down.zero_points,
         global_scale(gate_up),
         global_scale(down),
+        input_scale_arguments(parsed, 5.0, 5.0),
     )
+
+
+def fitting(scheme: str, size: int) -> int:
+    """The next size that the blocks of a scheme divide."""
+    return -(-size // 128) * 128 if "block" in scheme else size
+
+
+def linear_inputs(scheme: str, largest: float = 5.0) -> dict[str, object]:
+    """The scale of the input that ``QuantizedLinear`` is given for a scheme; nothing for most."""
+    both = input_scale_arguments(cpumoe.Scheme.parse(scheme), 1.0, largest)
+    return {name.removeprefix("down_"): scale for name, scale in both.items() if name.startswith("down_")}
 
 
 def global_scale(weight: QuantizedWeight) -> Tensor | None:

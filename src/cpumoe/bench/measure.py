@@ -13,6 +13,7 @@ from torch import Tensor
 from cpumoe import _core
 from cpumoe.bench.workload import MOST_CALLS, Shape, exceed_caches, random_routing, rotating_experts
 from cpumoe.layers.experts import Experts
+from cpumoe.layers.packed_weights import packed_activations
 from cpumoe.layers.scheme import Scheme
 
 #: hidden_states, topk_ids, topk_weights -> out
@@ -129,8 +130,9 @@ def make_row(
 ) -> Row:
     """``weight_bytes``: how many bytes of weights one call reads, which are those of the active experts.
 
-    ``dots_per_product``: int8 dot products for each product of a weight and an activation; 16-bit activations take two,
-    so that half of the int8 peak is theirs.
+    ``dots_per_product``: int8 dot products for each product of a weight and an activation, or in the time of one:
+    16-bit activations take two, and instructions for 16-bit floats multiply half as many numbers as those for int8, so
+    that half of the int8 peak is theirs.
     """
     median, peak = statistics.median(seconds), limits.peak / dots_per_product
     operations, rate = shape.operations(tokens) / median, weight_bytes / median
@@ -192,5 +194,5 @@ def bench_shape(shape: Shape, scheme: Scheme, tokens: list[int], dtype: torch.dt
             weight_bytes,
             limits,
             from_memory=from_memory,
-            dots_per_product=scheme.activation_bits // 8,
+            dots_per_product=1 if packed_activations(scheme).startswith("int8") else 2,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -10,11 +11,14 @@ from torch import Tensor
 from cpumoe import _core, ops
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.layers.activation import Activation
+from cpumoe.layers.activation_rounding import input_scale_for, needs_input_scales
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.packed_weights import packed_spec, put_weight
 from cpumoe.layers.quantized_experts import QuantizedWeight
+from cpumoe.layers.rounding import quantize_weight
 from cpumoe.layers.routing import RoutingMethod, select_experts
-from cpumoe.layers.scheme import GroupShape, Scheme
+from cpumoe.layers.scheme import INTEGERS, GroupShape, Scheme
+from cpumoe.layers.small_floats import SMALL_FLOATS
 
 #: Calls take layers with this many bytes of weights in turn, so that decode reads DRAM and not a cache.
 ROTATED_BYTES = 1_100_000_000
@@ -55,40 +59,61 @@ SHAPES = {
 
 
 def fitting_scheme(scheme: Scheme, shape: Shape) -> Scheme:
-    """The scheme if its groups divide the sizes, else the one with the largest group that does: 128, 64 or 32."""
-    for size in (scheme.group_size, 128, 64, 32):
-        if size is None or (shape.hidden % size == 0 and shape.intermediate % size == 0):
-            if size == scheme.group_size or size is None:
-                return scheme
+    """The scheme if its groups divide the sizes, else, for integers, the one with the largest group that does."""
+    if scheme.fits(shape.hidden) and scheme.fits(shape.intermediate):
+        return scheme
+    for size in (128, 64, 32) if scheme.weights.element in INTEGERS else ():
+        if shape.hidden % size == 0 and shape.intermediate % size == 0:
             return replace(scheme, weights=replace(scheme.weights, group=GroupShape.per_group(size)))
-    raise UnsupportedScheme(f"{scheme} does not fit {shape}; sizes must be multiples of 32")
+    raise UnsupportedScheme(
+        f"{scheme} does not fit {shape}; sizes must be multiples of "
+        f"{32 if scheme.weights.element in INTEGERS else scheme.group_size}"
+    )
 
 
-def random_weight(num_experts: int, out: int, inputs: int, scheme: Scheme, seed: int) -> QuantizedWeight:
-    """Values [experts, out, in] over the whole range, and scales in bf16, or in fp32 if there is one per channel."""
+def random_weight(
+    num_experts: int, out: int, inputs: int, scheme: Scheme, seed: int, largest_input: float = 5.0
+) -> QuantizedWeight:
+    """Values [experts, out, in] over the whole range, and scales in bf16, or in fp32 if there is one per channel.
+
+    ``largest_input`` is the magnitude that few inputs exceed, for schemes that store a scale of them.
+    """
     generator = torch.Generator().manual_seed(seed)
-    form = scheme.weights
-    low = 0 if form.element == "fp4" else -form.largest - 1
-    shape = (num_experts, out, 1 if scheme.group_size is None else inputs // scheme.group_size)
-    values = torch.randint(low, low + 2**form.bits, (num_experts, out, inputs), dtype=torch.int16, generator=generator)
-    size = 0.06 / 2 ** (form.bits - 1) / inputs**0.5  # of a scale, so that outputs stay near the inputs
+    form, small = scheme.weights, SMALL_FLOATS.get(scheme.weights.element)
+    largest = 0.06 / inputs**0.5  # of the weights, so that outputs stay near the inputs
+    shape = (num_experts, *form.scale_shape(out, inputs))
+    if form.scale == "none":
+        floats = (torch.rand((num_experts, out, inputs), generator=generator) * 2 - 1) * largest
+        return quantize_weight(floats, scheme)
+    low = -form.largest - 1 if small is None else 0
+    codes = torch.randint(low, low + 2**form.bits, (num_experts, out, inputs), dtype=torch.int16, generator=generator)
+    if form.element == "fp8":
+        values = torch.where(codes % 128 == 127, 0, codes).to(torch.uint8).view(torch.float8_e4m3fn)  # 127 is NaN
+    else:
+        values = codes.to(torch.int8)
+    size = largest / (2 ** (form.bits - 1) if small is None else small.largest)  # of a scale
     scales = (torch.rand(shape, generator=generator) + 0.5) * size
     zeros, factors = None, None
     if form.scale == "e8m0":
-        scales = torch.randint(115, 120, shape, dtype=torch.uint8, generator=generator)
+        power = 127 + math.floor(math.log2(size))
+        scales = torch.randint(power - 2, power + 3, shape, dtype=torch.uint8, generator=generator)
     elif form.scale == "e4m3":
-        scales, factors = (scales / size).to(torch.float8_e4m3fn), torch.full(shape[:2], size)
+        scales, factors = (scales / size).to(torch.float8_e4m3fn), torch.full((num_experts, out), size)
     elif scheme.group_size is not None:
         scales = scales.to(torch.bfloat16)
     if not form.symmetric:
-        zeros = torch.randint(-8, 8, shape, dtype=torch.int8, generator=generator)
-    return QuantizedWeight(form.element, values.to(torch.int8), scales, zeros, factors)
+        zeros = torch.randint(low, low + 2**form.bits, shape, dtype=torch.int16, generator=generator).to(torch.int8)
+    input_scales = None
+    if needs_input_scales(scheme):
+        input_scales = input_scale_for(torch.full((num_experts, 1), largest_input), scheme)
+    return QuantizedWeight(form.element, values, scales, zeros, factors, input_scales=input_scales)
 
 
 def _random_packed(shape: Shape, rows: int, inputs: int, scheme: Scheme, gated: bool, seed: int) -> Tensor:
     """Packed weights of all experts. Only a few are different: speed depends on addresses, not on values."""
     distinct = min(shape.num_experts, 4)
-    weight = random_weight(distinct, rows, inputs, scheme, seed)
+    # What lies between the products is the product of two numbers of about 0.035.
+    weight = random_weight(distinct, rows, inputs, scheme, seed, 5.0 if gated else 0.01)
     builder = ops.PackedBuilder(packed_spec(scheme, weight.scales.dtype, shape.num_experts, rows, inputs, gated=gated))
     order = ops.ROWS_GATE_THEN_UP if gated else ops.ROWS_PLAIN
     for expert in range(shape.num_experts):

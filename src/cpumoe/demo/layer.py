@@ -15,6 +15,7 @@ from cpumoe.bench.workload import Shape
 from cpumoe.cpu import instruction_sets
 from cpumoe.evaluation.selftest import using_isa
 from cpumoe.layers import reference
+from cpumoe.layers.activation_rounding import input_scale_arguments
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.routing import select_experts
 from cpumoe.layers.scheme import Scheme
@@ -68,8 +69,9 @@ class DemoLayer:
         gate_up = torch.randn((shape.num_experts, 2 * shape.intermediate, shape.hidden), generator=generator) * 0.02
         down = torch.randn((shape.num_experts, shape.hidden, shape.intermediate), generator=generator) * 0.02
         self._gate_up, self._down = gate_up.bfloat16(), down.bfloat16()
+        self._input_scales = input_scale_arguments(scheme, 5.0, 8.0)  # hardly any input is larger than these
         start = time.perf_counter()
-        self.experts = Experts.quantize(self._gate_up, self._down, scheme)
+        self.experts = Experts.quantize(self._gate_up, self._down, scheme, **self._input_scales)
         self.seconds = time.perf_counter() - start
         self.weights = gate_up.numel() + down.numel()
 
@@ -101,10 +103,12 @@ class DemoLayer:
         result = self.experts(x, ids, weights)
 
         def floats(expert: int) -> tuple[reference.Dense, reference.Dense]:
-            return (self._gate_up[expert].float(), None), (self._down[expert].float(), None)
+            return reference.Dense(self._gate_up[expert].float()), reference.Dense(self._down[expert].float())
 
-        truth = reference.experts(x, ids, weights, floats, self.experts.config.activation, bits=None)
-        same = Experts.quantize(self._gate_up, self._down, self._scheme, backend="reference")(x, ids, weights)
+        truth = reference.experts(x, ids, weights, floats, self.experts.config.activation, form=None)
+        same = Experts.quantize(self._gate_up, self._down, self._scheme, backend="reference", **self._input_scales)(
+            x, ids, weights
+        )
         same_bits: dict[str, bool] = {}
         for entry in instruction_sets():
             if entry.supported and entry.name != "scalar":

@@ -27,35 +27,19 @@ from cpumoe.layers.nibbles import pack_nibbles
 from cpumoe.layers.packed_weights import ExpertsPacker, unpack_weight
 from cpumoe.layers.quantized_experts import QuantizedExperts, QuantizedWeight
 from cpumoe.layers.routing import RoutingMethod
-from cpumoe.layers.scheme import SCHEMES, Scheme
+from cpumoe.layers.scheme import PER_TOKEN_INT8, SCHEMES, Scheme
+from cpumoe.layers.weight_checks import check_input_scales, check_values
 
 _log = logging.getLogger("cpumoe")
-
-
-def _check_weight(name: str, weight: QuantizedWeight, config: MoEConfig) -> None:
-    form = config.scheme.weights
-    if weight.values.dtype == torch.uint8 and form.bits != 4:
-        raise ValueError(f"{name} must be int8 for {form.bits}-bit weights")
-    low, kind = (0, "a code of e2m1") if form.element == "fp4" else (-form.largest - 1, f"an {form.element} value")
-    high = low + 2**form.bits - 1
-    values = weight.values
-    if values.dtype == torch.int8 and bool(((values < low) | (values > high)).any()):
-        raise ValueError(f"{name} holds a value that is not {kind}; {low} to {high} are accepted")
-    scales = reference.scale_values(weight.scales)
-    if not bool(torch.isfinite(scales).all()):
-        raise ValueError(f"{name}_scale is not finite; only finite scales are accepted")
-    if form.scale == "e4m3" and bool(torch.signbit(scales).any()):
-        raise ValueError(f"{name}_scale holds a code of a negative number; 0 to 126 are accepted")
-    if weight.zero_points is not None and bool(((weight.zero_points < -8) | (weight.zero_points > 7)).any()):
-        raise ValueError(f"{name}_zero_point holds a value outside of -8 to 7")
 
 
 def _joined(chunks: Iterable[QuantizedExperts], config: MoEConfig) -> QuantizedExperts:
     """All experts in one, plain and checked, for the backends that do not pack chunk by chunk."""
     parts = []
     for chunk in chunks:
-        _check_weight("gate_up", chunk.gate_up, config)
-        _check_weight("down", chunk.down, config)
+        for name, weight in (("gate_up", chunk.gate_up), ("down", chunk.down)):
+            check_values(name, weight, config.scheme)
+            check_input_scales(f"{name}_input_scale", weight.input_scales, config.scheme, (chunk.count,))
         parts.append(chunk.plain().copy())
     return QuantizedExperts.joined(parts)
 
@@ -173,7 +157,8 @@ class NativeBackend(Backend):
         self, tensors: Mapping[str, Tensor], config: MoEConfig, first: int, count: int | None
     ) -> QuantizedExperts:
         return QuantizedExperts(
-            unpack_weight(tensors["gate_up_packed"], first, count), unpack_weight(tensors["down_packed"], first, count)
+            unpack_weight(tensors["gate_up_packed"], first, count, config.scheme),
+            unpack_weight(tensors["down_packed"], first, count, config.scheme),
         )
 
     def forward(
@@ -209,7 +194,7 @@ class AtenBackend(Backend):
 
     def scheme_obstacle(self, config: MoEConfig) -> str | None:
         weights = config.scheme.weights
-        if weights.element != "int4" or not weights.symmetric or config.scheme.activation_bits != 8:
+        if weights.element != "int4" or not weights.symmetric or config.scheme.product_activations != PER_TOKEN_INT8:
             return f"scheme {config.scheme}; PyTorch's product has symmetric int4 weights and int8 activations only"
         if not hasattr(torch.ops.aten, "_dyn_quant_matmul_4bit"):
             return f"PyTorch {torch.__version__} has no _dyn_quant_matmul_4bit"
@@ -277,7 +262,7 @@ class AtenBackend(Backend):
 
 
 class ReferenceBackend(Backend):
-    """Plain PyTorch; slow, and it keeps one byte per weight. Activations of weight-only schemes stay as they are."""
+    """Plain PyTorch; slow, and it keeps a byte per weight at least. Activations of weight-only schemes stay floats."""
 
     name = "reference"
 
@@ -323,7 +308,7 @@ class ReferenceBackend(Backend):
             topk_weights,
             weights,
             config.activation,
-            bits=8 if config.scheme.activation_bits == 8 else None,
+            form=config.scheme.product_activations,
             apply_router_weight_on_input=apply_router_weight_on_input,
         )
         return out if fp32_out else out.to(hidden_states.dtype)

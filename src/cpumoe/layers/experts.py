@@ -12,13 +12,14 @@ from cpumoe import ops
 from cpumoe.errors import NoBackend
 from cpumoe.layers import reference
 from cpumoe.layers.activation import Activation
+from cpumoe.layers.activation_rounding import held_activations
 from cpumoe.layers.backends import Backend, NativeBackend, select_backend
 from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.packed_weights import scheme_of
 from cpumoe.layers.quantized_experts import QuantizedExperts, QuantizedWeight
 from cpumoe.layers.rounding import quantize_weight
 from cpumoe.layers.scheme import Scheme
-from cpumoe.layers.weight_checks import check_parts, checked_weight
+from cpumoe.layers.weight_checks import check_parts, checked_weight, given_input_scales, stored_scales
 
 
 class Experts(nn.Module):
@@ -44,6 +45,10 @@ class Experts(nn.Module):
         *,
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
+        gate_up_input_scale: Tensor | float | None = None,
+        down_input_scale: Tensor | float | None = None,
+        gate_up_input_global_scale: Tensor | float | None = None,
+        down_input_global_scale: Tensor | float | None = None,
         activation: Activation | str = "silu",
         interleaved: bool = False,
         backend: str | None = None,
@@ -56,12 +61,21 @@ class Experts(nn.Module):
             down: [E, H, I].
             scheme: a Scheme or its name, such as ``"w4a8-g128"``.
             gate_up_bias, down_bias: [E, 2I] and [E, H], or None.
+            gate_up_input_scale, down_input_scale: for schemes with static activations, the scales of the inputs of
+                both products: one number, [E], or [E, 2] of gate and up.
+            gate_up_input_global_scale, down_input_global_scale: likewise for nvfp4, whose activations are divided by
+                them: 448 * 6 over the largest magnitude that is expected.
             backend: ``native``, ``aten`` or ``reference``; None takes the first that serves this layer.
         """
         scheme, activation = Scheme.parse(scheme), Activation.of(activation)
+        first, second = quantize_weight(gate_up, scheme, "gate_up"), quantize_weight(down, scheme, "down")
+        inputs = _input_scales(
+            *(gate_up_input_scale, down_input_scale, gate_up_input_global_scale, down_input_global_scale),
+            *(down.shape[0], scheme, activation),
+        )
         return cls._from_weights(
-            replace(quantize_weight(gate_up, scheme, "gate_up"), bias=gate_up_bias),
-            replace(quantize_weight(down, scheme, "down"), bias=down_bias),
+            replace(first, bias=gate_up_bias, input_scales=inputs[0]),
+            replace(second, bias=down_bias, input_scales=inputs[1]),
             scheme,
             activation,
             interleaved,
@@ -72,9 +86,9 @@ class Experts(nn.Module):
     def from_quantized(
         cls,
         gate_up: Tensor,
-        gate_up_scale: Tensor,
+        gate_up_scale: Tensor | None,
         down: Tensor,
-        down_scale: Tensor,
+        down_scale: Tensor | None,
         scheme: Scheme | str,
         *,
         gate_up_zero_point: Tensor | None = None,
@@ -83,6 +97,10 @@ class Experts(nn.Module):
         down_global_scale: Tensor | None = None,
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
+        gate_up_input_scale: Tensor | float | None = None,
+        down_input_scale: Tensor | float | None = None,
+        gate_up_input_global_scale: Tensor | float | None = None,
+        down_input_global_scale: Tensor | float | None = None,
         activation: Activation | str = "silu",
         interleaved: bool = False,
         backend: str | None = None,
@@ -91,11 +109,13 @@ class Experts(nn.Module):
 
         Args:
             gate_up: [E, 2I, H] int8 values, or uint8 nibbles [E, 2I, H/2] (low one first; integers are stored plus 8,
-                fp4 as its codes).
-            gate_up_scale: [E, 2I, H/g], or [E, 2I, 1] or [E, 2I] per channel; float32, bfloat16 or float16; uint8
-                (E8M0) for mxfp4, float8_e4m3fn for nvfp4.
+                fp4 as its codes); int8 codes for fp6; float8_e4m3fn for fp8; bfloat16, float16 or float32 as they are.
+            gate_up_scale: [E, 2I, H/g], or [E, 2I, 1] or [E, 2I] per channel, [E, 1, 1] or [E] per tensor,
+                [E, 2I/128, H/128] in blocks; float32, bfloat16 or float16; uint8 (E8M0) for the mx schemes,
+                float8_e4m3fn for nvfp4; None where the weights are floats.
             down, down_scale: [E, H, I] and [E, H, I/g], likewise.
-            gate_up_zero_point, down_zero_point: int8, -8 to 7, like the scales; for asymmetric schemes.
+            gate_up_zero_point, down_zero_point: int8, -8 to 7 or for int8 weights any, like the scales; for asymmetric
+                schemes.
             gate_up_global_scale, down_global_scale: float [E], or [E, 2] of gate and up, which divide the scales; for
                 nvfp4.
 
@@ -103,8 +123,16 @@ class Experts(nn.Module):
         """
         scheme, activation = Scheme.parse(scheme), Activation.of(activation)
         element = scheme.weights.element
-        first = QuantizedWeight(element, gate_up, gate_up_scale, gate_up_zero_point, bias=gate_up_bias)
-        second = QuantizedWeight(element, down, down_scale, down_zero_point, bias=down_bias)
+        gate_up_scale = stored_scales("gate_up", gate_up_scale, gate_up, scheme)
+        down_scale = stored_scales("down", down_scale, down, scheme)
+        inputs = _input_scales(
+            *(gate_up_input_scale, down_input_scale, gate_up_input_global_scale, down_input_global_scale),
+            *(down.shape[0] if down.dim() == 3 else 1, scheme, activation),  # other dimensions are refused below
+        )
+        first = QuantizedWeight(
+            element, gate_up, gate_up_scale, gate_up_zero_point, bias=gate_up_bias, input_scales=inputs[0]
+        )
+        second = QuantizedWeight(element, down, down_scale, down_zero_point, bias=down_bias, input_scales=inputs[1])
         divides = scheme.weights.scale == "e4m3"
         gated = bool(activation.gated)
         return cls._from_weights(
@@ -126,7 +154,7 @@ class Experts(nn.Module):
         interleaved: bool,
         backend: str | None,
     ) -> Experts:
-        gate_up, down = checked_weight("gate_up", gate_up), checked_weight("down", down)
+        gate_up, down = checked_weight("gate_up", gate_up, scheme), checked_weight("down", down, scheme)
         per_byte = 2 if down.values.dtype == torch.uint8 else 1
         experts, hidden, inner = down.values.shape[0], down.values.shape[1], down.values.shape[2] * per_byte
         rows = activation.gate_up_rows(inner)
@@ -255,7 +283,7 @@ class Experts(nn.Module):
             topk_weights,
             weights,
             self.config.activation,
-            bits=self.config.scheme.activation_bits if quantize_activations else None,
+            form=held_activations(self.config.scheme) if quantize_activations else None,
             apply_router_weight_on_input=apply_router_weight_on_input,
         )
         return out.to(hidden_states.dtype)
@@ -271,6 +299,22 @@ class Experts(nn.Module):
             f"{c.scheme}, experts={c.experts}, hidden_size={c.hidden_size}, "
             f"intermediate_size={c.intermediate_size}, activation={c.activation}, backend={self.backend.name}"
         )
+
+
+def _input_scales(
+    gate_up: Tensor | float | None,
+    down: Tensor | float | None,
+    gate_up_global: Tensor | float | None,
+    down_global: Tensor | float | None,
+    experts: int,
+    scheme: Scheme,
+    activation: Activation,
+) -> tuple[Tensor | None, Tensor | None]:
+    """Scales of the inputs of both products, [E, 1] or [E, 2], checked; None for schemes without."""
+    return (
+        given_input_scales("gate_up_", gate_up, gate_up_global, scheme, experts, bool(activation.gated)),
+        given_input_scales("down_", down, down_global, scheme, experts),
+    )
 
 
 def _factors(

@@ -9,11 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from cpumoe import ops
-from cpumoe.layers.packed_weights import input_orders_of, packed_spec, put_weight, scheme_of
+from cpumoe.layers.packed_weights import (
+    input_orders_of,
+    input_scales_of,
+    packed_spec,
+    put_weight,
+    scheme_of,
+)
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.rounding import quantize_weight
 from cpumoe.layers.scheme import Scheme
-from cpumoe.layers.weight_checks import check_parts, checked_weight
+from cpumoe.layers.weight_checks import check_parts, checked_weight, given_input_scales, stored_scales
 
 
 class QuantizedLinear(nn.Module):
@@ -36,25 +42,32 @@ class QuantizedLinear(nn.Module):
     def from_quantized(
         cls,
         weight: Tensor,
-        scale: Tensor,
+        scale: Tensor | None,
         scheme: Scheme | str,
         bias: Tensor | None = None,
         *,
         zero_point: Tensor | None = None,
         global_scale: Tensor | None = None,
+        input_scale: Tensor | float | None = None,
+        input_global_scale: Tensor | float | None = None,
     ) -> QuantizedLinear:
         """Takes integers (or codes) and scales.
 
         Args:
             weight: [out, in] int8 values, or uint8 nibbles [out, ceil(in / 2)] (low one first; integers are stored plus
                 8, fp4 as its codes). With nibbles and one scale per channel the number of inputs is taken to be even.
-            scale: [out, in/g], or [out, 1] or [out] per channel; uint8 (E8M0) for mxfp4, float8_e4m3fn for nvfp4.
+                int8 codes for fp6; float8_e4m3fn for fp8; bfloat16, float16 or float32 as they are.
+            scale: [out, in/g], or [out, 1] or [out] per channel, [1, 1], [1] or [] per tensor, [out/128, in/128] in
+                blocks; uint8 (E8M0) for the mx schemes, float8_e4m3fn for nvfp4; None where the weights are floats.
             scheme: a Scheme or its name.
             bias: [out] or None.
-            zero_point: int8, -8 to 7, like the scales; for asymmetric schemes.
+            zero_point: int8, -8 to 7 or for int8 weights any, like the scales; for asymmetric schemes.
             global_scale: one number, which divides the scales; for nvfp4.
+            input_scale: one number, the scale of the input; for schemes with static activations.
+            input_global_scale: one number, which divides the scales of the input; for nvfp4.
         """
         scheme = Scheme.parse(scheme)
+        scale = stored_scales("weight", scale, weight, scheme)
         if (global_scale is not None) != (scheme.weights.scale == "e4m3"):
             raise ValueError(f"global_scale is {'missing' if global_scale is None else 'not expected'} for {scheme}")
         factors = None
@@ -67,14 +80,16 @@ class QuantizedLinear(nn.Module):
             if not 0 < float(divisor) < math.inf:
                 raise ValueError(f"global_scale={float(divisor)}; a positive and finite fp32 number is accepted")
             factors = (1.0 / divisor).reshape(1).expand(weight.shape[:1] or (1,))
+        inputs = _input_scale(input_scale, input_global_scale, scheme)
+        element = scheme.weights.element
         return cls.from_weight(
-            QuantizedWeight(scheme.weights.element, weight, scale, zero_point, factors, bias), scheme
+            QuantizedWeight(element, weight, scale, zero_point, factors, bias, input_scales=inputs), scheme
         )
 
     @classmethod
     def from_weight(cls, weight: QuantizedWeight, scheme: Scheme) -> QuantizedLinear:
         """Takes a quantised weight [out, in] with all that belongs to it."""
-        weight = checked_weight("weight", weight, ("out", "in"))
+        weight = checked_weight("weight", weight, scheme, ("out", "in"))
         values = weight.values
         out_features, in_features = values.shape[0], values.shape[1] * (2 if values.dtype == torch.uint8 else 1)
         scheme.check_inputs(in_features, "weight")
@@ -88,16 +103,28 @@ class QuantizedLinear(nn.Module):
             in_features,
             has_bias=one.bias is not None,
             input_orders=input_orders_of(one),
+            input_scales=input_scales_of(one),
         )
         builder = ops.PackedBuilder(spec)
         put_weight(builder, 0, one, ops.ROWS_PLAIN, "weight")
-        return cls(builder.finish())
+        linear = cls(builder.finish())
+        linear.scheme = scheme  # packed weights do not tell all of it: see scheme_of
+        return linear
 
     @classmethod
-    def quantize(cls, weight: Tensor, scheme: Scheme | str, bias: Tensor | None = None) -> QuantizedLinear:
-        """Quantises a float weight [out, in], round to nearest."""
+    def quantize(
+        cls,
+        weight: Tensor,
+        scheme: Scheme | str,
+        bias: Tensor | None = None,
+        *,
+        input_scale: Tensor | float | None = None,
+        input_global_scale: Tensor | float | None = None,
+    ) -> QuantizedLinear:
+        """Quantises a float weight [out, in], round to nearest; scales of the input as in :meth:`from_quantized`."""
         scheme = Scheme.parse(scheme)
-        return cls.from_weight(replace(quantize_weight(weight, scheme), bias=bias), scheme)
+        inputs = _input_scale(input_scale, input_global_scale, scheme)
+        return cls.from_weight(replace(quantize_weight(weight, scheme), bias=bias, input_scales=inputs), scheme)
 
     def forward(self, x: Tensor, *, fp32_out: bool = False) -> Tensor:
         """[..., in] float32, bfloat16 or float16 -> [..., out] of the same dtype, or with ``fp32_out`` in fp32."""
@@ -108,3 +135,9 @@ class QuantizedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, scheme={self.scheme}"
+
+
+def _input_scale(scale: Tensor | float | None, global_scale: Tensor | float | None, scheme: Scheme) -> Tensor | None:
+    """The scale of the input [1], checked, or None for schemes without."""
+    inputs = given_input_scales("", scale, global_scale, scheme, 1)
+    return None if inputs is None else inputs[0]

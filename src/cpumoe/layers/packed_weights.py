@@ -2,13 +2,60 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from cpumoe import ops
+from cpumoe.layers.activation_rounding import Held, held_activations, needs_input_scales
 from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.quantized_experts import QuantizedExperts, QuantizedWeight
-from cpumoe.layers.scheme import PER_TOKEN_INT8, GroupShape, ScaleType, Scheme, TensorFormat
+from cpumoe.layers.scheme import (
+    INTEGERS,
+    MXFP4,
+    MXFP6_E2M3,
+    MXFP6_E3M2,
+    MXFP8,
+    NVFP4,
+    PER_TENSOR_FP8,
+    PER_TOKEN_AND_128_FP8,
+    PER_TOKEN_FP8,
+    PER_TOKEN_INT8,
+    STATIC_FP8,
+    STATIC_INT8,
+    WHOLE_FLOATS,
+    GroupShape,
+    ScaleType,
+    Scheme,
+    TensorFormat,
+)
+
+#: How the core calls what activations are held as.
+_ACTIVATIONS: dict[Held, str] = {
+    PER_TOKEN_INT8: "int8",
+    "int16": "int16",
+    STATIC_INT8: "int8-static",
+    PER_TOKEN_FP8: "fp8",
+    STATIC_FP8: "fp8-static",
+    PER_TENSOR_FP8: "fp8-tensor",
+    PER_TOKEN_AND_128_FP8: "fp8-g128",
+    NVFP4: "nvfp4",
+    MXFP4: "mxfp4",
+    MXFP6_E3M2: "mxfp6-e3m2",
+    MXFP6_E2M3: "mxfp6-e2m3",
+    MXFP8: "mxfp8",
+    None: "float",
+}
+
+
+# Blocks of fp8 have scales in fp32 for every row and 128 inputs when they are packed.
+_BLOCK = GroupShape.per_block(128, 128)
+
+
+def packed_activations(scheme: Scheme) -> str:
+    """How the core calls what the activations of a scheme are held as."""
+    return _ACTIVATIONS[held_activations(scheme)]
 
 
 def packed_spec(
@@ -21,9 +68,17 @@ def packed_spec(
     gated: bool = False,
     has_bias: bool = False,
     input_orders: int = 0,
+    input_scales: int | None = None,
 ) -> ops.PackedSpec:
-    """What packed weights of a scheme are; floating point scales are held as they are."""
+    """What packed weights of a scheme are; floating point scales are held as they are, those of blocks in fp32.
+
+    ``input_scales`` of an expert: 2 where gate and up have one each. Left out, it is 1 for schemes that store them.
+    """
     weights = scheme.weights
+    if weights.group == _BLOCK:
+        scale_dtype = torch.float32
+    if input_scales is None:
+        input_scales = int(needs_input_scales(scheme))
     return ops.PackedSpec(
         weights=weights.element,
         group_size=scheme.group_size,
@@ -35,7 +90,8 @@ def packed_spec(
         has_bias=has_bias,
         has_zero_points=not weights.symmetric,
         input_orders=input_orders,
-        activations=f"int{scheme.activation_bits}",
+        input_scales=input_scales,
+        activations=packed_activations(scheme),
     )
 
 
@@ -43,30 +99,40 @@ def scheme_of(spec: ops.PackedSpec) -> Scheme:
     """The scheme of packed weights.
 
     Symmetric integers that are multiplied with int8 activations are ``w4a8`` or ``w8a8``, also if a weight-only scheme
-    was run with these on request: packed weights do not tell the difference, and there is none to the result.
+    was run with these on request, and fp8 with one scale for the tensor is fp8 with one per row: packed weights do not
+    tell the difference, and there is none to the result.
     """
     group = GroupShape.per_row() if spec.group_size is None else GroupShape.per_group(spec.group_size)
-    scale: ScaleType = spec.scales if spec.scales in ("e8m0", "e4m3") else "float"
+    if spec.weights in WHOLE_FLOATS:
+        group = GroupShape.per_tensor()
+    elif spec.weights == "fp8" and (spec.group_size == _BLOCK.columns or spec.activations == "fp8-tensor"):
+        group = GroupShape.per_tensor() if spec.group_size is None else _BLOCK
+    scale: ScaleType = spec.scales if spec.scales in ("e8m0", "e4m3", "none") else "float"
     weights = TensorFormat(spec.weights, group, symmetric=not spec.has_zero_points, scale=scale)
-    if spec.activations == "int16":
+    held = next(held for held, name in _ACTIVATIONS.items() if name == spec.activations)
+    if held is None or held == "int16":
         return Scheme(weights, None)
-    if weights.symmetric and weights.element != "fp4":
-        return Scheme(weights, PER_TOKEN_INT8)
-    return Scheme(weights, None).with_int8_activations()
+    if held == PER_TOKEN_INT8 and not (weights.symmetric and weights.element in INTEGERS):
+        return Scheme(weights, None).with_int8_activations()
+    return Scheme(weights, held)
 
 
 def put_weight(builder: ops.PackedBuilder, first: int, weight: QuantizedWeight, row_order: int, name: str) -> None:
     """Packs weights [n, out, in] as the experts from ``first`` on."""
+    scales = weight.row_scales()
+    if weight.element == "fp8" and builder.spec.group_size == _BLOCK.columns:
+        scales = scales.to(torch.float32)
     builder.put(
         first,
         weight.values,
-        weight.scales,
+        scales,
         weight.bias,
         row_order,
         name,
         zero_points=weight.zero_points,
         factors=weight.factors,
         input_order=weight.input_order,
+        input_scales=weight.input_scales,
     )
 
 
@@ -75,9 +141,24 @@ def input_orders_of(weight: QuantizedWeight) -> int:
     return 0 if weight.input_order is None else weight.input_order.shape[1]
 
 
-def unpack_weight(blob: Tensor, first: int = 0, count: int | None = None) -> QuantizedWeight:
-    """Experts ``first`` to ``first + count - 1`` of packed weights (all by default), one value per byte."""
-    return QuantizedWeight(ops.read_spec(blob).weights, *ops.unpack(blob, first, count))
+def input_scales_of(weight: QuantizedWeight) -> int:
+    """How many stored scales of the input weights [n, out, in] have."""
+    return 0 if weight.input_scales is None else weight.input_scales.shape[1]
+
+
+def unpack_weight(
+    blob: Tensor, first: int = 0, count: int | None = None, scheme: Scheme | None = None
+) -> QuantizedWeight:
+    """Experts ``first`` to ``first + count - 1`` of packed weights (all by default), one value per byte.
+
+    ``scheme`` is the one they were packed with, where that is known: packed weights have a scale for every row.
+    """
+    spec = ops.read_spec(blob)
+    weight = QuantizedWeight(spec.weights, *ops.unpack(blob, first, count))
+    group = (scheme_of(spec) if scheme is None else scheme).weights.group
+    if spec.weights in WHOLE_FLOATS or group.rows == 1:
+        return weight
+    return replace(weight, scales=weight.scales[:, :: group.rows or spec.out_features].contiguous())
 
 
 class ExpertsPacker:
@@ -105,11 +186,18 @@ class ExpertsPacker:
 
         def builder(weight: QuantizedWeight, out: int, inputs: int, gated: bool) -> ops.PackedBuilder:
             has_bias, dtype = weight.bias is not None, weight.scales.dtype
-            orders = input_orders_of(weight)
-            sizes = (c.local_experts, out, inputs)
-            return ops.PackedBuilder(
-                packed_spec(c.scheme, dtype, *sizes, gated=gated, has_bias=has_bias, input_orders=orders)
+            spec = packed_spec(
+                c.scheme,
+                dtype,
+                c.local_experts,
+                out,
+                inputs,
+                gated=gated,
+                has_bias=has_bias,
+                input_orders=input_orders_of(weight),
+                input_scales=input_scales_of(weight),
             )
+            return ops.PackedBuilder(spec)
 
         return (
             builder(experts.gate_up, rows, c.hidden_size, gated),

@@ -12,6 +12,8 @@ from torch import Tensor
 from cpumoe.layers.nibbles import unpack_nibbles
 from cpumoe.layers.scheme import ElementType
 
+_BLOCK_ROWS = 128  # that share a scale, where scales are for blocks
+
 
 @dataclass(frozen=True)
 class QuantizedWeight:
@@ -52,19 +54,38 @@ class QuantizedWeight:
         """Some of several weights, or one of them without its dimension."""
         return self.each(lambda tensor: tensor[index])
 
+    def row_scales(self) -> Tensor:
+        """Scales with one row for every output, [..., out, groups]; those of a tensor or of blocks are repeated."""
+        rows, held = self.values.shape[-2], self.scales.shape[-2]
+        if held == rows:
+            return self.scales
+        if held == 1:
+            return self.scales.expand(*self.scales.shape[:-2], rows, -1)
+        return self.scales.repeat_interleave(_BLOCK_ROWS, -2)[..., :rows, :]
+
     def halves(self) -> tuple[QuantizedWeight, QuantizedWeight]:
         """The gate and the up rows of a weight [..., 2 I, in]."""
-        rows, order = self.values.shape[-2] // 2, self.input_order
+        rows, order, inputs = self.values.shape[-2] // 2, self.input_order, self.input_scales
+        scale_rows = self.scales.shape[-2]
+        if scale_rows not in (1, 2 * rows) and rows % _BLOCK_ROWS != 0:
+            raise ValueError(
+                f"gate and up rows of {rows} each with scales for blocks of {_BLOCK_ROWS}; a multiple of "
+                f"{_BLOCK_ROWS} is accepted"
+            )
 
         def part(first: bool) -> QuantizedWeight:
-            wanted = slice(0, rows) if first else slice(rows, None)
-            by_rows = replace(self, values=self.values[..., wanted, :], scales=self.scales[..., wanted, :])
+            def of(tensor: Tensor, count: int) -> Tensor:
+                return tensor.narrow(-2, 0 if first else count, count)
+
             return replace(
-                by_rows,
-                zero_points=None if self.zero_points is None else self.zero_points[..., wanted, :],
-                factors=None if self.factors is None else self.factors[..., wanted],
-                bias=None if self.bias is None else self.bias[..., wanted],
+                self,
+                values=of(self.values, rows),
+                scales=self.scales if scale_rows == 1 else of(self.scales, scale_rows // 2),
+                zero_points=None if self.zero_points is None else of(self.zero_points, rows),
+                factors=None if self.factors is None else of(self.factors.unsqueeze(-1), rows).squeeze(-1),
+                bias=None if self.bias is None else of(self.bias.unsqueeze(-1), rows).squeeze(-1),
                 input_order=None if order is None else order[..., :1, :] if first else order[..., -1:, :],
+                input_scales=None if inputs is None else inputs[..., :1] if first else inputs[..., -1:],
             )
 
         return part(True), part(False)
@@ -95,6 +116,14 @@ class QuantizedExperts:
     down: QuantizedWeight
     interleaved: bool = False
 
+    def __post_init__(self) -> None:
+        rows, scale_rows = self.gate_up.values.shape[-2], self.gate_up.scales.shape[-2]
+        if self.interleaved and scale_rows not in (1, rows):
+            raise ValueError(
+                f"gate_up_scale has {scale_rows} rows for {rows} interleaved gate and up rows; with scales for blocks "
+                "of rows, gate rows before up rows are accepted"
+            )
+
     @property
     def count(self) -> int:
         """How many experts these are."""
@@ -116,9 +145,11 @@ class QuantizedExperts:
         """One value per byte, gate rows before up rows."""
         gate_up, down = self.gate_up.plain(), self.down.plain()
         if self.interleaved:
-            order = gate_up.input_order
-            gate_up = replace(gate_up, input_order=None).each(lambda t: torch.cat((t[:, 0::2], t[:, 1::2]), 1))
-            gate_up = replace(gate_up, input_order=order)
+            by_rows = gate_up.each(lambda t: torch.cat((t[:, 0::2], t[:, 1::2]), 1))
+            # What belongs to the matrix as a whole, or to all gate and all up rows, stays as it is.
+            kept = ["input_order", "input_scales", *(["scales"] if gate_up.scales.shape[-2] == 1 else [])]
+            changed: dict[str, Any] = {name: getattr(gate_up, name) for name in kept}
+            gate_up = replace(by_rows, **changed)
         return QuantizedExperts(gate_up, down)
 
     @staticmethod

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from cpumoe.layers.quantized_experts import QuantizedWeight
-from cpumoe.layers.scheme import Scheme
+from cpumoe.layers.scheme import WHOLE_FLOATS, ElementType, GroupShape, Scheme, TensorFormat
+from cpumoe.layers.small_floats import SMALL_FLOATS, mx_scales, nearest_codes, nearest_fp8, scale_values
 
 # Fractions of the plain scale that the clip search tries: 0.98 to 0.60 in fine steps, where the best scale of most
 # groups lies, and 0.56 to 0.28 in coarse ones for channels with a few large weights (int4 per channel, weights of
@@ -29,58 +32,68 @@ def quantize_weight(
     Symmetric integers: the scale of a group is its largest magnitude over half the integer range (7.5 for int4, 127.5
     for int8), held in bf16 for bf16 weights and fp32 otherwise; values are rounded to nearest even and clamped. With
     ``clip_search`` the scale of each group is the one with the smallest squared error among that, smaller ones, and the
-    one that just clips nothing. Asymmetric ones: the range of a group, with zero in it, over 15 steps. fp4: the largest
-    magnitude of a group becomes 6, or with E8M0 scales 4 to 8, clamped; of e4m3 scales the largest is 448.
+    one that just clips nothing. Asymmetric ones: the range of a group, with zero in it, over 15 or 255 steps. fp8: the
+    largest magnitude of a row, a block or the matrix becomes 448; scales are held as those of integers are. E8M0
+    scales: the largest magnitude of a group becomes at most the largest of the element, or is clamped to it. nvfp4: it
+    becomes 6, and the largest of the e4m3 scales 448. Floats: a cast.
 
     ``largest_magnitude`` is that of a matrix of which ``weight`` is a part, for schemes with a scale for all of it.
     """
-    grouped, scale_dtype = grouped_weight(weight, scheme, name)
     form = scheme.weights
+    if form.element in WHOLE_FLOATS:
+        return _cast_weight(weight, form.element, name)
+    grouped, scale_dtype = grouped_weight(weight, scheme, name)
+    if form.scale == "e8m0":
+        return _quantize_mx(grouped, form.element)
     if form.element == "fp4":
-        return _quantize_mxfp4(grouped) if form.scale == "e8m0" else _quantize_nvfp4(grouped, largest_magnitude)
+        return _quantize_nvfp4(grouped, largest_magnitude)
+    if form.element == "fp8":
+        return _quantize_fp8(grouped, form.group, scale_dtype, largest_magnitude)
     if not form.symmetric:
-        return _quantize_asymmetric(grouped, scale_dtype)
+        return _quantize_asymmetric(grouped, form, scale_dtype)
     largest = form.largest
     scales = (search_scales if clip_search else plain_scales)(grouped, largest, scale_dtype)
     return QuantizedWeight(form.element, round_to_scales(grouped, scales, largest).flatten(-2), scales)
 
 
-def _quantize_asymmetric(grouped: Tensor, scale_dtype: torch.dtype) -> QuantizedWeight:
-    """[..., out, groups, group] fp32 -> int4 with zero points."""
+_DTYPES: dict[ElementType, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def _cast_weight(weight: Tensor, element: ElementType, name: str) -> QuantizedWeight:
+    """[..., out, in] floats, each as the nearest of its kind; without scales."""
+    _check_floats(weight, name)
+    values = weight.to(_DTYPES[element])
+    if not bool(torch.isfinite(values).all()):
+        largest = torch.finfo(values.dtype).max
+        raise ValueError(
+            f"{name} holds {float(weight.abs().max()):g}, which is no number of {element}; magnitudes up to "
+            f"{largest:g} are accepted"
+        )
+    return QuantizedWeight(element, values, torch.empty((*weight.shape[:-1], 0), dtype=torch.float32))
+
+
+def _quantize_asymmetric(grouped: Tensor, form: TensorFormat, scale_dtype: torch.dtype) -> QuantizedWeight:
+    """[..., out, groups, group] fp32 -> integers with zero points."""
     low, high = grouped.amin(-1).clamp(max=0), grouped.amax(-1).clamp(min=0)
-    scales = ((high - low) / 15).to(scale_dtype)
+    first, last = -form.largest - 1, form.largest
+    scales = ((high - low) / (last - first)).to(scale_dtype)
     scales = torch.where(scales == 0, torch.finfo(scale_dtype).eps, scales)
     step = scales.to(torch.float32)
-    zero = (-8 - low / step).round().clamp(-8, 7)
-    values = (grouped / step.unsqueeze(-1) + zero.unsqueeze(-1)).round().clamp(-8, 7)
-    return QuantizedWeight("int4", values.to(torch.int8).flatten(-2), scales, zero.to(torch.int8))
+    zero = (first - low / step).round().clamp(first, last)
+    values = (grouped / step.unsqueeze(-1) + zero.unsqueeze(-1)).round().clamp(first, last)
+    return QuantizedWeight(form.element, values.to(torch.int8).flatten(-2), scales, zero.to(torch.int8))
 
 
-# Half way between neighbouring magnitudes of e2m1: 0, 0.5, 1, 1.5, 2, 3, 4, 6.
-_FP4_MIDDLES = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+def _quantize_mx(grouped: Tensor, element: ElementType) -> QuantizedWeight:
+    """[..., out, groups, 32] fp32 -> small floats with E8M0 scales."""
+    # Beyond this the largest value of the element times the scale would be infinite in fp32.
+    last = 254 - SMALL_FLOATS[element].largest_exponent
+    scales = mx_scales(grouped.abs().amax(-1), element).clamp(max=last)
+    scaled = (grouped / scale_values(scales).unsqueeze(-1)).flatten(-2)
+    return QuantizedWeight(element, nearest_fp8(scaled) if element == "fp8" else nearest_codes(scaled, element), scales)
 
 
-def fp4_codes(values: Tensor) -> Tensor:
-    """Codes 0 to 15 (int8) of the nearest values of e2m1; half way between two, the one with the even code."""
-    magnitude = values.abs().contiguous()  # bucketize warns of strides
-    below = torch.bucketize(magnitude, _FP4_MIDDLES)  # these two differ at a middle alone
-    above = torch.bucketize(magnitude, _FP4_MIDDLES, right=True)
-    codes = torch.where(above % 2 == 0, above, below)
-    return (codes + 8 * torch.signbit(values)).to(torch.int8)
-
-
-def _quantize_mxfp4(grouped: Tensor) -> QuantizedWeight:
-    """[..., out, groups, 32] fp32 -> e2m1 with E8M0 scales."""
-    magnitude = grouped.abs().amax(-1)
-    # The largest becomes 4 to 8. Rounded to two bits first, so that what would exceed 7 goes to the next power.
-    bits = (magnitude.view(torch.int32) + (1 << 21)) & 0x7F800000
-    exponent = (bits >> 23) - 2
-    scales = exponent.clamp(0, 252).to(torch.uint8)  # beyond it 6 times the scale would be infinite in fp32
-    step = torch.ldexp(torch.ones_like(magnitude), scales.to(torch.int32) - 127)
-    return QuantizedWeight("fp4", fp4_codes(grouped / step.unsqueeze(-1)).flatten(-2), scales)
-
-
-_LARGEST_E4M3 = 448.0
+_LARGEST_E4M3 = SMALL_FLOATS["fp8"].largest
 
 
 def _quantize_nvfp4(grouped: Tensor, largest_magnitude: Tensor | None) -> QuantizedWeight:
@@ -89,12 +102,31 @@ def _quantize_nvfp4(grouped: Tensor, largest_magnitude: Tensor | None) -> Quanti
     whole = magnitude.amax((-2, -1), keepdim=True) if largest_magnitude is None else largest_magnitude.view(1, 1)
     whole = whole.clamp(min=torch.finfo(torch.float32).tiny)
     global_scale = (_LARGEST_E4M3 * 6 / whole).nan_to_num(posinf=1.0)
-    scales = (global_scale * (magnitude / 6)).clamp(max=_LARGEST_E4M3).to(torch.float8_e4m3fn)
+    scales = nearest_fp8(global_scale * (magnitude / 6))
     smallest = torch.tensor(2.0**-9).to(torch.float8_e4m3fn)
     scales = torch.where(scales.to(torch.float32) == 0, smallest, scales)
     step = scales.to(torch.float32) / global_scale
     factors = (1.0 / global_scale).expand(*magnitude.shape[:-1], 1).squeeze(-1).contiguous()
-    return QuantizedWeight("fp4", fp4_codes(grouped / step.unsqueeze(-1)).flatten(-2), scales, factors=factors)
+    codes = nearest_codes(grouped / step.unsqueeze(-1), "fp4")
+    return QuantizedWeight("fp4", codes.flatten(-2), scales, factors=factors)
+
+
+def _quantize_fp8(
+    grouped: Tensor, group: GroupShape, scale_dtype: torch.dtype, largest_magnitude: Tensor | None
+) -> QuantizedWeight:
+    """[..., out, groups, group] fp32 -> e4m3 with a scale for each row, block of rows and group, or matrix."""
+    magnitude = grouped.abs().amax(-1)  # [..., out, groups]
+    out = magnitude.shape[-2]
+    if group.rows is None:
+        whole = magnitude.amax((-2, -1), keepdim=True)
+        magnitude = whole if largest_magnitude is None else largest_magnitude.to(torch.float32).expand(whole.shape)
+    elif group.rows > 1:
+        padded = torch.nn.functional.pad(magnitude, (0, 0, 0, -out % group.rows))
+        magnitude = padded.unflatten(-2, (-1, group.rows)).amax(-2)
+    scales = (magnitude / _LARGEST_E4M3).to(scale_dtype)
+    weight = QuantizedWeight("fp8", grouped.flatten(-2), torch.where(scales == 0, torch.finfo(scale_dtype).eps, scales))
+    steps = weight.row_scales().to(torch.float32).unsqueeze(-1)
+    return replace(weight, values=nearest_fp8(grouped / steps).flatten(-2))
 
 
 def scale_dtype_of(weights: torch.dtype) -> torch.dtype:
@@ -104,16 +136,20 @@ def scale_dtype_of(weights: torch.dtype) -> torch.dtype:
 
 def grouped_weight(weight: Tensor, scheme: Scheme, name: str) -> tuple[Tensor, torch.dtype]:
     """Checks [..., out, in] float weights; returns them as fp32 [..., out, groups, group] and the dtype of scales."""
+    _check_floats(weight, name)
+    group = scheme.group_size or weight.shape[-1]
+    scheme.check_inputs(weight.shape[-1], name)
+    grouped: Tensor = weight.to(torch.float32).unflatten(-1, (-1, group))
+    return grouped, scale_dtype_of(weight.dtype)
+
+
+def _check_floats(weight: Tensor, name: str) -> None:
     if not weight.is_floating_point():
         raise ValueError(f"{name} is {weight.dtype}; a floating point dtype is accepted")
     if weight.ndim == 0 or weight.shape[-1] == 0:
         raise ValueError(f"{name} is {list(weight.shape)}; [..., out, in] with at least one input is accepted")
-    group = scheme.group_size or weight.shape[-1]
-    scheme.check_inputs(weight.shape[-1], name)
-    grouped: Tensor = weight.to(torch.float32).unflatten(-1, (-1, group))
-    if not bool(torch.isfinite(grouped).all()):
+    if not bool(torch.isfinite(weight.to(torch.float32)).all()):
         raise ValueError(f"{name} holds NaN or infinity; only finite weights can be quantised")
-    return grouped, scale_dtype_of(weight.dtype)
 
 
 def plain_scales(grouped: Tensor, largest: int, scale_dtype: torch.dtype) -> Tensor:

@@ -5,15 +5,28 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
+from cpumoe.layers.activation_rounding import needs_input_scales
 from cpumoe.layers.quantized_experts import QuantizedWeight
-from cpumoe.layers.scheme import Scheme
+from cpumoe.layers.scheme import NVFP4, WHOLE_FLOATS, Scheme
+from cpumoe.layers.small_floats import SMALL_FLOATS, scale_values, values_of
+
+_NIBBLES = ((torch.int8, torch.uint8), "int8 values or uint8 nibbles are accepted")
+_VALUES: dict[str, tuple[tuple[torch.dtype, ...], str]] = {
+    **{"int4": _NIBBLES, "int8": _NIBBLES, "fp4": _NIBBLES},
+    **dict.fromkeys(("fp6-e3m2", "fp6-e2m3"), ((torch.int8,), "int8 codes are accepted")),
+    "fp8": ((torch.float8_e4m3fn,), "float8_e4m3fn is accepted"),
+    "bf16": ((torch.bfloat16,), "bfloat16 is accepted"),
+    "fp16": ((torch.float16,), "float16 is accepted"),
+    "fp32": ((torch.float32,), "float32 is accepted"),
+}
 
 
 def checked_weight(
-    name: str, weight: QuantizedWeight, dimensions: tuple[str, ...] = ("experts", "out", "in")
+    name: str, weight: QuantizedWeight, scheme: Scheme, dimensions: tuple[str, ...] = ("experts", "out", "in")
 ) -> QuantizedWeight:
-    """Refuses other devices, ranks and dtypes; scales per channel get their last dimension."""
+    """Refuses other devices, ranks and dtypes; scales per channel and per tensor get their last dimensions."""
     values, scales = weight.values, weight.scales
     parts = {"": values, "_scale": scales, "_zero_point": weight.zero_points, "_bias": weight.bias}
     for suffix, tensor in parts.items():
@@ -22,25 +35,36 @@ def checked_weight(
     rank = len(dimensions)
     if values.dim() != rank:
         raise ValueError(f"{name} is {list(values.shape)}; [{', '.join(dimensions)}] is accepted")
-    if values.dtype not in (torch.int8, torch.uint8):
-        raise ValueError(f"{name} is {values.dtype}; int8 values or uint8 nibbles are accepted")
-    scales = scales.unsqueeze(-1) if scales.dim() == rank - 1 else scales
+    accepted, text = _VALUES[scheme.weights.element]
+    if values.dtype not in accepted:
+        raise ValueError(f"{name} is {values.dtype}; {text}")
+    missing = rank - scales.dim()
+    if missing == 1 or (missing == 2 and scheme.weights.group.rows is None):
+        scales = scales.reshape(*scales.shape, *[1] * missing)
     zeros = weight.zero_points
     zeros = zeros.unsqueeze(-1) if zeros is not None and zeros.dim() == rank - 1 else zeros
     return replace(weight, scales=scales, zero_points=zeros)
+
+
+def stored_scales(name: str, scale: Tensor | None, values: Tensor, scheme: Scheme) -> Tensor:
+    """Scales as they are given; for floats, which have none, an empty tensor [..., out, 0]."""
+    if (scale is not None) != (scheme.weights.scale != "none"):
+        raise ValueError(f"{name}_scale is {'missing' if scale is None else 'not expected'} for {scheme}")
+    return torch.empty((*values.shape[:-1], 0), dtype=torch.float32) if scale is None else scale
 
 
 _SCALE_DTYPES = {
     "float": (torch.float32, torch.bfloat16, torch.float16),
     "e8m0": (torch.uint8,),
     "e4m3": (torch.float8_e4m3fn,),
+    "none": (torch.float32,),
 }
 
 
 def check_parts(name: str, weight: QuantizedWeight, scheme: Scheme, shape: tuple[int, ...]) -> None:
     """Refuses scales, zero points and biases that do not go with weights [..., out, in] of a scheme."""
     *experts, out, inputs = shape
-    expected = (*experts, *scheme.weights.group.scale_shape(out, inputs))
+    expected = (*experts, *scheme.weights.scale_shape(out, inputs))
     scales, zeros, bias = weight.scales, weight.zero_points, weight.bias
     if tuple(scales.shape) != expected:
         raise ValueError(f"{name}_scale is {list(scales.shape)}; {list(expected)} is accepted")
@@ -60,3 +84,85 @@ def check_parts(name: str, weight: QuantizedWeight, scheme: Scheme, shape: tuple
         raise ValueError(f"{name}_input_order is {order.dtype} {list(order.shape)}; {wanted} is accepted")
     if bias is not None and tuple(bias.shape) != (*experts, out):
         raise ValueError(f"{name}_bias is {list(bias.shape)}; {[*experts, out]} is accepted")
+    check_input_scales(f"{name}_input_scale", weight.input_scales, scheme, tuple(experts))
+
+
+def check_values(name: str, weight: QuantizedWeight, scheme: Scheme) -> None:
+    """Refuses values, scales and zero points that stand for no number: what the packer refuses with their places."""
+    form, values = scheme.weights, weight.values
+    if form.element in WHOLE_FLOATS or form.element == "fp8":
+        numbers = values_of(values, "fp8") if form.element == "fp8" else values
+        if not bool(torch.isfinite(numbers).all()):
+            raise ValueError(f"{name} holds NaN or infinity; only finite values are accepted")
+    else:
+        if values.dtype == torch.uint8 and form.bits != 4:
+            raise ValueError(f"{name} must be int8 for {form.bits}-bit weights")
+        small = SMALL_FLOATS.get(form.element)
+        low, kind = (-form.largest - 1, f"an {form.element} value") if small is None else (0, f"a code of {small.name}")
+        high = low + 2**form.bits - 1
+        if values.dtype == torch.int8 and bool(((values < low) | (values > high)).any()):
+            raise ValueError(f"{name} holds a value that is not {kind}; {low} to {high} are accepted")
+    scales = scale_values(weight.scales)
+    if not bool(torch.isfinite(scales).all()):
+        raise ValueError(f"{name}_scale is not finite; only finite scales are accepted")
+    if form.scale == "e4m3" and bool(torch.signbit(scales).any()):
+        raise ValueError(f"{name}_scale holds a code of a negative number; 0 to 126 are accepted")
+    zeros, first, last = weight.zero_points, -form.largest - 1, form.largest
+    if zeros is not None and bool(((zeros < first) | (zeros > last)).any()):
+        raise ValueError(f"{name}_zero_point holds a value outside of {first} to {last}")
+
+
+# ---- stored scales of the input --------------------------------------------------------------------------------------
+
+
+def check_input_scales(name: str, scales: Tensor | None, scheme: Scheme, experts: tuple[int, ...]) -> None:
+    """Refuses scales that are missing or not expected, of another shape than [..., 1 or 2], or no positive numbers."""
+    if (scales is not None) != needs_input_scales(scheme):
+        raise ValueError(f"{name} is {'missing' if scales is None else 'not expected'} for {scheme}")
+    if scales is None:
+        return
+    if scales.dtype != torch.float32 or tuple(scales.shape) not in ((*experts, 1), (*experts, 2)):
+        wanted = f"float32 {[*experts, 1]} or {[*experts, 2]}"
+        raise ValueError(f"{name} is {scales.dtype} {list(scales.shape)}; {wanted} is accepted")
+    good = torch.isfinite(scales) & (scales > 0)
+    if scheme.product_activations == NVFP4:
+        good &= torch.isfinite(1.0 / scales)
+    if not bool(good.all()):
+        place = (~good).nonzero()[0].tolist()
+        number = float(scales[tuple(place)])
+        raise ValueError(f"{name}{place} is {number:g}; a positive and finite fp32 number with an inverse is accepted")
+
+
+def given_input_scales(
+    name: str,
+    scale: Tensor | float | None,
+    global_scale: Tensor | float | None,
+    scheme: Scheme,
+    experts: int,
+    gated: bool = False,
+) -> Tensor | None:
+    """What a caller gives as ``input_scale`` or ``input_global_scale`` -> fp32 [experts, 1] or [experts, 2], or None.
+
+    One number for all experts, [experts], [experts, 1], or with ``gated`` [experts, 2] of gate and up.
+    """
+    divides = scheme.product_activations == NVFP4
+    given, other = (global_scale, scale) if divides else (scale, global_scale)
+    if other is not None:
+        raise ValueError(f"{name}{'input_scale' if divides else 'input_global_scale'} is not expected for {scheme}")
+    name += "input_global_scale" if divides else "input_scale"
+    if given is None:
+        check_input_scales(name, None, scheme, (experts,))
+        return None
+    scales = torch.as_tensor(given)
+    if scales.device.type != "cpu":
+        raise ValueError(f"{name} is on {scales.device}; CPU tensors are accepted")
+    if not scales.is_floating_point():
+        raise ValueError(f"{name} is {scales.dtype}; a floating point dtype is accepted")
+    shape = tuple(scales.shape)
+    if shape not in ((), (1,), (experts,), (experts, 1), *([(experts, 2)] if gated else [])):
+        wanted = f"one number, [{experts}]{f' or [{experts}, 2]' if gated else ''}"
+        raise ValueError(f"{name} is {list(shape)}; {wanted} is accepted")
+    scales = scales.to(torch.float32)
+    scales = scales if scales.dim() == 2 else scales.reshape(-1, 1).expand(experts, 1)
+    check_input_scales(name, scales, scheme, (experts,))
+    return scales.contiguous()

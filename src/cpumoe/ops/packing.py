@@ -14,10 +14,12 @@ from cpumoe.ops.registration import aligned, register
 ROWS_PLAIN, ROWS_GATE_THEN_UP, ROWS_GATE_UP_INTERLEAVED = 0, 1, 2
 
 
-#: What packed weights are: weights ("int4", "int8", "fp4"), group_size (None: one scale per row), scales ("float32",
-#: "bfloat16", "float16", "e8m0", "e4m3"), experts, out_features, in_features, gated, has_bias, has_zero_points, the
-#: activations they are multiplied with ("int8", "int16") and input_orders (0, 1, or 2 for gate and up); all by keyword.
-#: It also knows ``packed_bytes``.
+#: What packed weights are: weights ("int4", "int8", "fp4", "fp6-e3m2", "fp6-e2m3", "fp8", "bf16", "fp16", "fp32"),
+#: group_size (None: one scale per row), scales ("float32", "bfloat16", "float16", "e8m0", "e4m3", "none"), experts,
+#: out_features, in_features, gated, has_bias, has_zero_points, the activations they are multiplied with ("int8",
+#: "int16", "int8-static", "fp8", "fp8-static", "fp8-tensor", "fp8-g128", "nvfp4", "mxfp4", "mxfp6-e3m2", "mxfp6-e2m3",
+#: "mxfp8", "float"), input_orders and input_scales (each 0, 1, or 2 for gate and up); all by keyword. It also knows
+#: ``packed_bytes``.
 PackedSpec = _core.PackedSpec
 
 
@@ -38,6 +40,15 @@ _SCALES = {
 def scales_name(dtype: torch.dtype) -> str:
     """How scales of a dtype are held."""
     return _SCALES.get(dtype, "float32")
+
+
+#: The dtypes that values come in; int8 for the others.
+_VALUES = {
+    "fp8": torch.float8_e4m3fn,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
 
 
 def scale_dtype(name: str) -> torch.dtype:
@@ -67,23 +78,26 @@ class PackedBuilder:
         zero_points: Tensor | None = None,
         factors: Tensor | None = None,
         input_order: Tensor | None = None,
+        input_scales: Tensor | None = None,
     ) -> None:
         """Experts from ``first`` on: values [n, out, in] (or nibbles), scales [n, out, groups] and bias [n, out].
 
         Zero points are like the scales; factors [n, out] multiply scales of type e4m3. ``input_order`` [n, orders, in]
         int32 lists the inputs so that those that share a scale lie side by side; gate and up rows may have one each.
+        ``input_scales`` [n, 1], or [n, 2] of gate and up, are the stored scales of the input.
         """
         experts = set(range(first, first + values.shape[0])) & set(range(self.spec.experts))
         self._missing |= experts  # until it is done: what fails half way leaves nothing behind that could be used
         _core.pack_into(
             self._blob,
             first,
-            values.contiguous(),
+            aligned(values.view(torch.int8) if values.dtype == torch.float8_e4m3fn else values),
             aligned(scales.view(torch.uint8) if scales.dtype == torch.float8_e4m3fn else scales),
             None if zero_points is None else zero_points.contiguous(),
             None if factors is None else aligned(factors.to(torch.float32)),
             None if bias is None else aligned(bias.to(torch.float32)),
             None if input_order is None else aligned(input_order),
+            None if input_scales is None else aligned(input_scales.to(torch.float32)),
             row_order,
             name,
         )
@@ -111,6 +125,7 @@ def _spec_of(
     factors: Tensor | None = None,
     activations: str = "int8",
     input_order: Tensor | None = None,
+    input_scales: Tensor | None = None,
 ) -> PackedSpec:
     """What ``pack`` makes of these arguments."""
     if values.dim() != 3:
@@ -118,7 +133,7 @@ def _spec_of(
     return PackedSpec(
         weights=weights,
         group_size=None if group_size == -1 else group_size,
-        scales=scales_name(scales.dtype),
+        scales="none" if weights in ("bf16", "fp16", "fp32") else scales_name(scales.dtype),
         experts=values.shape[0],
         out_features=values.shape[1],
         in_features=in_features,
@@ -126,6 +141,7 @@ def _spec_of(
         has_bias=bias is not None,
         has_zero_points=zero_points is not None,
         input_orders=0 if input_order is None else input_order.shape[1],
+        input_scales=0 if input_scales is None else input_scales.shape[1],
         activations=activations,
     )
 
@@ -143,12 +159,13 @@ def _pack(
     factors: Tensor | None = None,
     activations: str = "int8",
     input_order: Tensor | None = None,
+    input_scales: Tensor | None = None,
 ) -> Tensor:
     settings = (in_features, group_size, weights, row_order, name)
-    builder = PackedBuilder(_spec_of(values, scales, bias, *settings, zero_points, factors, activations, input_order))
-    builder.put(
-        0, values, scales, bias, row_order, name, zero_points=zero_points, factors=factors, input_order=input_order
-    )
+    others: dict[str, Any] = {"zero_points": zero_points, "factors": factors}
+    others |= {"input_order": input_order, "input_scales": input_scales}
+    builder = PackedBuilder(_spec_of(values, scales, bias, *settings, activations=activations, **others))
+    builder.put(0, values, scales, bias, row_order, name, **others)
     return builder.finish()
 
 
@@ -160,23 +177,26 @@ def _pack_fake(values: Tensor, *others: Any, **named: Any) -> Tensor:
 pack = register(
     "pack(Tensor values, Tensor scales, Tensor? bias, int in_features, int group_size, str weights, "
     'int row_order, str name="values", Tensor? zero_points=None, Tensor? factors=None, '
-    'str activations="int8", Tensor? input_order=None) -> Tensor',
+    'str activations="int8", Tensor? input_order=None, Tensor? input_scales=None) -> Tensor',
     _pack,
     _pack_fake,
 )
 
 
-def unpack(
-    blob: Tensor, first: int = 0, count: int | None = None
-) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+#: values, scales, zero_points, factors, bias, input_order, input_scales
+Unpacked = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
+
+def unpack(blob: Tensor, first: int = 0, count: int | None = None) -> Unpacked:
     """Experts ``first`` to ``first + count - 1`` of packed weights (all by default), as they were packed.
 
     To the bit, but for scales of int4 weights below 2^-122, whose sixteenth, which is what is held, has fewer bits.
 
     Returns:
-        int8 values [count, out, in], scales [count, out, groups] (groups is 1 per channel) in the dtype that was
-        packed, and, each or None, zero points int8 like the scales, factors and biases [count, out] fp32, and the
-        orders of inputs [count, orders, in] int32. Rows of a gated matrix are gate rows, then up rows.
+        values [count, out, in] (int8, float8_e4m3fn for fp8, or the floats), scales [count, out, groups] (groups is 1
+        per channel, 0 where values are floats) in the dtype that was packed, and, each or None, zero points int8 like
+        the scales, factors and biases [count, out] fp32, the orders of inputs [count, orders, in] int32 and the scales
+        of the input [count, 1] or [count, 2] fp32. Rows of a gated matrix are gate rows, then up rows.
     """
     spec = read_spec(blob)
     count = spec.experts - first if count is None else count
@@ -187,14 +207,16 @@ def unpack(
     def empty(*last: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty((*shape, *last), dtype=dtype, device="cpu")
 
-    values = empty(spec.in_features, dtype=torch.int8)
-    dtype = scale_dtype(spec.scales)
-    scales = empty(spec.groups, dtype=torch.uint8 if dtype.itemsize == 1 else dtype)
+    values_dtype, dtype = _VALUES.get(spec.weights, torch.int8), scale_dtype(spec.scales)
+    values = empty(spec.in_features, dtype=torch.int8 if values_dtype.itemsize == 1 else values_dtype)
+    groups = 0 if spec.scales == "none" else spec.groups
+    scales = empty(groups, dtype=torch.uint8 if dtype.itemsize == 1 else dtype)
     zero_points = empty(spec.groups, dtype=torch.int8) if spec.has_zero_points else None
     factors = empty() if spec.has_factors else None
     bias = empty() if spec.has_bias else None
     order = None
     if spec.input_orders:
         order = torch.empty((count, spec.input_orders, spec.in_features), dtype=torch.int32, device="cpu")
-    _core.unpack_into(blob.contiguous(), first, values, scales, zero_points, factors, bias, order)
-    return values, scales.view(dtype), zero_points, factors, bias, order
+    inputs = torch.empty((count, spec.input_scales), device="cpu") if spec.input_scales else None
+    _core.unpack_into(blob.contiguous(), first, values, scales, zero_points, factors, bias, order, inputs)
+    return values.view(values_dtype), scales.view(dtype), zero_points, factors, bias, order, inputs

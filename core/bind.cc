@@ -116,38 +116,16 @@ void linear(nb::handle x_, nb::handle weight_, nb::handle out_) {
 
 // ---- packed weights ------------------------------------------------------------------------------------------------
 
-constexpr std::pair<const char*, ScaleType> kScaleNames[] = {
-    {"float32", ScaleType::kF32}, {"bfloat16", ScaleType::kBF16}, {"float16", ScaleType::kF16},
-    {"e8m0", ScaleType::kE8M0},   {"e4m3", ScaleType::kE4M3},     {"none", ScaleType::kNone}};
-constexpr std::pair<const char*, RowFormat> kRowNames[] = {{"int8", RowFormat::kBytes},
-                                                           {"int16", RowFormat::kWords},
-                                                           {"int8-static", RowFormat::kBytesStatic},
-                                                           {"fp8", RowFormat::kFp8},
-                                                           {"fp8-static", RowFormat::kFp8Static},
-                                                           {"fp8-tensor", RowFormat::kFp8Tensor},
-                                                           {"fp8-g128", RowFormat::kFp8Group128},
-                                                           {"nvfp4", RowFormat::kNvfp4},
-                                                           {"mxfp4", RowFormat::kMxfp4},
-                                                           {"mxfp6-e3m2", RowFormat::kMxfp6E3M2},
-                                                           {"mxfp6-e2m3", RowFormat::kMxfp6E2M3},
-                                                           {"mxfp8", RowFormat::kMxfp8},
-                                                           {"float", RowFormat::kFloat}};
-
-template <class Value, std::size_t count>
-Value value_named(const std::pair<const char*, Value> (&names)[count], const std::string& name, const char* argument) {
+// The value among the first `count` of a type that has this name.
+template <class Value>
+Value value_named(int first, int count, const std::string& name, const char* argument) {
   std::string accepted;
-  for (const auto& [text, value] : names) {
-    if (name == text) return value;
-    accepted += (accepted.empty() ? "" : ", ") + std::string(text);
+  for (int i = first; i < first + count; ++i) {
+    const auto value = static_cast<Value>(i);
+    if (name == name_of(value)) return value;
+    accepted += (accepted.empty() ? "" : ", ") + std::string(name_of(value));
   }
-  CPUMOE_REQUIRE(false, argument, "=", name, "; accepted are ", accepted);
-  return names[0].second;
-}
-
-template <class Value, std::size_t count>
-const char* name_of(const std::pair<const char*, Value> (&names)[count], Value value) {
-  return std::find_if(std::begin(names), std::end(names), [&](const auto& entry) { return value == entry.second; })
-      ->first;
+  refuse(argument, "=", name, "; accepted are ", accepted);
 }
 
 // What Python gives to make a PackedSpec.
@@ -165,8 +143,8 @@ PackedSpec make_spec(const std::string& weights, std::optional<std::int64_t> gro
   s.gated = gated;
   s.has_bias = has_bias;
   s.weights = choose_format(weights, group_size, has_zero_points, "weights");
-  s.scales = value_named(kScaleNames, scales, "scales");
-  s.rows = value_named(kRowNames, activations, "activations");
+  s.scales = value_named<ScaleType>(1, kScaleTypeCount, scales, "scales");
+  s.rows = value_named<RowFormat>(0, kStoredRowFormatCount, activations, "activations");
   layout_of(s, "weights");  // refuses what cannot be packed
   return s;
 }
@@ -177,8 +155,8 @@ std::optional<std::int64_t> group_size(const PackedSpec& s) {
 
 const FormatInfo& format_of(const PackedSpec& s) { return *find_format(static_cast<std::uint32_t>(s.weights)); }
 bool has_zero_points(const PackedSpec& s) { return traits_of(s.weights).has_zeros(); }
-const char* scale_name(const PackedSpec& s) { return name_of(kScaleNames, s.scales); }
-const char* row_name(const PackedSpec& s) { return name_of(kRowNames, s.rows); }
+const char* scale_name(const PackedSpec& s) { return name_of(s.scales); }
+const char* row_name(const PackedSpec& s) { return name_of(s.rows); }
 
 std::string spec_text(const PackedSpec& s) {
   const auto text = [](bool flag) { return flag ? "True" : "False"; };

@@ -137,6 +137,20 @@ bool FormatInfo::takes(ScaleType scales) const {
   return scales == ScaleType::kF32 || scales == ScaleType::kBF16 || scales == ScaleType::kF16;
 }
 
+const char* name_of(ScaleType scales) {
+  constexpr const char* kNames[kScaleTypeCount] = {"float32", "bfloat16", "e8m0", "e4m3", "float16", "none"};
+  const auto number = static_cast<std::uint32_t>(scales);
+  return number >= 1 && number <= kScaleTypeCount ? kNames[number - 1] : "unknown";
+}
+
+const char* name_of(RowFormat rows) {
+  constexpr const char* kNames[kStoredRowFormatCount] = {"int8",       "int16",    "int8-static", "fp8",   "fp8-static",
+                                                         "fp8-tensor", "fp8-g128", "nvfp4",       "mxfp4", "mxfp6-e3m2",
+                                                         "mxfp6-e2m3", "mxfp8",    "float"};
+  const auto number = static_cast<int>(rows);
+  return number < kStoredRowFormatCount ? kNames[number] : "unknown";
+}
+
 const FormatInfo* find_format(std::uint32_t number) {
   for (const FormatInfo& f : kWeightFormats) {
     if (static_cast<std::uint32_t>(f.id) == number) return &f;

@@ -19,6 +19,10 @@ struct FormatInfo {
 
 extern const FormatInfo kWeightFormats[kFormatCount];
 
+// What Python calls them: "float32", "e8m0", ...; "int8", "fp8-static", ...
+const char* name_of(ScaleType scales);
+const char* name_of(RowFormat rows);
+
 // The format with this number in a header; null if there is none.
 const FormatInfo* find_format(std::uint32_t number);
 

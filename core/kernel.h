@@ -68,6 +68,8 @@ enum class ScaleType : std::uint32_t {
   kNone = 6,  // of weights that are floats
 };
 
+static constexpr int kScaleTypeCount = 6;
+
 static constexpr int size_of(ScaleType type) {
   return type == ScaleType::kF32 || type == ScaleType::kNone   ? 4
          : type == ScaleType::kBF16 || type == ScaleType::kF16 ? 2
@@ -94,6 +96,8 @@ enum class RowFormat : std::uint8_t {
   kBF16Pair = 14,  // a bf16 number and one for what it leaves
   kF32 = 15,
 };
+
+static constexpr int kStoredRowFormatCount = 13;  // those of headers
 
 // What the values of a prepared row are.
 enum class RowKind : std::uint8_t {

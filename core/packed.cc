@@ -433,20 +433,19 @@ PackedMatrix layout_of(const PackedSpec& s, const std::string& name) {
                  " are accepted");
   const FormatInfo* format = find_format(static_cast<std::uint32_t>(s.weights));
   CPUMOE_REQUIRE(format != nullptr, name, ": weight format ", static_cast<std::uint32_t>(s.weights), " is not known");
-  CPUMOE_REQUIRE(format->takes(s.scales), name, ": scales of type ", static_cast<std::uint32_t>(s.scales),
-                 " do not go with weights held as ", format->name);
-  CPUMOE_REQUIRE(static_cast<int>(s.rows) < kRowFormatCount, name, ": activations of type ", static_cast<int>(s.rows),
-                 " are not known");
+  CPUMOE_REQUIRE(format->takes(s.scales), name, ": ", name_of(s.scales), " scales do not go with weights held as ",
+                 format->name);
   CPUMOE_REQUIRE(s.input_orders >= 0 && s.input_orders <= (s.gated ? 2 : 1), name, ": ", s.input_orders,
                  " orders of inputs");
   const RowTraits rows = traits_of(s.rows);
   const FormatTraits traits = traits_of(s.weights);
   const RowKind kind = rows_for(s, DType::kBF16) == RowFormat::kF32 ? RowKind::kF32 : rows.kind;
-  CPUMOE_REQUIRE(
-      s.rows <= RowFormat::kFloat && traits.takes(kind) && (!rows.record_scales || has_tile_scales(s.weights)), name,
-      ": activations of type ", static_cast<int>(s.rows), " do not go with weights held as ", format->name);
+  CPUMOE_REQUIRE(static_cast<int>(s.rows) < kStoredRowFormatCount && traits.takes(kind) &&
+                     (!rows.record_scales || has_tile_scales(s.weights)),
+                 name, ": ", name_of(s.rows), " activations do not go with weights held as ", format->name);
   CPUMOE_REQUIRE(rows.stored_scale ? s.input_scales == 1 || (s.input_scales == 2 && s.gated) : s.input_scales == 0,
-                 name, ": ", s.input_scales, " stored scales of activations");
+                 name, ": input_scales=", s.input_scales, " with ", name_of(s.rows), " activations; ",
+                 rows.stored_scale ? s.gated ? "1 or 2 is accepted" : "1 is accepted" : "0 is accepted");
   CPUMOE_REQUIRE(!has_tile_scales(s.weights) || s.group == kRecordDepth, name, ": group_size=", s.group,
                  " with weights held as ", format->name);
   CPUMOE_REQUIRE(find_format(format->element, s.group, traits_of(s.weights).has_zeros()) == format, name,
@@ -508,7 +507,7 @@ PackedMatrix open_packed(const std::uint8_t* data, std::int64_t bytes, const std
   s.depth = h.depth;
   s.gated = (h.flags & kFlagGated) != 0;
   s.has_bias = (h.flags & kFlagBias) != 0;
-  CPUMOE_REQUIRE(h.rows < kRowFormatCount, name, ": activations of type ", h.rows, " are not known");
+  CPUMOE_REQUIRE(h.rows < kStoredRowFormatCount, name, ": activations of type ", h.rows, " are not known");
   s.rows = static_cast<RowFormat>(h.rows);
   CPUMOE_REQUIRE(h.input_orders <= 2, name, ": ", h.input_orders, " orders of inputs");
   s.input_orders = static_cast<int>(h.input_orders);

@@ -50,8 +50,12 @@ class Row:
 
 @dataclass
 class Limits:
-    """What the machine reached: the DRAM read rate, and the int8 peak of the instruction set in use."""
+    """What the machine reached: the DRAM read rate, and the peak of the instruction set in use.
 
+    That is the peak of int8 dot products, or with ``floats`` of those of the numbers that floats are multiplied as.
+    """
+
+    floats: bool = False
     bytes_per_second: list[float] = field(default_factory=list)
     operations_per_second: list[float] = field(default_factory=list)
 
@@ -63,7 +67,7 @@ class Limits:
         while seconds < 2e-3:  # then the resolution of the clock and waking up the threads no longer matter
             iterations *= 4
             start = time.perf_counter()
-            rate = _core.dot_rate(iterations)
+            rate = _core.dot_rate(iterations, self.floats)
             seconds = time.perf_counter() - start
         self.operations_per_second.append(rate)
 
@@ -126,15 +130,9 @@ def make_row(
     isa: str | None = None,
     *,
     from_memory: bool,
-    dots_per_product: int = 1,
 ) -> Row:
-    """``weight_bytes``: how many bytes of weights one call reads, which are those of the active experts.
-
-    ``dots_per_product``: int8 dot products for each product of a weight and an activation, or in the time of one:
-    16-bit activations take two, and instructions for 16-bit floats multiply half as many numbers as those for int8, so
-    that half of the int8 peak is theirs.
-    """
-    median, peak = statistics.median(seconds), limits.peak / dots_per_product
+    """``weight_bytes``: how many bytes of weights one call reads, which are those of the active experts."""
+    median, peak = statistics.median(seconds), limits.peak
     operations, rate = shape.operations(tokens) / median, weight_bytes / median
     return Row(
         system,
@@ -176,7 +174,8 @@ def bench_shape(shape: Shape, scheme: Scheme, tokens: list[int], dtype: torch.dt
     large = None if from_memory else memory_to_probe()
     for count in tokens:
         inputs = make_inputs(shape, count, dtype)
-        limits = Limits()
+        # Schemes with activations of more than 8 bits are compared with products of 16-bit floats.
+        limits = Limits(floats=not packed_activations(scheme).startswith("int8"))
 
         def between(i: int, limits: Limits = limits) -> None:
             far_away = layers[(i + len(layers) // 2) % len(layers)]  # a layer that is in no cache now
@@ -194,5 +193,4 @@ def bench_shape(shape: Shape, scheme: Scheme, tokens: list[int], dtype: torch.dt
             weight_bytes,
             limits,
             from_memory=from_memory,
-            dots_per_product=1 if packed_activations(scheme).startswith("int8") else 2,
         )

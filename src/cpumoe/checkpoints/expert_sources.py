@@ -35,12 +35,16 @@ class ExpertSource(ABC):
     prefix: str  # what the names of their tensors start with
     config: MoEConfig  # of the layer that they become in memory
     storage: LinearStorage | None = None  # how each linear is stored; None for float, quantised as it is read
-    input_scales: int = 0  # stored scales of the first product's inputs that an expert has: 2 if gate's and up's differ
 
     @property
     @abstractmethod
     def expert_bytes(self) -> int:
         """Bytes that one expert occupies while it is read."""
+
+    @property
+    def input_scales(self) -> int:
+        """Stored scales of the first product's inputs that an expert has: 2 where those of gate and up differ."""
+        return 0
 
     @abstractmethod
     def linear_names(self, expert: int) -> tuple[str, str, str]:

@@ -27,6 +27,7 @@ from cpumoe.checkpoints.layer_names import (
 from cpumoe.checkpoints.linear_sources import find_linears
 from cpumoe.checkpoints.loading import check_experts, expert_modules, find_experts
 from cpumoe.checkpoints.model_tensors import ModelTensors
+from cpumoe.checkpoints.storage import refuse_stored_input_scales
 from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES
 from cpumoe.checkpoints.tensor_kinds import NOT_LOADED, ORDER, kinds_of
 from cpumoe.errors import UnsupportedScheme
@@ -59,6 +60,8 @@ class Survey:
         self.is_quantized = checkpoint.quantization_section is not None
         if self.is_quantized and scheme is not None:
             raise UnsupportedScheme(f"scheme {scheme} for a checkpoint that is quantised already; leave it out")
+        if scheme is not None:
+            refuse_stored_input_scales(scheme)
         is_served = not self.is_quantized or self._try(lambda: checkpoint.quantization) is not None
         self.architecture = self._try(architecture_if_needed, checkpoint)
         self._try(checkpoint.check_config)

@@ -18,7 +18,7 @@ from cpumoe.checkpoints.expert_sources import (
 from cpumoe.checkpoints.formats import QUANTIZED_SUFFIXES
 from cpumoe.checkpoints.fused_sources import FusedFloat, FusedQuantized
 from cpumoe.checkpoints.layer_names import check_layers_behind, layers_prefix
-from cpumoe.checkpoints.storage import LinearStorage, refuse_stored_input_scales
+from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.checkpoints.tensor_file import FLOAT_DTYPES
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers.config import MoEConfig
@@ -72,8 +72,6 @@ def find_experts(
         scheme: for float weights, what to quantise them to; None leaves them as they are, in the scheme of their dtype.
     """
     prefixes = expert_prefixes(architecture, module)
-    if scheme is not None:
-        refuse_stored_input_scales(scheme)
 
     def config(of: Scheme) -> MoEConfig:
         sizes = (facts.expert_count, facts.hidden_size, facts.intermediate_size)

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from cpumoe.checkpoints.tensor_file import DTYPES, TensorInfo
 from cpumoe.errors import UnsupportedScheme
+from cpumoe.layers.activation_rounding import needs_input_scales
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.scheme import NVFP4, STATIC_FP8, STATIC_INT8, Scheme
 
@@ -125,18 +126,13 @@ class LinearStorage(ABC):
         return sum(tensor.bytes for tensor in self.tensors(rows, columns).values())
 
 
-def stores_input_scale(scheme: Scheme) -> bool:
-    """Whether linears of a scheme have a scale for their inputs that was found before they are run."""
-    return scheme.activations in (STATIC_FP8, STATIC_INT8, NVFP4)
-
-
 # The scheme that does without, by the activations that have a stored scale.
 _SCALED_AS_SEEN = {STATIC_FP8: "fp8", STATIC_INT8: "w8a8", NVFP4: "nvfp4a16"}
 
 
 def refuse_stored_input_scales(scheme: Scheme) -> None:
     """Refuses schemes that float weights alone cannot be quantised to: the scale of the inputs is found with a text."""
-    if scheme.activations is not None and stores_input_scale(scheme):
+    if scheme.activations is not None and needs_input_scales(scheme):
         raise UnsupportedScheme(
             f"scheme {scheme} has a stored scale of the activations, which is found with a text: "
             f"cpumoe quantize FLOAT_MODEL DST --scheme {scheme} --calibration TEXT; without one "

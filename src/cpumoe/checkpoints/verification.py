@@ -17,7 +17,7 @@ from cpumoe.checkpoints.expert_sources import ExpertSource
 from cpumoe.checkpoints.layer_names import architecture_if_needed
 from cpumoe.checkpoints.linear_sources import LinearSource, find_linears
 from cpumoe.checkpoints.loading import experts_of, load_experts
-from cpumoe.checkpoints.storage import LinearStorage
+from cpumoe.checkpoints.storage import LinearStorage, refuse_stored_input_scales
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers import reference
 from cpumoe.layers.activation_rounding import held_activations
@@ -243,6 +243,8 @@ def checks_of(
         )
     if not is_float and scheme is not None:
         raise UnsupportedScheme(f"--scheme {scheme} for a checkpoint that is quantised already; leave it out")
+    if scheme is not None:
+        refuse_stored_input_scales(scheme)
     check = TensorCheck(checkpoint)
     linears = find_linears(checkpoint, check)
     check.raise_problems()

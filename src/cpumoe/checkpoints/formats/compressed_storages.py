@@ -12,9 +12,10 @@ from torch import Tensor
 from cpumoe.checkpoints.formats.float_storages import Fp4Storage, Fp6Storage, Fp8Storage, one_for_each, one_scale
 from cpumoe.checkpoints.formats.input_order import group_index_of, input_order_of, plain_input_order
 from cpumoe.checkpoints.formats.words import WORD_BITS, copied, pack_words, signed_bytes, unpack_words
-from cpumoe.checkpoints.storage import LinearStorage, StoredTensor, matrix_shape, stores_input_scale
+from cpumoe.checkpoints.storage import LinearStorage, StoredTensor, matrix_shape
 from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES, TensorInfo
 from cpumoe.errors import UnsupportedScheme
+from cpumoe.layers.activation_rounding import needs_input_scales
 from cpumoe.layers.nibbles import unpack_nibbles
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.scheme import INTEGERS, Scheme
@@ -89,7 +90,7 @@ class IntegerStorage(LinearStorage):
 
     @property
     def input_scale_suffix(self) -> str | None:
-        return "input_scale" if stores_input_scale(self.scheme) else None
+        return "input_scale" if needs_input_scales(self.scheme) else None
 
     @property
     def has_input_order(self) -> bool:

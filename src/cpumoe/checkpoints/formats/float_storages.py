@@ -18,9 +18,10 @@ from cpumoe.checkpoints.formats.refused_numbers import (
     refuse_negative_codes,
     refuse_unless_positive,
 )
-from cpumoe.checkpoints.storage import LinearStorage, StoredTensor, matrix_shape, stores_input_scale
+from cpumoe.checkpoints.storage import LinearStorage, StoredTensor, matrix_shape
 from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES, TensorInfo
 from cpumoe.errors import UnsupportedScheme
+from cpumoe.layers.activation_rounding import needs_input_scales
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.scheme import GroupShape
 
@@ -57,7 +58,7 @@ class Fp4Storage(LinearStorage):
 
     @property
     def input_scale_suffix(self) -> str | None:
-        return self.input_suffix if stores_input_scale(self.scheme) else None
+        return self.input_suffix if needs_input_scales(self.scheme) else None
 
     @property
     def _has_global_scale(self) -> bool:
@@ -185,7 +186,7 @@ class Fp8Storage(LinearStorage):
 
     @property
     def input_scale_suffix(self) -> str | None:
-        return self.input_suffix if stores_input_scale(self.scheme) else None
+        return self.input_suffix if needs_input_scales(self.scheme) else None
 
     @property
     def _is_per_tensor(self) -> bool:
@@ -228,7 +229,11 @@ class Fp8Storage(LinearStorage):
         return QuantizedWeight("fp8", tensors["weight"], scales, input_scales=inputs)
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        scales = weight.scales.view(1) if self._is_per_tensor else weight.scales
+        scales = weight.scales
+        if self._is_per_tensor:  # in memory each row may have it
+            if bool((scales != scales[0, 0]).any()):
+                raise UnsupportedScheme(f"{self.scheme} has one scale for all rows of a linear; these have several")
+            scales = scales[0]
         tensors = {"weight": weight.values, self.scale_suffix: scales}
         if self.input_scale_suffix is not None:
             assert weight.input_scales is not None  # every weight of such a scheme has one

@@ -534,7 +534,6 @@ _LAYER = "model.layers.1.mlp.experts"
             for change in (
                 lambda t: None,
                 lambda t: t.repeat(2),
-                lambda t: t[0],
                 lambda t: t[:0],
                 lambda t: t.double(),
                 lambda t: t.bfloat16(),

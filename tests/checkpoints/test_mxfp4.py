@@ -18,9 +18,10 @@ from torch import Tensor
 
 from cpumoe import CheckpointError, Experts, UnsupportedScheme, cli
 from cpumoe.checkpoints.checkpoint import Checkpoint
-from cpumoe.checkpoints.expert_sources import Buffers, FusedQuantized
+from cpumoe.checkpoints.expert_sources import Buffers
 from cpumoe.checkpoints.formats import parse_quantization
 from cpumoe.checkpoints.formats.mxfp4 import Mxfp4, Mxfp4Storage
+from cpumoe.checkpoints.fused_sources import FusedQuantized
 from cpumoe.checkpoints.loading import experts_of, load_experts
 from cpumoe.layers.scheme import Scheme
 

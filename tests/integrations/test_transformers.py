@@ -548,10 +548,10 @@ def test_float_experts_are_quantised_as_they_are_read(models, architecture):
     assert_layers_agree(model, twin, 0.03)
 
 
-def test_a_float_checkpoint_needs_a_word(models, monkeypatch):
+def test_a_float_checkpoint_runs_as_it_is_unless_something_else_is_asked_for(models, monkeypatch):
     monkeypatch.delenv("CPUMOE_SCHEME", raising=False)
-    with pytest.raises(UnsupportedScheme, match="is a float checkpoint: say what to quantise its experts to"):
-        load(models.float("qwen3_moe"))
+    model = load(models.float("qwen3_moe"))
+    assert str(model.model.layers[0].mlp.experts.config.scheme) == "fp32"
     monkeypatch.setenv("CPUMOE_SCHEME", "w4a8-g32")
     model = load(models.float("qwen3_moe"))
     assert str(model.model.layers[0].mlp.experts.config.scheme) == "w4a8-g32"

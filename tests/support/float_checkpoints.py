@@ -1,4 +1,4 @@
-"""Checkpoints of small floats: linears as compressed-tensors' own compressors write them, and as other tools define them.
+"""Checkpoints of small floats: linears as compressed-tensors' own compressors and other tools write them.
 
 The package's reader is tested against these and not against its own writer.
 """
@@ -24,7 +24,7 @@ from cpumoe.layers.reference import dequantize
 Tensors = dict[str, Tensor]
 Config = dict[str, Any]
 
-#: Sizes of a model whose linears all divide into blocks along their inputs; the key projection has half a block of rows.
+#: Sizes of a model whose inputs all divide into blocks; the key projection has half a block of rows.
 SIZES: dict[str, Any] = {"hidden_size": 128, "moe_intermediate_size": 128, "head_dim": 32}
 
 FP8 = {"num_bits": 8, "type": "float", "symmetric": True}

@@ -61,7 +61,7 @@ class LayerWriter:
         weight = self._layer.checkpoint.read(f"{name}.weight")
         quantized = self._quantized(weight, statistics, storage.scheme, f"{name}.weight")
         if statistics is not None:
-            quantized = _with_input_scale(quantized, statistics.largest, storage.scheme)
+            quantized = self._with_input_scale(quantized, statistics.largest, storage.scheme)
         self._write(storage, name, quantized)
         if f"{name}.bias" in self._layer.checkpoint:
             self._writer.write(f"{name}.bias", self._layer.checkpoint.read(f"{name}.bias"))
@@ -80,11 +80,11 @@ class LayerWriter:
         seen = None if inputs is None else InputStatistics(config.hidden_size)
         if seen is not None and inputs is not None:
             seen.add(inputs)
-            if not seen.sufficient:
+            if not seen.sufficient and takes_statistics(config.scheme):
                 self._counts["uncovered"].append(expert)
         first = self._quantized(gate_up[0], seen, config.scheme, gate_name)
         if others is not None:
-            first = _with_input_scale(first, others.abs().amax(), config.scheme)
+            first = self._with_input_scale(first, others.abs().amax(), config.scheme)
         biases = None if gate_up_bias is None else gate_up_bias[0].to(torch.float32)
         gate, up = first.halves()
         for name, weight, rows in ((gate_name, gate, slice(0, inner)), (up_name, up, slice(inner, None))):
@@ -108,7 +108,7 @@ class LayerWriter:
         second = self._quantized(down[0], seen, config.scheme, down_name)
         if hidden is not None and others is not None and needs_input_scales(config.scheme):
             seen_by_down = hidden if seen is not None else torch.cat((hidden, intermediate(others[:MIN_TOKENS])))
-            second = _with_input_scale(second, seen_by_down.abs().amax(), config.scheme)
+            second = self._with_input_scale(second, seen_by_down.abs().amax(), config.scheme)
         self._write(storage, down_name, second)
         if second_bias is not None:
             self._writer.write(f"{down_name}.bias", second_bias)
@@ -121,18 +121,17 @@ class LayerWriter:
     ) -> QuantizedWeight:
         self._counts["matrices"] += 1
         if statistics is None or not statistics.sufficient or not takes_statistics(scheme):
-            self._counts["calibrated"] += statistics is not None and needs_input_scales(scheme)
             return quantize_weight(weight, scheme, name, clip_search=True)
         self._counts["calibrated"] += 1
         return quantize_with_statistics(weight, statistics, scheme, name)
 
+    def _with_input_scale(self, weight: QuantizedWeight, largest: Tensor, scheme: Scheme) -> QuantizedWeight:
+        """The weight of a linear with the stored scale for inputs of this largest magnitude, if its scheme has one."""
+        if not needs_input_scales(scheme):
+            return weight
+        self._counts["calibrated"] += not takes_statistics(scheme)  # others were counted when they were quantised
+        return replace(weight, input_scales=input_scale_for(largest, scheme).view(1))
+
     def _write(self, storage: LinearStorage, name: str, weight: QuantizedWeight) -> None:
         for suffix, tensor in storage.encode(weight).items():
             self._writer.write(f"{name}.{suffix}", tensor)
-
-
-def _with_input_scale(weight: QuantizedWeight, largest: Tensor, scheme: Scheme) -> QuantizedWeight:
-    """The weight of a linear with the stored scale for inputs of this largest magnitude, if its scheme has one."""
-    if not needs_input_scales(scheme):
-        return weight
-    return replace(weight, input_scales=input_scale_for(largest, scheme).view(1))

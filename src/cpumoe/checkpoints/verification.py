@@ -108,7 +108,7 @@ def _compare(result: Result, name: str, stored: QuantizedWeight, packed: Quantiz
         return values.view(torch.int8) if values.dtype == torch.float8_e4m3fn else values
 
     for what, mine, theirs in (
-        ("integers" if stored.element in INTEGERS else "weights", bits(packed.values), bits(stored.values)),
+        ("integers" if stored.element in INTEGERS else "values", bits(packed.values), bits(stored.values)),
         ("scales", reference.scale_values(packed.scales), reference.scale_values(stored.scales)),
         ("zero points", packed.zero_points, stored.zero_points),
         ("factors", factors(packed), factors(stored)),

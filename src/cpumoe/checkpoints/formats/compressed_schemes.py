@@ -142,14 +142,15 @@ def activations_section(scheme: Scheme) -> dict[str, Any] | None:
     form = scheme.activations
     if form is None:
         return None
-    return {
+    section: dict[str, Any] = {
         "num_bits": form.bits,
         "type": "int" if form.element in INTEGERS else "float",
         "symmetric": True,  # this is what other readers compute with; ours has a zero point per token
         "dynamic": "local" if form == NVFP4 else form.dynamic,
         "strategy": _strategy(form, per_row="token"),
-        "group_size": form.group.columns,
-    } | _scale_dtype(form)
+    }
+    groups = {} if form.group.columns is None else {"group_size": form.group.columns}
+    return section | groups | _scale_dtype(form)
 
 
 def _strategy(form: TensorFormat, per_row: str) -> str:

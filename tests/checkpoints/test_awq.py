@@ -145,7 +145,7 @@ def test_tensors_of_gptq_are_no_awq(written: Written, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "kind", "message"),
     [
-        ({"bits": 8}, UnsupportedScheme, "bits=8, group_size=32, asymmetric is not served"),
+        ({"bits": 8}, UnsupportedScheme, "AWQ with bits=8 is not served; 4 bits are"),
         ({"bits": 8, "zero_point": False}, UnsupportedScheme, "AWQ with bits=8 is not served; 4 bits are"),
         ({"version": "gemv"}, UnsupportedScheme, "version 'gemv' is not served; 'gemm' is"),
         ({"zero_point": 1}, CheckpointError, "zero_point is 1; true or false is accepted"),

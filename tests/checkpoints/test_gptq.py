@@ -63,6 +63,8 @@ def symmetric(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Written
         (4, -1, False, "w4a16-asym"),
         (8, 32, True, "w8a16-g32"),
         (8, -1, True, "w8a16"),
+        (8, 32, False, "w8a16-g32-asym"),
+        (8, -1, False, "w8a16-asym"),
     ],
 )
 def test_weights_are_those_of_the_file(
@@ -89,7 +91,7 @@ def test_check_and_inspect(symmetric: Written, capsys: pytest.CaptureFixture[str
 @st.composite
 def weights(draw: st.DrawFn) -> tuple[Rounded, int, bool]:
     """A weight with any integers and zero points; bits; whether it is symmetric."""
-    bits, is_symmetric = draw(st.sampled_from([(4, True), (4, False), (8, True)]))
+    bits, is_symmetric = draw(st.sampled_from([(4, True), (4, False), (8, True), (8, False)]))
     rows, groups = 8 * draw(st.integers(1, 6)), draw(st.integers(1, 3))
     random = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     zeros = random.integers(0, 2**bits, (rows, groups))
@@ -373,7 +375,6 @@ def test_a_module_that_a_rule_leaves_in_float_and_the_file_has_quantised(symmetr
     ("fields", "kind", "message"),
     [
         ({"bits": 3}, UnsupportedScheme, "bits=3, group_size=32, symmetric is not served: 4 and 8 bits are"),
-        ({"bits": 8, "sym": False}, UnsupportedScheme, "bits=8, group_size=32, asymmetric is not served"),
         ({"bits": "4"}, CheckpointError, "bits is '4' and group_size 32; numbers are accepted"),
         ({"bits": True}, CheckpointError, "bits is True"),
         ({"bits": None}, CheckpointError, "bits is None"),

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from cpumoe import CheckpointError, Experts, UnsupportedScheme, cli
 from cpumoe.checkpoints.checkpoint import Checkpoint
-from cpumoe.checkpoints.expert_sources import Buffers, FusedQuantized
+from cpumoe.checkpoints.expert_sources import Buffers
 from cpumoe.checkpoints.formats import parse_quantization
 from cpumoe.checkpoints.formats.mxfp4 import Mxfp4, Mxfp4Storage
+from cpumoe.checkpoints.fused_sources import FusedQuantized
 from cpumoe.checkpoints.loading import experts_of, load_experts
 from cpumoe.layers.scheme import Scheme
 
@@ -490,7 +491,7 @@ def test_a_layer_whose_experts_are_float(model: Path, capsys: pytest.CaptureFixt
     assert code == 0, facts["problems"]
     assert [(part["scheme"], part["modules"]) for part in facts["parts"][:2]] == [(None, 1), ("mxfp4a16", 1)]
     with Checkpoint.open(model) as checkpoint:
-        assert [*experts_of(checkpoint)] == ["model.layers.1.mlp.experts"]
+        assert [str(source.config.scheme) for source in experts_of(checkpoint).values()] == ["bf16", "mxfp4a16"]
 
 
 def test_quantising_it_again_is_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

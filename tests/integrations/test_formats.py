@@ -14,7 +14,7 @@ from word_checkpoints import Rounded, Tensors, gptq_section, gptq_tensors, round
 
 import cpumoe
 from cpumoe.checkpoints.formats import QUANT_METHODS
-from cpumoe.integrations.transformers.hook import METHODS, OLDER_NAMES
+from cpumoe.integrations.transformers.hook import ALL_NAMES, OLDER_NAMES
 from cpumoe.integrations.transformers.packed_modules import pack_float_linear
 from cpumoe.layers import reference
 from cpumoe.layers.experts import Experts
@@ -114,7 +114,7 @@ def test_older_names_of_a_method_are_read(source: Path, tmp_path: Path, method: 
 
 
 def test_transformers_is_told_of_every_method() -> None:
-    assert {*METHODS, *OLDER_NAMES} == set(QUANT_METHODS)
+    assert set(ALL_NAMES) == set(QUANT_METHODS)
 
 
 def test_int8_activations_through_every_door(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

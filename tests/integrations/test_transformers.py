@@ -446,9 +446,13 @@ def test_a_model_with_two_schemes_survives_saving(models, tmp_path, architecture
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_linears_alone_survive_saving(models, tmp_path, architecture):
-    model = load(models.float(architecture), scheme="float", linears="w8a8")
-    assert not any(isinstance(m, Experts) for m in model.modules())
+    model = load(models.float(architecture), linears="w8a8")
+    assert {str(m.config.scheme) for m in model.modules() if isinstance(m, Experts)} == {"fp32"}
     assert_survives_saving(model, tmp_path / "saved")
+    left = load(models.float(architecture), scheme="float", linears="w8a8")
+    assert not any(isinstance(m, Experts) for m in left.modules())
+    left.save_pretrained(tmp_path / "left")
+    assert_same_model(load(tmp_path / "left"), model)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -548,10 +552,10 @@ def test_float_experts_are_quantised_as_they_are_read(models, architecture):
     assert_layers_agree(model, twin, 0.03)
 
 
-def test_a_float_checkpoint_needs_a_word(models, monkeypatch):
+def test_a_float_checkpoint_runs_as_it_is_unless_something_else_is_asked_for(models, monkeypatch):
     monkeypatch.delenv("CPUMOE_SCHEME", raising=False)
-    with pytest.raises(UnsupportedScheme, match="is a float checkpoint: say what to quantise its experts to"):
-        load(models.float("qwen3_moe"))
+    model = load(models.float("qwen3_moe"))
+    assert str(model.model.layers[0].mlp.experts.config.scheme) == "fp32"
     monkeypatch.setenv("CPUMOE_SCHEME", "w4a8-g32")
     model = load(models.float("qwen3_moe"))
     assert str(model.model.layers[0].mlp.experts.config.scheme) == "w4a8-g32"
@@ -592,7 +596,7 @@ def test_linears_that_a_group_size_does_not_fit_stay_in_float_with_a_warning(mod
     assert (
         "left in float: model.layers.0.self_attn.q_proj: group_size=128 does not divide in_features=64" in caplog.text
     )
-    assert_survives_saving(model, tmp_path / "saved")
+    assert_survives_saving(load(folder, linears="w4a8-g128"), tmp_path / "saved")
 
 
 def test_a_group_size_that_fits_nothing_is_refused(models):
@@ -624,14 +628,14 @@ def test_the_dtype_of_the_float_parts_is_chosen_and_told(models, caplog):
 
 
 def test_schemes_that_are_not_served_are_refused_or_left_to_transformers(models, tmp_path, caplog):
-    def fp8(config):
+    def asymmetric(config):
         group = config["quantization_config"]["config_groups"]["group_0"]
         group["weights"] |= {"num_bits": 8, "type": "float", "strategy": "channel", "group_size": None}
-        group["input_activations"] |= {"type": "float"}
+        group["weights"]["symmetric"] = False
         group["format"] = config["quantization_config"]["format"] = "float-quantized"
 
-    folder = changed(models.quantized("qwen3_moe"), tmp_path / "fp8", config=fp8)
-    with pytest.raises(UnsupportedScheme, match="'float-quantized' .weights 8-bit float per channel"):
+    folder = changed(models.quantized("qwen3_moe"), tmp_path / "fp8", config=asymmetric)
+    with pytest.raises(UnsupportedScheme, match="weights asymmetric 8-bit float per channel.* is not served"):
         load(folder)
     with pytest.raises(Exception):  # transformers' own reader, which does not find fp8 in these files
         load_stock(folder)

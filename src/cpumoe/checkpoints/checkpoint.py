@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cpumoe.checkpoints.architectures import Architecture, ExpertsFacts, architecture_of, text_config
 from cpumoe.checkpoints.config_fields import check_fields
-from cpumoe.checkpoints.formats import parse_quantization
+from cpumoe.checkpoints.formats import CONFIG_FILES, parse_quantization
 from cpumoe.checkpoints.json_files import (
     read_json as read_json,  # for callers that have a folder and no checkpoint yet
 )
@@ -143,10 +143,12 @@ class Checkpoint:
     def text_config(self) -> Mapping[str, Any]:
         return text_config(self.config)
 
-    @property
+    @cached_property
     def quantization_section(self) -> Any:
-        """The ``quantization_config`` as it stands in config.json, or None."""
-        return self.config.get("quantization_config") or self.text_config.get("quantization_config")
+        """The ``quantization_config`` as it stands in config.json or in a file of its own, or None."""
+        found = self.config.get("quantization_config") or self.text_config.get("quantization_config")
+        files = {} if found else {self.folder / name: method for name, method in CONFIG_FILES.items()}
+        return next((read_json(p) | {"quant_method": method} for p, method in files.items() if p.exists()), found)
 
     @cached_property
     def quantization(self) -> Quantization | None:
@@ -236,7 +238,7 @@ class TensorCheck:
             self.missing.append(name)
             return
         info = self._checkpoint.info(name)
-        if info.dtype not in stored.dtypes or info.shape != stored.shape:
+        if info.dtype not in stored.dtypes or not stored.accepts(info.shape):
             accepted = f"{' or '.join(stored.dtypes)} {list(stored.shape)}"
             self.wrong.append(f"{name} is {info}, {accepted} is accepted")
         elif self._read_values and stored.is_known:

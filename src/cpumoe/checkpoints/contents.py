@@ -57,8 +57,11 @@ def experts_weights(config: MoEConfig) -> int:
     return config.local_experts * config.hidden_size * (rows + config.intermediate_size)
 
 
-def experts_bytes(config: MoEConfig, storage: LinearStorage | None = None) -> int:
-    """Bytes of the packed experts of one layer; ``storage`` is that of its linears, None for float."""
+def experts_bytes(config: MoEConfig, storage: LinearStorage | None = None, input_scales: int = 0) -> int:
+    """Bytes of the packed experts of one layer.
+
+    ``storage`` is that of its linears, None for float; ``input_scales`` are the stored ones of the first product.
+    """
     ordered = storage is not None and storage.has_input_order
     rows, gated = config.activation.gate_up_rows(config.intermediate_size), bool(config.activation.gated)
     sizes = ((rows, config.hidden_size, gated), (config.hidden_size, config.intermediate_size, False))
@@ -71,6 +74,7 @@ def experts_bytes(config: MoEConfig, storage: LinearStorage | None = None) -> in
             gated=gated,
             has_bias=config.has_bias,
             input_orders=(2 if gated else 1) if ordered else 0,
+            input_scales=min(input_scales, 2 if gated else 1),
         )
         for *size, gated in sizes
     )

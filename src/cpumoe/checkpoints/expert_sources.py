@@ -2,25 +2,31 @@
 
 A source first lists the tensors it needs, so that all that is wrong is known before a byte of weights is read, and then
 reads experts as integers and scales. How a quantised linear is stored, its :class:`LinearStorage` knows; a new
-arrangement of experts is a new source, and everything behind it stays as it is.
+arrangement of experts is a new source, and everything behind it stays as it is. Here are those with one linear for each
+expert and projection; ``fused_sources.py`` has those of which all experts lie in one tensor.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
+from functools import cached_property
+from math import prod
 
 import torch
 from torch import Tensor
 
 from cpumoe.checkpoints.architectures import Projections
 from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
+from cpumoe.checkpoints.held_scales import held_scheme, held_weight, is_per_tensor
 from cpumoe.checkpoints.linear_sources import added_bias, stored_weight
 from cpumoe.checkpoints.storage import LinearStorage, StoredTensor
 from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES
+from cpumoe.layers import reference
 from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.quantized_experts import QuantizedExperts, QuantizedWeight
 from cpumoe.layers.rounding import quantize_weight, scale_dtype_of
+from cpumoe.layers.scheme import WHOLE_FLOATS, Scheme
 
 
 class ExpertSource(ABC):
@@ -34,6 +40,11 @@ class ExpertSource(ABC):
     @abstractmethod
     def expert_bytes(self) -> int:
         """Bytes that one expert occupies while it is read."""
+
+    @property
+    def input_scales(self) -> int:
+        """Stored scales of the first product's inputs that an expert has: 2 where those of gate and up differ."""
+        return 0
 
     @abstractmethod
     def linear_names(self, expert: int) -> tuple[str, str, str]:
@@ -60,8 +71,11 @@ class FloatExpertSource(ExpertSource):
 
     @property
     def expert_bytes(self) -> int:
-        # Quantising goes through fp32 with several temporaries: 16 bytes for each weight.
-        return 3 * self.config.hidden_size * self.config.intermediate_size * 16
+        # Quantising goes through fp32 with several temporaries: 16 bytes for each weight. Floats that stay as they are
+        # are there twice while they are packed.
+        weights = self.config.scheme.weights
+        each = weights.bits // 4 if weights.element in WHOLE_FLOATS else 16
+        return 3 * self.config.hidden_size * self.config.intermediate_size * each
 
     def read(self, first: int, count: int, buffers: Buffers) -> QuantizedExperts:
         gate_up, down, gate_up_bias, down_bias = self.read_float(first, count, buffers)
@@ -83,9 +97,8 @@ class FloatExpertSource(ExpertSource):
         Gate and up are one matrix for what a scheme finds from all of a matrix: the global scale of nvfp4.
         """
         (gate, up, down), scheme = floats, self.config.scheme
-        both = quantize_weight(torch.cat((floats[gate][0], floats[up][0])), scheme, f"{gate} and {up}")
-        rows = len(floats[gate][0])
-        weights = {gate: both[:rows], up: both[rows:], down: quantize_weight(floats[down][0], scheme, down)}
+        both = quantize_weight(torch.cat((floats[gate][0], floats[up][0])), scheme, f"{gate} and {up}").halves()
+        weights = {gate: both[0], up: both[1], down: quantize_weight(floats[down][0], scheme, down)}
         return {name: replace(weight, bias=floats[name][1]) for name, weight in weights.items()}
 
 
@@ -205,8 +218,11 @@ class _PerExpert(ExpertSource):
                     for suffix, stored in self._tensors_of(name, block).items():
                         if stored.is_known:
                             self._checkpoint.refuse_other_contents(f"{name}.{suffix}", stored)
-                        else:
-                            self._checkpoint.read_into(f"{name}.{suffix}", tensors[suffix][index, place])
+                            continue
+                        part = tensors[suffix][index, place]
+                        self._checkpoint.read_into(f"{name}.{suffix}", part)
+                        if stored.contents is not None:
+                            stored.contents(f"{name}.{suffix}", part)
         return [block.joined(tensors) for block, tensors in zip(self._blocks, read, strict=True)]
 
 
@@ -224,7 +240,8 @@ class QuantizedPerExpert(_PerExpert):
         storage: LinearStorage,
     ) -> None:
         super().__init__(checkpoint, prefix, projections, config, storage)
-        self.config = replace(config, scale_dtype=storage.scale_dtype(self._dtypes))
+        scheme = held_scheme(storage.scheme)
+        self.config = replace(config, scheme=scheme, scale_dtype=storage.scale_dtype(self._dtypes))
 
     @property
     def expert_bytes(self) -> int:
@@ -233,18 +250,52 @@ class QuantizedPerExpert(_PerExpert):
         )
 
     def read(self, first: int, count: int, buffers: Buffers) -> QuantizedExperts:
-        gate_up, down = self._read_blocks(first, count, buffers)
-        of_gate_up, of_down = self._blocks
-        return QuantizedExperts(
-            replace(self.storage.decode(gate_up, of_gate_up.rows, of_gate_up.columns), bias=gate_up.get("bias")),
-            replace(self.storage.decode(down, of_down.rows, of_down.columns), bias=down.get("bias")),
+        gate_up, down = (
+            self._held(block, tensors)
+            for block, tensors in zip(self._blocks, self._read_blocks(first, count, buffers), strict=True)
         )
+        return QuantizedExperts(gate_up, down)
+
+    def _held(self, block: _Block, tensors: dict[str, Tensor]) -> QuantizedWeight:
+        weight = replace(self.storage.decode(tensors, block.rows, block.columns), bias=tensors.get("bias"))
+        weight = held_weight(weight, self.storage.scheme, block.rows)
+        if weight.input_scales is None or len(block.projections) == 1 or self.input_scales == 2:
+            return weight
+        return replace(weight, input_scales=weight.input_scales[..., :1])
+
+    @cached_property
+    def input_scales(self) -> int:
+        suffix = self.storage.input_scale_suffix
+        if suffix is None:
+            return 0
+        experts = map(self.linear_names, range(self.config.local_experts))
+        return 1 + any(self._number(f"{gate}.{suffix}") != self._number(f"{up}.{suffix}") for gate, up, _ in experts)
+
+    def _number(self, name: str) -> float | None:
+        """The one number of a tensor; None if it is none, which a check of the tensors has more to say of."""
+        if name not in self._checkpoint or prod(self._checkpoint.info(name).shape) != 1:
+            return None
+        return float(self._checkpoint.read(name))
 
     def stored_expert(self, expert: int) -> dict[str, QuantizedWeight]:
         weights = {name: stored_weight(self._checkpoint, name, self.storage) for name in self.linear_names(expert)}
+        if is_per_tensor(self.storage.scheme):
+            weights = self._with_scales_as_held(weights)
         if self.config.has_bias:
             return weights
         return {name: replace(weight, bias=None) for name, weight in weights.items()}  # zeros that a tool has added
+
+    def _with_scales_as_held(self, weights: dict[str, QuantizedWeight]) -> dict[str, QuantizedWeight]:
+        """The definition of what ``held_weight`` does, for gate, up and down of one expert."""
+        if self.config.scheme != self.storage.scheme:
+            return {name: replace(w, scales=w.scales.expand(len(w.values), 1)) for name, w in weights.items()}
+        gate, up, _ = weights
+        larger = max(weights[gate].scales, weights[up].scales)
+        for name in (gate, up):
+            scaled = reference.dequantize(weights[name]) / larger.to(torch.float32)
+            values = scaled.clamp(-448, 448).to(torch.float8_e4m3fn)
+            weights[name] = replace(weights[name], values=values, scales=larger)
+        return weights
 
 
 class FloatPerExpert(_PerExpert, FloatExpertSource):
@@ -252,7 +303,7 @@ class FloatPerExpert(_PerExpert, FloatExpertSource):
 
     def __init__(self, checkpoint: Checkpoint, prefix: str, projections: Projections, config: MoEConfig) -> None:
         super().__init__(checkpoint, prefix, projections, config)
-        self.config = replace(config, scale_dtype=_scale_dtype_of(self._dtypes.get("weight")))
+        self.config = replace(config, scale_dtype=scale_dtype_of_stored(self._dtypes.get("weight")))
 
     def read_float(
         self, first: int, count: int, buffers: Buffers
@@ -268,156 +319,10 @@ class FloatPerExpert(_PerExpert, FloatExpertSource):
         return self._rounded({name: read(name) for name in self.linear_names(expert)})
 
 
-# ---- all experts in one tensor -------------------------------------------------------------------------------------
+#: The scheme of float weights that stay as they are, by their safetensors dtype.
+FLOAT_SCHEMES = {"BF16": Scheme.parse("bf16"), "F16": Scheme.parse("fp16"), "F32": Scheme.parse("fp32")}
 
 
-class _Fused(ExpertSource):
-    """Experts of which each matrix is one tensor, or one and its scales: ``PREFIX.gate_up_proj``, ``PREFIX.down_proj``.
-
-    ``interleaved``: gate and up alternate; otherwise all of gate comes before all of up.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, prefix: str, config: MoEConfig, interleaved: bool) -> None:
-        self.prefix = prefix
-        self.config = config
-        self._checkpoint = checkpoint
-        self._interleaved = interleaved
-
-    def linear_names(self, expert: int) -> tuple[str, str, str]:
-        prefix = f"{self.prefix}.{expert}"
-        return f"{prefix}.gate_proj", f"{prefix}.up_proj", f"{prefix}.down_proj"
-
-    @abstractmethod
-    def _stored_matrices(self) -> dict[str, StoredTensor]:
-        """What each expert has besides biases, by what follows the prefix in its name."""
-
-    def check(self, check: TensorCheck) -> None:
-        count, hidden, inner = self.config.local_experts, self.config.hidden_size, self.config.intermediate_size
-        tensors = self._stored_matrices()
-        if self.config.has_bias:
-            tensors |= {
-                "gate_up_proj_bias": StoredTensor(FLOAT_DTYPES, (2 * inner,)),
-                "down_proj_bias": StoredTensor(FLOAT_DTYPES, (hidden,)),
-            }
-        for name, stored in tensors.items():
-            check.expect(f"{self.prefix}.{name}", replace(stored, shape=(count, *stored.shape)))
-
-    def _part(self, name: str, first: int, count: int, buffers: Buffers) -> Tensor:
-        """Experts ``first`` to ``first + count - 1`` of a tensor, [count, ...]."""
-        info = self._checkpoint.info(f"{self.prefix}.{name}")
-        out = buffers.get(name, (count, *info.shape[1:]), DTYPES[info.dtype])
-        self._checkpoint.read_into(f"{self.prefix}.{name}", out, first * (info.bytes // self.config.local_experts))
-        return out
-
-    def _bias(self, matrix: str, first: int, count: int, buffers: Buffers) -> Tensor | None:
-        return self._part(f"{matrix}_bias", first, count, buffers) if self.config.has_bias else None
-
-    def _slice(self, name: str, expert: int) -> Tensor:
-        """One expert of a tensor in memory of its own, and not with the code that loads it."""
-        info = self._checkpoint.info(f"{self.prefix}.{name}")
-        out = torch.empty(info.shape[1:], dtype=DTYPES[info.dtype])
-        self._checkpoint.read_into(f"{self.prefix}.{name}", out, expert * info.bytes // info.shape[0])
-        return out
-
-    def _bias_slice(self, matrix: str, expert: int) -> Tensor | None:
-        return self._slice(f"{matrix}_bias", expert) if self.config.has_bias else None
-
-    @property
-    def _gate_and_up(self) -> tuple[slice, slice]:
-        """Their places among the rows of both."""
-        inner = self.config.intermediate_size
-        return (slice(0, None, 2), slice(1, None, 2)) if self._interleaved else (slice(inner), slice(inner, None))
-
-
-class FusedFloat(_Fused, FloatExpertSource):
-    """Float weights of all experts in one tensor, [experts, in, out]: gpt-oss (gate and up alternate), Llama 4."""
-
-    def __init__(self, checkpoint: Checkpoint, prefix: str, config: MoEConfig, interleaved: bool) -> None:
-        super().__init__(checkpoint, prefix, config, interleaved)
-        name = f"{prefix}.gate_up_proj"
-        found = checkpoint.info(name).dtype if name in checkpoint else None
-        self._dtypes = (found,) if found in FLOAT_DTYPES else FLOAT_DTYPES
-        self.config = replace(config, scale_dtype=_scale_dtype_of(self._dtypes[0]))
-
-    def _stored_matrices(self) -> dict[str, StoredTensor]:
-        hidden, inner = self.config.hidden_size, self.config.intermediate_size
-        return {
-            "gate_up_proj": StoredTensor(self._dtypes, (hidden, 2 * inner)),
-            "down_proj": StoredTensor(self._dtypes, (inner, hidden)),
-        }
-
-    def read_float(
-        self, first: int, count: int, buffers: Buffers
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        def rows_apart(rows: Tensor) -> Tensor:  # [count, 2 I, ...]
-            return torch.cat((rows[:, 0::2], rows[:, 1::2]), 1) if self._interleaved else rows
-
-        chunk = (first, count, buffers)
-        gate_up, down = (self._part(name, *chunk).transpose(1, 2) for name in ("gate_up_proj", "down_proj"))
-        gate_up_bias, down_bias = (self._bias(name, *chunk) for name in ("gate_up_proj", "down_proj"))
-        return rows_apart(gate_up), down, None if gate_up_bias is None else rows_apart(gate_up_bias), down_bias
-
-    def stored_expert(self, expert: int) -> dict[str, QuantizedWeight]:
-        gate_up, down = self._slice("gate_up_proj", expert).T, self._slice("down_proj", expert).T  # [2 I, H], [H, I]
-        gate_up_bias, down_bias = (self._bias_slice(name, expert) for name in ("gate_up_proj", "down_proj"))
-        gate, up = self._gate_and_up
-        gate_name, up_name, down_name = self.linear_names(expert)
-        return self._rounded(
-            {
-                gate_name: (gate_up[gate], None if gate_up_bias is None else gate_up_bias[gate]),
-                up_name: (gate_up[up], None if gate_up_bias is None else gate_up_bias[up]),
-                down_name: (down, down_bias),
-            }
-        )
-
-
-class FusedQuantized(_Fused):
-    """Weights of all experts in one tensor that is quantised in the files, [experts, out, ...], and one of scales.
-
-    Their names are those of the float ones, followed by ``_`` and what the storage calls its tensors.
-    """
-
-    storage: LinearStorage
-
-    def __init__(
-        self, checkpoint: Checkpoint, prefix: str, config: MoEConfig, interleaved: bool, storage: LinearStorage
-    ) -> None:
-        super().__init__(checkpoint, prefix, replace(config, scale_dtype=storage.scale_dtype({})), interleaved)
-        self.storage = storage
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self._sizes = {"gate_up_proj": (2 * inner, hidden), "down_proj": (hidden, inner)}
-
-    @property
-    def expert_bytes(self) -> int:
-        return sum(self.storage.read_bytes(*size) for size in self._sizes.values())
-
-    def _stored_matrices(self) -> dict[str, StoredTensor]:
-        return {
-            f"{matrix}_{suffix}": stored
-            for matrix, size in self._sizes.items()
-            for suffix, stored in self.storage.tensors(*size).items()
-        }
-
-    def read(self, first: int, count: int, buffers: Buffers) -> QuantizedExperts:
-        def weight(matrix: str) -> QuantizedWeight:
-            size = self._sizes[matrix]
-            suffixes = self.storage.tensors(*size)
-            tensors = {suffix: self._part(f"{matrix}_{suffix}", first, count, buffers) for suffix in suffixes}
-            return replace(self.storage.decode(tensors, *size), bias=self._bias(matrix, first, count, buffers))
-
-        return QuantizedExperts(weight("gate_up_proj"), weight("down_proj"), interleaved=self._interleaved)
-
-    def stored_expert(self, expert: int) -> dict[str, QuantizedWeight]:
-        def weight(matrix: str) -> QuantizedWeight:
-            suffixes = self.storage.tensors(*self._sizes[matrix])
-            tensors = {suffix: self._slice(f"{matrix}_{suffix}", expert) for suffix in suffixes}
-            return replace(self.storage.decode_plainly(tensors), bias=self._bias_slice(matrix, expert))
-
-        gate_up, (gate, up) = weight("gate_up_proj"), self._gate_and_up
-        weights = (gate_up[gate], gate_up[up], weight("down_proj"))
-        return dict(zip(self.linear_names(expert), weights, strict=True))
-
-
-def _scale_dtype_of(dtype: str | None) -> torch.dtype:
+def scale_dtype_of_stored(dtype: str | None) -> torch.dtype:
     """What the scales of float weights with this safetensors dtype have; None if it is not known."""
     return scale_dtype_of(DTYPES[dtype or FLOAT_DTYPES[0]])

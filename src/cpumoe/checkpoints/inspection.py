@@ -25,9 +25,10 @@ from cpumoe.checkpoints.layer_names import (
     prediction_layers,
 )
 from cpumoe.checkpoints.linear_sources import find_linears
-from cpumoe.checkpoints.loading import FITS_ALL_SIZES, check_experts, expert_modules, find_experts
+from cpumoe.checkpoints.loading import check_experts, expert_modules, find_experts
 from cpumoe.checkpoints.model_tensors import ModelTensors
-from cpumoe.checkpoints.tensor_file import FLOAT_DTYPES
+from cpumoe.checkpoints.storage import refuse_stored_input_scales
+from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES
 from cpumoe.checkpoints.tensor_kinds import NOT_LOADED, ORDER, kinds_of
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.layers.scheme import Scheme
@@ -59,6 +60,8 @@ class Survey:
         self.is_quantized = checkpoint.quantization_section is not None
         if self.is_quantized and scheme is not None:
             raise UnsupportedScheme(f"scheme {scheme} for a checkpoint that is quantised already; leave it out")
+        if scheme is not None:
+            refuse_stored_input_scales(scheme)
         is_served = not self.is_quantized or self._try(lambda: checkpoint.quantization) is not None
         self.architecture = self._try(architecture_if_needed, checkpoint)
         self._try(checkpoint.check_config)
@@ -94,10 +97,8 @@ class Survey:
         if self.facts is None or self.architecture is None:
             return {}
         architecture, facts = self.architecture, self.facts
-        # Experts that stay in float are checked like those that are quantised on load.
-        scheme = self._scheme or FITS_ALL_SIZES
         found = {
-            module: self._try(find_experts, self.checkpoint, architecture, module, facts, scheme)
+            module: self._try(find_experts, self.checkpoint, architecture, module, facts, self._scheme)
             for module in self._try(expert_modules, self.checkpoint, architecture, facts) or ()
         }
         sources = {module: source for module, source in found.items() if source is not None}
@@ -131,7 +132,8 @@ class Survey:
                 part.parameters = part.memory_bytes = None
             elif part.parameters is not None and part.memory_bytes is not None:
                 part.parameters += prod(info.shape)
-                part.memory_bytes += 0 if kind == NOT_LOADED else prod(info.shape) * float_bytes
+                each = DTYPES[info.dtype].itemsize if kind == "experts" else float_bytes  # experts stay as they are
+                part.memory_bytes += 0 if kind == NOT_LOADED else prod(info.shape) * each
         for key, part in parts.items():
             part.modules = len(modules[key])
             if part.scheme is not None:
@@ -153,7 +155,8 @@ class Survey:
             linear = self.linears[module]
             return linear.rows * linear.columns, self._try(lambda: linear.packed_bytes) or 0
         source = self.sources[module]
-        return experts_weights(source.config), self._try(experts_bytes, source.config, source.storage) or 0
+        size = self._try(experts_bytes, source.config, source.storage, source.input_scales)
+        return experts_weights(source.config), size or 0
 
     # ---- the whole of it -------------------------------------------------------------------------------------------
 

@@ -48,7 +48,9 @@ class LinearSource:
             if stored.is_known:
                 self._checkpoint.refuse_other_contents(f"{self.name}.{suffix}", stored)
                 continue
-            tensor = self._checkpoint.read(f"{self.name}.{suffix}")
+            tensor = self._checkpoint.read(f"{self.name}.{suffix}").reshape(stored.shape)
+            if stored.contents is not None:
+                stored.contents(f"{self.name}.{suffix}", tensor)
             tensors[suffix] = tensor if stored.by_rows else tensor.unsqueeze(0)
         bias = self._checkpoint.read(f"{self.name}.bias") if self.has_bias else None
         if bias is None and (added := added_bias(self._checkpoint, self.name, self.rows, self.storage)) is not None:

@@ -9,16 +9,17 @@ from contextlib import closing
 from cpumoe.checkpoints.architectures import Architecture, ExpertsFacts, Projections
 from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck, naming
 from cpumoe.checkpoints.expert_sources import (
+    FLOAT_SCHEMES,
     Buffers,
     ExpertSource,
     FloatPerExpert,
-    FusedFloat,
-    FusedQuantized,
     QuantizedPerExpert,
 )
 from cpumoe.checkpoints.formats import QUANTIZED_SUFFIXES
+from cpumoe.checkpoints.fused_sources import FusedFloat, FusedQuantized
 from cpumoe.checkpoints.layer_names import check_layers_behind, layers_prefix
 from cpumoe.checkpoints.storage import LinearStorage
+from cpumoe.checkpoints.tensor_file import FLOAT_DTYPES
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.experts import Experts
@@ -26,9 +27,6 @@ from cpumoe.layers.quantized_experts import QuantizedExperts
 from cpumoe.layers.scheme import Scheme
 
 _CHUNK_BYTES = 64 << 20  # read at once: enough for all threads to pack, little beside a layer
-
-#: A scheme without groups: for any size that is served at all, where only names and shapes are of interest.
-FITS_ALL_SIZES = Scheme.parse("w8a8")
 
 
 def read_chunks(source: ExpertSource) -> Generator[QuantizedExperts, None, None]:
@@ -63,7 +61,7 @@ def load_experts(source: ExpertSource, backend: str | None = None) -> Experts:
 
 def find_experts(
     checkpoint: Checkpoint, architecture: Architecture, module: str, facts: ExpertsFacts, scheme: Scheme | None
-) -> ExpertSource | None:
+) -> ExpertSource:
     """The source of a layer's experts, whatever spelling the checkpoint has them in.
 
     Args:
@@ -71,10 +69,7 @@ def find_experts(
         architecture: the family of the model.
         module: name of the experts in transformers, such as ``model.layers.0.mlp.experts``.
         facts: the sizes that config.json gives.
-        scheme: for float weights, what to quantise them to; None leaves them alone.
-
-    Returns:
-        None for float weights that are to be left alone.
+        scheme: for float weights, what to quantise them to; None leaves them as they are, in the scheme of their dtype.
     """
     prefixes = expert_prefixes(architecture, module)
 
@@ -93,19 +88,23 @@ def find_experts(
         return FusedQuantized(checkpoint, prefixes[0], config(whole.scheme), True, whole)
     if architecture.fused is not None:
         fused = next((prefix for prefix in prefixes if f"{prefix}.gate_up_proj" in checkpoint), None)
-        if fused is not None and scheme is None:
-            return None
-        if fused is not None and scheme is not None:
-            return FusedFloat(checkpoint, fused, config(scheme), architecture.fused.interleaved)
+        if fused is not None:
+            as_is = _float_scheme(checkpoint, f"{fused}.gate_up_proj")
+            return FusedFloat(checkpoint, fused, config(scheme or as_is), architecture.fused.interleaved)
     spellings = [(prefix, names) for prefix in prefixes for names in architecture.projections]
     found = (spelling for spelling in spellings if _has_experts(checkpoint, *spelling, facts.expert_count))
     prefix, projections = next(found, spellings[0])
     storage = _common_storage(checkpoint, prefix, projections, facts.expert_count)
     if storage is not None:
         return QuantizedPerExpert(checkpoint, prefix, projections, config(storage.scheme), storage)
-    if scheme is None:
-        return None
-    return FloatPerExpert(checkpoint, prefix, projections, config(scheme))
+    as_is = _float_scheme(checkpoint, f"{prefix}.0.{projections.gate}.weight")
+    return FloatPerExpert(checkpoint, prefix, projections, config(scheme or as_is))
+
+
+def _float_scheme(checkpoint: Checkpoint, tensor: str) -> Scheme:
+    """The scheme of experts in float, by the dtype of their first tensor. (Without it the check has to tell.)"""
+    dtype = checkpoint.info(tensor).dtype if tensor in checkpoint else ""
+    return FLOAT_SCHEMES.get(dtype, FLOAT_SCHEMES[FLOAT_DTYPES[0]])
 
 
 def _has_experts(checkpoint: Checkpoint, prefix: str, projections: Projections, expert_count: int) -> bool:
@@ -135,14 +134,13 @@ def experts_of(checkpoint: Checkpoint, scheme: Scheme | None = None) -> dict[str
     """The experts of every layer by their names in transformers, from what config.json says.
 
     All tensors that belong to them are checked; raises CheckpointError with the names of those that are missing, of
-    another shape, or too many. Float weights are quantised to ``scheme``, or left out without one.
+    another shape, or too many. Float weights are quantised to ``scheme``, or stay as they are without one.
     """
     architecture, facts = checkpoint.architecture, checkpoint.facts
-    found = {
+    sources = {
         module: find_experts(checkpoint, architecture, module, facts, scheme)
         for module in expert_modules(checkpoint, architecture, facts)
     }
-    sources = {module: source for module, source in found.items() if source is not None}
     check = TensorCheck(checkpoint)
     check_experts(architecture, sources, check)
     check_layers_behind(checkpoint, check)

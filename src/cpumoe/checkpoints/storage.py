@@ -17,8 +17,10 @@ import torch
 from torch import Tensor
 
 from cpumoe.checkpoints.tensor_file import DTYPES, TensorInfo
+from cpumoe.errors import UnsupportedScheme
+from cpumoe.layers.activation_rounding import needs_input_scales
 from cpumoe.layers.quantized_experts import QuantizedWeight
-from cpumoe.layers.scheme import Scheme
+from cpumoe.layers.scheme import NVFP4, STATIC_FP8, STATIC_INT8, Scheme
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class StoredTensor:
     ``by_rows``: its first dimension are the rows of the linear, so that the tensors of several linears can lie in one
     piece of memory, one below the other. ``values``: what it must hold, where that follows from the size of the linear;
     such a tensor is compared and not decoded. ``check`` is for those of which more can be said than that they differ:
-    given the name of the tensor and the tensor, it raises CheckpointError or UnsupportedScheme.
+    given the name of the tensor and the tensor, it raises CheckpointError or UnsupportedScheme. ``contents`` does the
+    same for a tensor that is decoded: it refuses numbers that no such tensor may hold.
     """
 
     dtypes: tuple[str, ...]
@@ -36,6 +39,11 @@ class StoredTensor:
     by_rows: bool = True
     values: tuple[int, ...] | None = None
     check: Callable[[str, Tensor], None] | None = None
+    contents: Callable[[str, Tensor], None] | None = None
+
+    def accepts(self, shape: tuple[int, ...]) -> bool:
+        """Whether it may have this shape: tools write one number for all of a linear as [1] or as []."""
+        return shape == self.shape or (shape == () and self.shape == (1,) and not self.by_rows)
 
     @property
     def is_known(self) -> bool:
@@ -104,6 +112,11 @@ class LinearStorage(ABC):
         """A weight [rows, columns], one value per byte -> the tensors that are stored, by suffix; not its bias."""
 
     @property
+    def input_scale_suffix(self) -> str | None:
+        """Of the tensor that has the stored scale of the inputs; None if they are left in float or scaled as seen."""
+        return None
+
+    @property
     def has_input_order(self) -> bool:
         """Whether scales belong to inputs that do not lie side by side, so that packed inputs have an order."""
         return False
@@ -111,6 +124,20 @@ class LinearStorage(ABC):
     def read_bytes(self, rows: int, columns: int) -> int:
         """Bytes that a linear takes while it is read and decoded."""
         return sum(tensor.bytes for tensor in self.tensors(rows, columns).values())
+
+
+# The scheme that does without, by the activations that have a stored scale.
+_SCALED_AS_SEEN = {STATIC_FP8: "fp8", STATIC_INT8: "w8a8", NVFP4: "nvfp4a16"}
+
+
+def refuse_stored_input_scales(scheme: Scheme) -> None:
+    """Refuses schemes that float weights alone cannot be quantised to: the scale of the inputs is found with a text."""
+    if scheme.activations is not None and needs_input_scales(scheme):
+        raise UnsupportedScheme(
+            f"scheme {scheme} has a stored scale of the activations, which is found with a text: "
+            f"cpumoe quantize FLOAT_MODEL DST --scheme {scheme} --calibration TEXT; without one "
+            f"{_SCALED_AS_SEEN[scheme.activations]} is accepted"
+        )
 
 
 def matrix_shape(found: Mapping[str, TensorInfo], suffix: str) -> tuple[int, ...]:

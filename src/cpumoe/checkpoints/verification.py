@@ -17,13 +17,14 @@ from cpumoe.checkpoints.expert_sources import ExpertSource
 from cpumoe.checkpoints.layer_names import architecture_if_needed
 from cpumoe.checkpoints.linear_sources import LinearSource, find_linears
 from cpumoe.checkpoints.loading import experts_of, load_experts
-from cpumoe.checkpoints.storage import LinearStorage
+from cpumoe.checkpoints.storage import LinearStorage, refuse_stored_input_scales
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers import reference
+from cpumoe.layers.activation_rounding import held_activations
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.packed_weights import unpack_weight
 from cpumoe.layers.quantized_experts import QuantizedWeight
-from cpumoe.layers.scheme import Scheme
+from cpumoe.layers.scheme import INTEGERS, WHOLE_FLOATS, Scheme
 
 _SEED = 20
 _FEWEST_TOKENS = 16
@@ -34,6 +35,9 @@ _OUTLIER = 1000.0  # beside values around 1; some tokens of real models look lik
 # other side of an edge: 5e-3 of a token was seen.
 LINEAR_TOLERANCE = 1e-3
 EXPERTS_TOLERANCE = 2e-2
+
+# The bits of a code's magnitude, by element.
+_MAGNITUDES: dict[str, int] = {"fp4": 0x7, "fp6-e3m2": 0x1F, "fp6-e2m3": 0x1F, "fp8": 0x7F}
 
 _SATURATED = 0.25  # share of the values at an end of the range; 0.03 to 0.12 are usual
 
@@ -67,15 +71,22 @@ def _examine(result: Result, name: str, stored: QuantizedWeight, scheme: Scheme,
     """What is wrong with the numbers of a file themselves."""
     text = f"scales of {name}" if storage is None else f"{name}.{storage.scale_suffix}"
     scales = reference.scale_values(stored.scales)
-    for what, tensor in ((text, scales), (f"{name}.bias", stored.bias)):
+    inputs = f"scale of the inputs of {name}"
+    for what, tensor in ((text, scales), (f"{name}.bias", stored.bias), (inputs, stored.input_scales)):
         if tensor is not None and (bad := int((~torch.isfinite(tensor.float())).sum())):
             result.problems.append(f"{what}: {bad} of {tensor.numel()} values are NaN or infinite")
     if zeros := int((scales == 0).sum()):
         result.warnings.append(f"{text}: {zeros} of {scales.numel()} scales are zero")
     values = stored.values
-    if not int(torch.count_nonzero(values & 7 if stored.element == "fp4" else values)):
+    if stored.element in _MAGNITUDES:
+        values = values.view(torch.int8) & _MAGNITUDES[stored.element]  # the codes without their signs
+    if not int(torch.count_nonzero(values)):
         result.warnings.append(f"{name}: all weights are zero")
-    if stored.element == "fp4":  # all 16 codes are numbers, and a quantiser uses the largest in every group
+    if stored.element == "fp8" and (bad := int(torch.count_nonzero(values == _MAGNITUDES["fp8"]))):
+        result.problems.append(f"{name}: {bad} of {values.numel()} weights are NaN")
+    if stored.element in WHOLE_FLOATS and (bad := int((~torch.isfinite(values)).sum())):
+        result.problems.append(f"{name}: {bad} of {values.numel()} weights are NaN or infinite")
+    if stored.element not in INTEGERS:  # a quantiser uses the largest code in every group
         return
     largest = scheme.weights.largest
     low, high = (int(end) for end in values.aminmax())
@@ -93,13 +104,17 @@ def _compare(result: Result, name: str, stored: QuantizedWeight, packed: Quantiz
     def factors(weight: QuantizedWeight) -> Tensor:
         return torch.ones(weight.values.shape[0]) if weight.factors is None else weight.factors
 
+    def bits(values: Tensor) -> Tensor:  # 8-bit floats cannot be compared, and NaN is not what it is
+        return values.view(torch.int8) if values.dtype == torch.float8_e4m3fn else values
+
     for what, mine, theirs in (
-        ("integers", packed.values, stored.values),
+        ("integers" if stored.element in INTEGERS else "values", bits(packed.values), bits(stored.values)),
         ("scales", reference.scale_values(packed.scales), reference.scale_values(stored.scales)),
         ("zero points", packed.zero_points, stored.zero_points),
         ("factors", factors(packed), factors(stored)),
         ("biases", packed.bias, stored.bias),
         ("orders of inputs", packed.input_order, stored.input_order),
+        ("scales of inputs", packed.input_scales, stored.input_scales),
     ):
         if mine is None or theirs is None:
             if mine is not theirs:
@@ -184,14 +199,13 @@ def _check_experts(
     def plain(expert: int, inputs: Tensor) -> Tensor:
         """[rows, H] -> [rows, H] from the values of the file."""
         gate, up, down = (reference.dense(weight) for weight in compared(expert))
-        bias = None if gate[1] is None or up[1] is None else torch.cat((gate[1], up[1]))
-        return reference.expert(inputs, (torch.cat((gate[0], up[0])), bias), down, config.activation, bits)
+        return reference.expert(inputs, reference.stacked(gate, up), down, config.activation, held)
 
-    bits = config.scheme.activation_bits
+    held = held_activations(config.scheme)
     topk = min(config.local_experts, checkpoint.architecture.facts(checkpoint.text_config).topk)
     count = tokens or max(_FEWEST_TOKENS, 2 + math.ceil(config.local_experts / topk))  # two are special
     x, (ids, weights) = _inputs(count, config.hidden_size), _routing(count, config.local_experts, topk)
-    truth = reference.sum_of_experts(reference.activations(x, bits), ids, weights, plain)
+    truth = reference.sum_of_experts(x, ids, weights, plain)
     for expert in set(range(config.local_experts)) - set(ids.flatten().tolist()):  # with few tokens
         compared(expert)
     layer = experts
@@ -206,9 +220,9 @@ def _check_linear(result: Result, source: LinearSource, tokens: int | None, tole
     except (ValueError, RuntimeError) as problem:
         result.problems.append(f"{result.name} cannot be loaded: {problem}")
         return
-    _compare(result, source.name, stored, unpack_weight(linear.weight_packed)[0])
+    _compare(result, source.name, stored, unpack_weight(linear.weight_packed, scheme=source.storage.scheme)[0])
     x = _inputs(tokens or _FEWEST_TOKENS, source.columns)
-    truth = reference.linear(x, reference.dense(stored), source.storage.scheme.activation_bits)
+    truth = reference.linear(x, reference.dense(stored), held_activations(source.storage.scheme))
     _run(result, lambda rows: linear(x[rows]), truth, tolerance or LINEAR_TOLERANCE)
 
 
@@ -229,6 +243,8 @@ def checks_of(
         )
     if not is_float and scheme is not None:
         raise UnsupportedScheme(f"--scheme {scheme} for a checkpoint that is quantised already; leave it out")
+    if scheme is not None:
+        refuse_stored_input_scales(scheme)
     check = TensorCheck(checkpoint)
     linears = find_linears(checkpoint, check)
     check.raise_problems()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cpumoe.checkpoints.checkpoint import Checkpoint
+from cpumoe.checkpoints.storage import refuse_stored_input_scales
 from cpumoe.cli.arguments import (
     FLOAT,
     add_activations,
@@ -18,6 +19,7 @@ from cpumoe.cli.arguments import (
     scheme_or_float,
 )
 from cpumoe.errors import UnsupportedScheme
+from cpumoe.layers.scheme import Scheme
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -66,11 +68,12 @@ def check_schemes(arguments: argparse.Namespace) -> None:
     if scheme is None and "CPUMOE_SCHEME" not in os.environ:
         raise UnsupportedScheme(
             f"{model} is a float checkpoint: add --scheme w4a8-g128 (or another) to quantise its experts while they "
-            f"are read, or --scheme {FLOAT} to leave them"
+            f"are read, --scheme bf16 to run them as they are, or --scheme {FLOAT} to leave them to transformers"
         )
     if (scheme or os.environ["CPUMOE_SCHEME"]) == FLOAT and arguments.linears is None and arguments.cache is not None:
         raise ValueError(f"--cache has no effect with --scheme {FLOAT}, which packs nothing")
     if scheme not in (None, FLOAT):
+        refuse_stored_input_scales(Scheme.parse(scheme))
         with Checkpoint.open(model) as checkpoint:
             check_scheme_fits_model(scheme, checkpoint)
 

@@ -55,7 +55,11 @@ def add_command(commands: Commands) -> None:
         "--format", choices=INTEGER_FORMATS, default=PACK_QUANTIZED, help=f"of integers on disk ({PACK_QUANTIZED})"
     )
     parser.add_argument(
-        "--calibration", type=Path, metavar="FILE", help="text (.txt) or JSON lines with a text each (.jsonl): use GPTQ"
+        "--calibration",
+        type=Path,
+        metavar="FILE",
+        help="text (.txt) or JSON lines with a text each (.jsonl): use GPTQ for integers, and find the stored scales "
+        "of activations for schemes that have them (fp8-tensor, nvfp4, w8a8-static)",
     )
     parser.add_argument(
         "--calibration-samples", type=positive, metavar="N", help=f"sequences at most ({_CALIBRATION_SAMPLES})"

@@ -21,9 +21,11 @@ from tqdm import tqdm
 
 from cpumoe.checkpoints.checkpoint import INDEX_FILE, Checkpoint
 from cpumoe.checkpoints.formats.compressed_storages import INTEGER_FORMATS
+from cpumoe.checkpoints.storage import refuse_stored_input_scales
 from cpumoe.checkpoints.tensor_file import TensorFile, TensorFileWriter
 from cpumoe.errors import UnsupportedScheme
-from cpumoe.layers.scheme import Scheme
+from cpumoe.layers.activation_rounding import needs_input_scales
+from cpumoe.layers.scheme import WHOLE_FLOATS, Scheme
 from cpumoe.quantization.gptq import takes_statistics
 from cpumoe.quantization.layer_writer import LayerWriter
 from cpumoe.quantization.quantization_plan import QuantizationPlan, QuantizationReport
@@ -84,9 +86,17 @@ def quantize_folder(
                 f"scheme {one}: a checkpoint holds weights, and int8 activations are asked for when it is loaded; "
                 f"leave out +int8 here and load it with activations='int8'"
             )
-    if calibration is not None and not any(takes_statistics(one) for one in schemes):
+        if one.weights.element in WHOLE_FLOATS:
+            raise UnsupportedScheme(
+                f"scheme {one} quantises nothing: a float checkpoint runs as it is; fp8 and w8a8 take half the memory"
+            )
+        if calibration is None:
+            refuse_stored_input_scales(one)
+    if calibration is not None and not any(takes_statistics(one) or needs_input_scales(one) for one in schemes):
         names = " and ".join(dict.fromkeys(map(str, schemes)))
-        raise UnsupportedScheme(f"calibration has no effect on {names}; it is for symmetric integers")
+        raise UnsupportedScheme(
+            f"calibration has no effect on {names}; it is for symmetric integers and for stored scales of activations"
+        )
     if format not in INTEGER_FORMATS:
         raise ValueError(f"format={format!r}; {' and '.join(INTEGER_FORMATS)} are accepted")
     stopped_at_the_end = (dst / NOTES).is_dir()

@@ -30,7 +30,7 @@ from torch import Tensor
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.rounding import grouped_weight, quantize_weight, search_scales
-from cpumoe.layers.scheme import Scheme
+from cpumoe.layers.scheme import INTEGERS, Scheme
 
 _log = logging.getLogger("cpumoe")
 
@@ -54,6 +54,8 @@ class InputStatistics:
         self.tokens = 0
         #: Mean of x^T x over the tokens, neither doubled nor centred: fp32 [in, in], zero before the first token.
         self.hessian = torch.zeros(in_features, in_features)
+        #: Largest magnitude that was seen, fp32.
+        self.largest = torch.zeros(())
 
     def add(self, x: Tensor) -> None:
         """Adds tokens x [tokens, in] of any float dtype."""
@@ -67,6 +69,7 @@ class InputStatistics:
         bad = (~torch.isfinite(x)).any(-1).nonzero()
         if len(bad):
             raise ValueError(f"x holds NaN or infinity (first in row {int(bad[0])}); finite fp32 numbers are accepted")
+        self.largest = torch.maximum(self.largest, x.abs().amax())
         total = self.tokens + x.shape[0]
         # A running mean: its size does not grow with the tokens, so late tokens count as much as early ones.
         self.hessian.addmm_(x.T, x, beta=self.tokens / total, alpha=1 / total)
@@ -80,7 +83,7 @@ class InputStatistics:
 
 def takes_statistics(scheme: Scheme) -> bool:
     """Whether weights of a scheme can be quantised with statistics of their inputs."""
-    return scheme.weights.symmetric and scheme.weights.element != "fp4"
+    return scheme.weights.symmetric and scheme.weights.element in INTEGERS
 
 
 def quantize_with_statistics(

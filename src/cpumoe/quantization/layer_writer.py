@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -13,10 +14,11 @@ from cpumoe.checkpoints.expert_sources import Buffers
 from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.checkpoints.tensor_file import TensorFileWriter
 from cpumoe.layers import reference
+from cpumoe.layers.activation_rounding import input_scale_for, needs_input_scales
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.rounding import quantize_weight
 from cpumoe.layers.scheme import Scheme
-from cpumoe.quantization.gptq import InputStatistics, quantize_with_statistics, takes_statistics
+from cpumoe.quantization.gptq import MIN_TOKENS, InputStatistics, quantize_with_statistics, takes_statistics
 from cpumoe.quantization.quantization_plan import PlannedLayer, QuantizationReport
 from cpumoe.quantization.source_watch import SourceWatch
 from cpumoe.quantization.unfinished_work import notes_of, write_durably
@@ -58,13 +60,18 @@ class LayerWriter:
         assert storage is not None  # there are no linears without it
         weight = self._layer.checkpoint.read(f"{name}.weight")
         quantized = self._quantized(weight, statistics, storage.scheme, f"{name}.weight")
+        if statistics is not None:
+            quantized = self._with_input_scale(quantized, statistics.largest, storage.scheme)
         self._write(storage, name, quantized)
         if f"{name}.bias" in self._layer.checkpoint:
             self._writer.write(f"{name}.bias", self._layer.checkpoint.read(f"{name}.bias"))
         return reference.dequantize(quantized)
 
-    def quantize_expert(self, expert: int, inputs: Tensor | None) -> Tensor | None:
-        """Quantises and writes the next expert; with inputs [rows, H], returns its outputs [rows, H] fp32."""
+    def quantize_expert(self, expert: int, inputs: Tensor | None, others: Tensor | None = None) -> Tensor | None:
+        """Quantises and writes the next expert; with inputs [rows, H], returns its outputs [rows, H] fp32.
+
+        ``others`` [tokens, H] are all inputs of the layer's experts: they tell what an expert with few tokens may get.
+        """
         source, storage = self._layer.expert_source, self._layer.expert_storage
         assert source is not None  # the caller has counted its experts
         config, inner = source.config, source.config.intermediate_size
@@ -73,9 +80,11 @@ class LayerWriter:
         seen = None if inputs is None else InputStatistics(config.hidden_size)
         if seen is not None and inputs is not None:
             seen.add(inputs)
-            if not seen.sufficient:
+            if not seen.sufficient and takes_statistics(config.scheme):
                 self._counts["uncovered"].append(expert)
         first = self._quantized(gate_up[0], seen, config.scheme, gate_name)
+        if others is not None:
+            first = self._with_input_scale(first, others.abs().amax(), config.scheme)
         biases = None if gate_up_bias is None else gate_up_bias[0].to(torch.float32)
         gate, up = first.halves()
         for name, weight, rows in ((gate_name, gate, slice(0, inner)), (up_name, up, slice(inner, None))):
@@ -85,13 +94,21 @@ class LayerWriter:
         second_bias = None if down_bias is None else down_bias[0].to(torch.float32)
         hidden: Tensor | None = None
         if inputs is not None and seen is not None:
-            hidden = torch.nn.functional.linear(inputs, reference.dequantize(first), biases)
-            hidden = reference.apply_activation(hidden, config.activation)  # [rows, I]
+            dense = reference.dequantize(first)
+
+            def intermediate(tokens: Tensor) -> Tensor:  # [tokens, H] -> [tokens, I]
+                gate_and_up = torch.nn.functional.linear(tokens, dense, biases)
+                return reference.apply_activation(gate_and_up, config.activation)
+
+            hidden = intermediate(inputs)
             sufficient = seen.sufficient
             seen = InputStatistics(inner) if sufficient else None
             if seen is not None:
                 seen.add(hidden)
         second = self._quantized(down[0], seen, config.scheme, down_name)
+        if hidden is not None and others is not None and needs_input_scales(config.scheme):
+            seen_by_down = hidden if seen is not None else torch.cat((hidden, intermediate(others[:MIN_TOKENS])))
+            second = self._with_input_scale(second, seen_by_down.abs().amax(), config.scheme)
         self._write(storage, down_name, second)
         if second_bias is not None:
             self._writer.write(f"{down_name}.bias", second_bias)
@@ -107,6 +124,13 @@ class LayerWriter:
             return quantize_weight(weight, scheme, name, clip_search=True)
         self._counts["calibrated"] += 1
         return quantize_with_statistics(weight, statistics, scheme, name)
+
+    def _with_input_scale(self, weight: QuantizedWeight, largest: Tensor, scheme: Scheme) -> QuantizedWeight:
+        """The weight of a linear with the stored scale for inputs of this largest magnitude, if its scheme has one."""
+        if not needs_input_scales(scheme):
+            return weight
+        self._counts["calibrated"] += not takes_statistics(scheme)  # others were counted when they were quantised
+        return replace(weight, input_scales=input_scale_for(largest, scheme).view(1))
 
     def _write(self, storage: LinearStorage, name: str, weight: QuantizedWeight) -> None:
         for suffix, tensor in storage.encode(weight).items():

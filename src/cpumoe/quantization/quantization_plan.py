@@ -181,7 +181,9 @@ def _announced(
     storage: LinearStorage, name: str, rows: int, columns: int, scale: torch.dtype
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
     def dtype(suffix: str, accepted: tuple[str, ...]) -> torch.dtype:
-        return scale if suffix == storage.scale_suffix and accepted == FLOAT_DTYPES else DTYPES[accepted[0]]
+        if accepted != FLOAT_DTYPES:
+            return DTYPES[accepted[0]]
+        return scale if suffix == storage.scale_suffix else torch.float32
 
     tensors = storage.tensors(rows, columns)
     return {f"{name}.{suffix}": (dtype(suffix, stored.dtypes), stored.shape) for suffix, stored in tensors.items()}

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from cpumoe.checkpoints.formats.auto_round import AutoRoundQuantization
 from cpumoe.checkpoints.formats.awq import AwqQuantization
 from cpumoe.checkpoints.formats.compressed_tensors import QuantizationConfig as CompressedTensors
+from cpumoe.checkpoints.formats.fp8 import Fp8Quantization
 from cpumoe.checkpoints.formats.gptq import GptqQuantization
+from cpumoe.checkpoints.formats.modelopt import ModeloptQuantization
 from cpumoe.checkpoints.formats.mxfp4 import Mxfp4
 from cpumoe.checkpoints.storage import Quantization
 from cpumoe.errors import CheckpointError, UnsupportedScheme
@@ -16,12 +18,17 @@ from cpumoe.errors import CheckpointError, UnsupportedScheme
 QUANT_METHODS: dict[str, type[Quantization]] = {
     "compressed-tensors": CompressedTensors,
     "mxfp4": Mxfp4,
+    "fp8": Fp8Quantization,
+    "modelopt": ModeloptQuantization,
     "gptq": GptqQuantization,
     "awq": AwqQuantization,
     "auto-round": AutoRoundQuantization,
     "auto_round": AutoRoundQuantization,
     "intel/auto-round": AutoRoundQuantization,
 }
+
+#: Files that have the configuration of a method where config.json has none.
+CONFIG_FILES = {"hf_quant_config.json": "modelopt"}
 
 #: Suffixes that only tensors of quantised linears have, in any format.
 QUANTIZED_SUFFIXES = frozenset(suffix for method in QUANT_METHODS.values() for suffix in method.suffixes)

@@ -1,4 +1,4 @@
-"""How compressed-tensors stores linears: integers, packed or a byte each, and 4-bit floats."""
+"""How compressed-tensors stores linears: integers, packed or a byte each, and small floats (``float_storages.py``)."""
 
 from __future__ import annotations
 
@@ -9,28 +9,62 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from cpumoe.checkpoints.formats.float_storages import Fp4Storage, Fp6Storage, Fp8Storage, one_for_each, one_scale
 from cpumoe.checkpoints.formats.input_order import group_index_of, input_order_of, plain_input_order
+from cpumoe.checkpoints.formats.words import WORD_BITS, copied, pack_words, signed_bytes, unpack_words
 from cpumoe.checkpoints.storage import LinearStorage, StoredTensor, matrix_shape
 from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES, TensorInfo
 from cpumoe.errors import UnsupportedScheme
-from cpumoe.layers.nibbles import pack_nibbles, unpack_nibbles
+from cpumoe.layers.activation_rounding import needs_input_scales
+from cpumoe.layers.nibbles import unpack_nibbles
 from cpumoe.layers.quantized_experts import QuantizedWeight
-from cpumoe.layers.scheme import Scheme
+from cpumoe.layers.scheme import INTEGERS, Scheme
 
 INT_QUANTIZED, PACK_QUANTIZED = "int-quantized", "pack-quantized"
+FLOAT_QUANTIZED, NAIVE_QUANTIZED = "float-quantized", "naive-quantized"
 #: Formats that integers may be written in.
 INTEGER_FORMATS = (INT_QUANTIZED, PACK_QUANTIZED)
-#: The format of 4-bit floats, by their scales.
-FP4_FORMATS = {"e4m3": "nvfp4-pack-quantized", "e8m0": "mxfp4-pack-quantized"}
+# The formats of small floats by element and scales, the one that is written first.
+_FLOAT_FORMATS = {
+    ("fp4", "e4m3"): ("nvfp4-pack-quantized",),
+    ("fp4", "e8m0"): ("mxfp4-pack-quantized",),
+    ("fp6-e2m3", "e8m0"): ("mxfp6-pack-quantized",),
+    ("fp8", "e8m0"): ("mxfp8-quantized",),
+    ("fp8", "float"): (FLOAT_QUANTIZED, NAIVE_QUANTIZED),
+}
+#: All formats of compressed-tensors that are served.
+FORMATS = (*INTEGER_FORMATS, *dict.fromkeys(name for names in _FLOAT_FORMATS.values() for name in names))
 
-_WORD_BITS = 32  # weights of few bits are packed into words of this size
+
+def formats_of(scheme: Scheme) -> tuple[str, ...]:
+    """The formats that files may have weights of a scheme in."""
+    weights = scheme.weights
+    if weights.element not in INTEGERS:
+        return _FLOAT_FORMATS.get((weights.element, weights.scale), ())
+    if not weights.symmetric:
+        return (PACK_QUANTIZED, NAIVE_QUANTIZED)
+    return (*INTEGER_FORMATS, NAIVE_QUANTIZED)
+
+
+def storage_in(scheme: Scheme, format_name: str, activation_order: bool = False) -> LinearStorage:
+    """How weights of a scheme are stored in one of its formats."""
+    element = scheme.weights.element
+    if element in INTEGERS:
+        return IntegerStorage(scheme, format_name, activation_order)
+    storages: dict[str, type[LinearStorage]] = {"fp4": Fp4Storage, "fp6-e2m3": Fp6Storage, "fp8": Fp8Storage}
+    return storages[element](scheme, format_name)
 
 
 def storage_for(scheme: Scheme, integer_format: str = PACK_QUANTIZED, activation_order: bool = False) -> LinearStorage:
-    """How weights of a scheme are stored; integers in the format that is given."""
+    """How weights of a scheme are written; integers in the format that is given."""
     weights = scheme.weights
-    if weights.element == "fp4":
-        return Fp4Storage(scheme, FP4_FORMATS[weights.scale])
+    if weights.element not in INTEGERS:
+        formats = formats_of(scheme)
+        if not formats:
+            raise UnsupportedScheme(f"{scheme}: compressed-tensors has no format for {weights.element} weights")
+        # Weights alone in 8-bit floats have the format that compressed-tensors has for all that is left.
+        is_plain = weights.element == "fp8" and weights.scale == "float" and scheme.activations is None
+        return storage_in(scheme, formats[-1] if is_plain else formats[0])
     if integer_format == INT_QUANTIZED and scheme.activations is None:
         raise UnsupportedScheme(
             f"{scheme} in the format {INT_QUANTIZED}, which no reader expects without quantised activations; "
@@ -43,15 +77,20 @@ def storage_for(scheme: Scheme, integer_format: str = PACK_QUANTIZED, activation
 class IntegerStorage(LinearStorage):
     """Integers with a scale, and if they are asymmetric a zero point, per row or per group.
 
-    ``int-quantized`` has a byte for each of them in ``weight``. ``pack-quantized`` has as many as fit into words in
-    ``weight_packed``, where the last word of a row may be filled up, and the size of the linear in ``weight_shape``.
-    Its zero points are packed into words as well, along the rows, and it may have the inputs of a group anywhere:
-    ``weight_g_idx`` has the group of every input.
+    ``int-quantized`` and ``naive-quantized`` have a byte for each of them in ``weight``. ``pack-quantized`` has as many
+    as fit into words in ``weight_packed``, where the last word of a row may be filled up, and the size of the linear in
+    ``weight_shape``. Its zero points are packed into words as well, along the rows, and it may have the inputs of a
+    group anywhere: ``weight_g_idx`` has the group of every input. Activations with a stored scale have it in
+    ``input_scale``.
     """
 
     scale_suffix: ClassVar[str] = "weight_scale"
 
     activation_order: bool = False
+
+    @property
+    def input_scale_suffix(self) -> str | None:
+        return "input_scale" if needs_input_scales(self.scheme) else None
 
     @property
     def has_input_order(self) -> bool:
@@ -63,18 +102,20 @@ class IntegerStorage(LinearStorage):
 
     @property
     def _per_word(self) -> int:
-        return _WORD_BITS // self.scheme.weights.bits
+        return WORD_BITS // self.scheme.weights.bits
 
     def tensors(self, rows: int, columns: int) -> dict[str, StoredTensor]:
         scale_shape = self.scheme.weights.group.scale_shape(rows, columns)
-        scale = StoredTensor(FLOAT_DTYPES, scale_shape)
+        scale, symmetric = StoredTensor(FLOAT_DTYPES, scale_shape), self.scheme.weights.symmetric
+        inputs = {} if self.input_scale_suffix is None else {self.input_scale_suffix: one_scale()}
         if not self._is_packed:
-            return {"weight": StoredTensor(("I8",), (rows, columns)), "weight_scale": scale}
+            zeros = {} if symmetric else {"weight_zero_point": StoredTensor(("I8",), scale_shape)}
+            return {"weight": StoredTensor(("I8",), (rows, columns)), "weight_scale": scale} | zeros | inputs
         tensors = {
             "weight_packed": StoredTensor(("I32",), (rows, -(-columns // self._per_word))),
             "weight_scale": scale,
-        }
-        if not self.scheme.weights.symmetric:
+        } | inputs
+        if not symmetric:
             words = (-(-rows // self._per_word), scale_shape[1])
             tensors["weight_zero_point"] = StoredTensor(("I32",), words, by_rows=False)
         if self.activation_order:
@@ -99,14 +140,16 @@ class IntegerStorage(LinearStorage):
         return DTYPES[dtypes.get("weight_scale", "F32")]
 
     def decode(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedWeight:
-        scales = tensors["weight_scale"]
         zeros = tensors.get("weight_zero_point")
+        if zeros is not None and self._is_packed:
+            zeros = self._zero_points(zeros, rows).flatten(-3, -2)
         return QuantizedWeight(
             self.scheme.weights.element,
             self._integers(tensors, columns),
-            scales,
-            None if zeros is None else self._zero_points(zeros, rows).flatten(-3, -2),
+            tensors["weight_scale"],
+            zeros,
             input_order=self._input_order(tensors),
+            input_scales=None if self.input_scale_suffix is None else one_for_each(tensors["input_scale"]),
         )
 
     def _input_order(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
@@ -122,43 +165,47 @@ class IntegerStorage(LinearStorage):
         if self.scheme.weights.bits == 4:
             nibbles = stored_bytes[..., : -(-columns // 2)]
             return nibbles if columns % 2 == 0 else unpack_nibbles(nibbles)[..., :columns]
-        # q + 128 as an unsigned byte is q with its sign bit flipped
-        return (stored_bytes[..., :columns] ^ 0x80).view(torch.int8)
+        return signed_bytes(stored_bytes[..., :columns])
 
     def _zero_points(self, words: Tensor, rows: int) -> Tensor:
         """[..., words, groups] int32, packed along the rows -> [..., rows, groups] int8."""
-        across = words.transpose(-2, -1).contiguous().view(torch.uint8)  # [..., groups, 4 * words]
-        return unpack_nibbles(across)[..., :rows].transpose(-2, -1).contiguous()
+        across = unpack_words(copied(words.transpose(-2, -1)), self.scheme.weights.bits)
+        return across[..., :rows].transpose(-2, -1).contiguous()
 
     def decode_plainly(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        element, scales = self.scheme.weights.element, tensors["weight_scale"]
+        element, scales, zeros = self.scheme.weights.element, tensors["weight_scale"], tensors.get("weight_zero_point")
+        inputs = None if self.input_scale_suffix is None else tensors["input_scale"].to(torch.float32).view(1)
         if not self._is_packed:
-            return QuantizedWeight(element, tensors["weight"], scales)
+            return QuantizedWeight(element, tensors["weight"], scales, zeros, input_scales=inputs)
         # Element j is in word j / (32 / bits), low bits first, stored plus half the range.
         bits, (rows, columns) = self.scheme.weights.bits, tensors["weight_shape"].tolist()
-        shifts = torch.arange(0, _WORD_BITS, bits, dtype=torch.int32)
+        shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32)
 
         def elements(words: Tensor) -> Tensor:
             codes: Tensor = (words.unsqueeze(-1) >> shifts) & (2**bits - 1)
             flat: Tensor = codes.flatten(1) - 2 ** (bits - 1)
             return flat
 
-        zeros = tensors.get("weight_zero_point")
         return QuantizedWeight(
             element,
             elements(tensors["weight_packed"])[:, :columns].to(torch.int8),
             scales,
             None if zeros is None else elements(zeros.T).T[:rows].to(torch.int8),
             input_order=plain_input_order(tensors["weight_g_idx"]) if self.activation_order else None,
+            input_scales=inputs,
         )
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        values, scales = weight.values, weight.scales
+        values, zeros = weight.values, weight.zero_points
+        tensors = {"weight_scale": weight.scales}
+        if self.input_scale_suffix is not None:
+            assert weight.input_scales is not None  # every weight of such a scheme has one
+            tensors[self.input_scale_suffix] = weight.input_scales[:1]
         if not self._is_packed:
-            return {"weight": values, "weight_scale": scales}
-        tensors = {"weight_packed": self._words(values), "weight_scale": scales}
-        if weight.zero_points is not None:
-            tensors["weight_zero_point"] = self._words(weight.zero_points.T).T.contiguous()
+            return {"weight": values} | tensors | ({} if zeros is None else {"weight_zero_point": zeros})
+        tensors = {"weight_packed": self._words(values)} | tensors
+        if zeros is not None:
+            tensors["weight_zero_point"] = self._words(zeros.T).T.contiguous()
         if weight.input_order is not None:
             tensors["weight_g_idx"] = group_index_of(weight.input_order, values.shape[1], self.scheme.group_size)
         return tensors | {"weight_shape": torch.tensor(values.shape, dtype=torch.int64)}
@@ -168,75 +215,4 @@ class IntegerStorage(LinearStorage):
         rows, columns = values.shape
         padded = torch.zeros((rows, -(-columns // self._per_word) * self._per_word), dtype=torch.int8)
         padded[:, :columns] = values
-        stored = pack_nibbles(padded) if self.scheme.weights.bits == 4 else padded.view(torch.uint8) ^ 0x80
-        return stored.contiguous().view(torch.int32)
-
-
-@dataclass(frozen=True)
-class Fp4Storage(LinearStorage):
-    """Codes of e2m1, two to a byte with the first in the low nibble, and scales of a byte.
-
-    ``nvfp4-pack-quantized`` has e4m3 scales for 16 inputs each, which a global scale divides; ``mxfp4-pack-quantized``
-    has E8M0 scales for 32.
-    """
-
-    scale_suffix: ClassVar[str] = "weight_scale"
-
-    @property
-    def _has_global_scale(self) -> bool:
-        return self.scheme.weights.scale == "e4m3"
-
-    def tensors(self, rows: int, columns: int) -> dict[str, StoredTensor]:
-        scale_shape = self.scheme.weights.group.scale_shape(rows, columns)
-        tensors = {
-            "weight_packed": StoredTensor(("U8",), (rows, -(-columns // 2))),
-            "weight_scale": StoredTensor(("F8_E4M3" if self._has_global_scale else "U8",), scale_shape),
-        }
-        if self._has_global_scale:
-            tensors["weight_global_scale"] = StoredTensor(("F32",), (1,), by_rows=False)
-        return tensors
-
-    def size(self, found: Mapping[str, TensorInfo], read: Callable[[str], Tensor]) -> tuple[int, int]:
-        weight, scale = matrix_shape(found, "weight_packed"), matrix_shape(found, "weight_scale")
-        if weight:
-            return weight[0], weight[1] * 2
-        return (scale[0], scale[1] * (self.scheme.group_size or 1)) if scale else (0, 0)
-
-    def scale_dtype(self, dtypes: Mapping[str, str]) -> torch.dtype:
-        return torch.float8_e4m3fn if self._has_global_scale else torch.uint8
-
-    def decode(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedWeight:
-        factors = None
-        if self._has_global_scale:  # [..., linears, 1] -> [..., linears * rows]
-            factors = (1.0 / _checked_global_scale(tensors)).expand(*tensors["weight_global_scale"].shape[:-1], rows)
-            factors = factors.flatten(-2)
-        return QuantizedWeight("fp4", tensors["weight_packed"], tensors["weight_scale"], factors=factors)
-
-    def decode_plainly(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        packed = tensors["weight_packed"]
-        codes = torch.empty((packed.shape[0], 2 * packed.shape[1]), dtype=torch.int8)
-        codes[:, 0::2], codes[:, 1::2] = packed % 16, packed // 16
-        factors = None
-        if self._has_global_scale:
-            factors = torch.full((len(codes),), float(1.0 / tensors["weight_global_scale"]))
-        return QuantizedWeight("fp4", codes, tensors["weight_scale"], factors=factors)
-
-    def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        codes = weight.values.view(torch.uint8)
-        tensors = {"weight_packed": codes[:, 0::2] | codes[:, 1::2] << 4, "weight_scale": weight.scales}
-        if self._has_global_scale:
-            assert weight.factors is not None  # every weight with e4m3 scales has them
-            if bool((weight.factors != weight.factors[0]).any()):
-                raise UnsupportedScheme(
-                    f"{self.format} has one global scale for all rows of a linear; these have several"
-                )
-            tensors["weight_global_scale"] = 1.0 / weight.factors[:1]
-        return tensors
-
-
-def _checked_global_scale(tensors: Mapping[str, Tensor]) -> Tensor:
-    scale = tensors["weight_global_scale"]
-    refused = scale[~(torch.isfinite(scale) & (scale > 0))]
-    if len(refused):  # the reader names the linear
-        raise ValueError(f"weight_global_scale is {float(refused[0])}; a positive number is accepted")
-    return scale
+        return pack_words(padded, self.scheme.weights.bits)

@@ -10,20 +10,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
-from cpumoe.checkpoints.formats.compressed_storages import (
-    FP4_FORMATS,
-    INT_QUANTIZED,
-    INTEGER_FORMATS,
-    PACK_QUANTIZED,
-    Fp4Storage,
-    IntegerStorage,
-)
+from cpumoe.checkpoints.formats.compressed_schemes import activations_section, read_scheme, weights_section
+from cpumoe.checkpoints.formats.compressed_storages import FORMATS, PACK_QUANTIZED, formats_of, storage_in
 from cpumoe.checkpoints.formats.name_patterns import NamePatterns, TimeBudget
 from cpumoe.checkpoints.storage import LinearStorage, Quantization
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers.scheme import Scheme
-
-FORMATS = (*INTEGER_FORMATS, *FP4_FORMATS.values())
 
 
 @dataclass(frozen=True)
@@ -37,7 +29,11 @@ class QuantizationConfig(Quantization):
     """Which modules of a compressed-tensors checkpoint are quantised, and how."""
 
     suffixes: ClassVar[frozenset[str]] = frozenset(
-        ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx", "weight_global_scale")
+        (
+            *(f"weight_{part}" for part in ("packed", "scale", "shape", "zero_point", "g_idx", "global_scale")),
+            "input_scale",
+            "input_global_scale",
+        )
     )
 
     groups: tuple[_Group, ...]
@@ -70,27 +66,24 @@ class QuantizationConfig(Quantization):
         activations = group.get("input_activations")
         described = _describe(weights, activations)
         if format_name not in FORMATS:
-            accepted = " and ".join(FORMATS)
-            raise UnsupportedScheme(f"{name}: format {format_name!r} ({described}) is not served; {accepted} are")
+            known = " and ".join(FORMATS)
+            raise UnsupportedScheme(f"{name}: format {format_name!r} ({described}) is not served; {known} are")
         if group.get("output_activations"):
             raise UnsupportedScheme(f"{name}: quantised output activations are not served")
         inputs = None if activations is None else _mapping(activations, f"{name}.input_activations")
         targets = _strings(group.get("targets"), f"{name}.targets")
         try:
-            scheme = _scheme_of(name, weights, inputs)
+            scheme = read_scheme(name, weights, inputs)
         except UnsupportedScheme as problem:
             raise UnsupportedScheme(f"{name}: {described} is not served: {problem}") from None
-        if scheme.weights.element == "fp4":
-            if format_name != (expected := FP4_FORMATS[scheme.weights.scale]):
-                raise CheckpointError(f"{name}: {described} in the format {format_name!r}; {expected} is accepted")
-            return _Group(targets, Fp4Storage(scheme, expected))
-        if format_name not in INTEGER_FORMATS or (format_name == INT_QUANTIZED and not scheme.weights.symmetric):
-            accepted = PACK_QUANTIZED if not scheme.weights.symmetric else " and ".join(INTEGER_FORMATS)
-            raise CheckpointError(f"{name}: {described} in the format {format_name!r}; {accepted} is accepted")
+        accepted = formats_of(scheme)
         activation_order = weights.get("actorder") in ("group", "dynamic")  # two names for one thing
-        if activation_order and (format_name != PACK_QUANTIZED or scheme.group_size is None):
-            raise CheckpointError(f"{name}: {described} in the format {format_name!r}; {PACK_QUANTIZED} is accepted")
-        return _Group(targets, IntegerStorage(scheme, str(format_name), activation_order))
+        if activation_order:
+            accepted = (PACK_QUANTIZED,) if PACK_QUANTIZED in accepted and scheme.group_size is not None else ()
+        if format_name not in accepted:
+            text = f"{' and '.join(accepted)} is accepted" if accepted else "no format has this"
+            raise CheckpointError(f"{name}: {described} in the format {format_name!r}; {text}")
+        return _Group(targets, storage_in(scheme, str(format_name), activation_order))
 
     def storage_of(self, module: str) -> LinearStorage | None:
         """How the linear named ``module`` is stored; None if it was left in float.
@@ -116,31 +109,6 @@ class QuantizationConfig(Quantization):
         return tuple(group.storage.scheme for group in self.groups)
 
 
-def _scheme_of(name: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Scheme:
-    """The scheme of a configuration group."""
-    if inputs is not None:
-        per_token = inputs.get("type", "int") == "int" and inputs.get("num_bits") == 8 and inputs.get("dynamic") is True
-        if not per_token or inputs.get("strategy", "token") != "token":
-            raise UnsupportedScheme("activations in float, or 8-bit integers, dynamic and per token, are")
-    bits, strategy, size = weights.get("num_bits"), weights.get("strategy"), weights.get("group_size")
-    if strategy is None:
-        strategy = "group" if isinstance(size, int) and size > 0 else "channel"
-    # "weight" and "static" leave no trace in the file: the scales belong to inputs that lie side by side.
-    if weights.get("dynamic", False) or weights.get("actorder") not in (None, "weight", "static", "group", "dynamic"):
-        raise UnsupportedScheme("weights with stored scales, in activation order 'group', 'weight' or 'static', are")
-    symmetric = weights.get("symmetric", True) is True
-    if weights.get("type", "int") == "float" and bits == 4 and symmetric and inputs is None:
-        fp4: dict[object, str] = {("tensor_group", 16): "nvfp4a16", ("group", 32): "mxfp4a16"}
-        if (strategy, size) in fp4:
-            return Scheme.parse(fp4[strategy, size])
-    if weights.get("type", "int") != "int" or bits not in (4, 8) or strategy not in ("channel", "group"):
-        raise UnsupportedScheme("int4, int8 and weight-only nvfp4 and mxfp4 are")
-    if strategy == "group" and not (isinstance(size, int) and size > 0):
-        raise CheckpointError(f"{name}: strategy 'group' with group_size={size!r}; a positive number is accepted")
-    text = f"w{bits}a{16 if inputs is None else 8}"
-    return Scheme.parse(text + (f"-g{size}" if strategy == "group" else "") + ("" if symmetric else "-asym"))
-
-
 def write_config(storages: Mapping[str, LinearStorage], ignore: list[str]) -> dict[str, Any]:
     """The ``quantization_config`` of a checkpoint.
 
@@ -160,8 +128,8 @@ def write_config(storages: Mapping[str, LinearStorage], ignore: list[str]) -> di
             f"group_{index}": {
                 "targets": targets_of_group,
                 "format": storage.format,
-                "weights": _weights_section(storage),
-                "input_activations": None if storage.scheme.activations is None else _PER_TOKEN_INT8,
+                "weights": weights_section(storage.scheme, storage.has_input_order),
+                "input_activations": activations_section(storage.scheme),
                 "output_activations": None,
             }
             for index, (storage, targets_of_group) in enumerate(targets.items())
@@ -169,26 +137,6 @@ def write_config(storages: Mapping[str, LinearStorage], ignore: list[str]) -> di
         "ignore": ignore,
         "kv_cache_scheme": None,
     }
-
-
-_PER_TOKEN_INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token"}
-
-
-def _weights_section(storage: LinearStorage) -> dict[str, Any]:
-    scheme, weights = storage.scheme, storage.scheme.weights
-    strategy = "channel" if scheme.group_size is None else "tensor_group" if weights.scale == "e4m3" else "group"
-    section: dict[str, Any] = {
-        "num_bits": weights.bits,
-        "type": "float" if weights.element == "fp4" else "int",
-        "symmetric": weights.symmetric,
-        "dynamic": False,
-        "strategy": strategy,
-        "group_size": scheme.group_size,
-    }
-    if storage.has_input_order:
-        section["actorder"] = "group"
-    scale_dtypes = {"e4m3": "torch.float8_e4m3fn", "e8m0": "torch.uint8"}
-    return section | ({"scale_dtype": scale_dtypes[weights.scale]} if weights.scale in scale_dtypes else {})
 
 
 def _describe(weights: Mapping[str, Any], activations: object) -> str:

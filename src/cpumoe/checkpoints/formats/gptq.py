@@ -25,7 +25,8 @@ from cpumoe.checkpoints.formats.transposed_configs import (
     read_text,
     refuse_fields,
 )
-from cpumoe.checkpoints.formats.transposed_words import TransposedStorage, copied
+from cpumoe.checkpoints.formats.transposed_words import TransposedStorage
+from cpumoe.checkpoints.formats.words import copied
 from cpumoe.checkpoints.storage import Quantization
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 

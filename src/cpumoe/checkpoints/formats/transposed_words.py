@@ -17,13 +17,11 @@ import torch
 from torch import Tensor
 
 from cpumoe.checkpoints.formats.input_order import group_index_of, input_order_of, plain_input_order
+from cpumoe.checkpoints.formats.words import WORD_BITS, pack_words, unpack_words
 from cpumoe.checkpoints.storage import LinearStorage, StoredTensor, matrix_shape
 from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES, TensorInfo
 from cpumoe.errors import CheckpointError, UnsupportedScheme
-from cpumoe.layers.nibbles import pack_nibbles, unpack_nibbles
 from cpumoe.layers.quantized_experts import QuantizedWeight
-
-_WORD_BITS = 32
 
 
 @dataclass(frozen=True)
@@ -46,7 +44,7 @@ class TransposedStorage(LinearStorage):
 
     @property
     def _per_word(self) -> int:
-        return _WORD_BITS // self.scheme.weights.bits
+        return WORD_BITS // self.scheme.weights.bits
 
     @property
     def _middle(self) -> int:
@@ -151,8 +149,8 @@ class TransposedStorage(LinearStorage):
         return input_order_of(tensors["g_idx"], self.scheme.group_size, "g_idx") if self.activation_order else None
 
     def _zero_points(self, words: Tensor) -> Tensor:
-        """Zero points of 4 bits [..., groups, words] -> [..., groups, outputs] int8, less 8 as the integers are."""
-        zeros = unpack_nibbles(words.view(torch.uint8))
+        """[..., groups, words] -> [..., groups, outputs] int8, less half of the range as the integers are."""
+        zeros = unpack_words(words.contiguous(), self.scheme.weights.bits)
         if self.row_order is None:
             return zeros
         words_apart: Tensor = zeros.unflatten(-1, (-1, self._per_word))
@@ -189,8 +187,7 @@ class TransposedStorage(LinearStorage):
 
     def _words(self, values: Tensor) -> Tensor:
         """int8 [n, m] in the order of the lowest bits first -> int32 words [n, m / integers in a word]."""
-        stored = pack_nibbles(values) if self.scheme.weights.bits == 4 else values.view(torch.uint8) ^ 0x80
-        return copied(stored).view(torch.int32)
+        return pack_words(values, self.scheme.weights.bits)
 
     @abstractmethod
     def _weight_words(self, values: Tensor) -> Tensor:
@@ -220,11 +217,6 @@ class TransposedStorage(LinearStorage):
         if self.has_g_idx or self.activation_order:
             tensors["g_idx"] = group_index_of(weight.input_order, columns, self.scheme.group_size)
         return tensors
-
-
-def copied(tensor: Tensor) -> Tensor:
-    """The same in fresh memory. (``contiguous`` keeps odd strides of dimensions of size 1, where ``view`` fails.)"""
-    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def in_row_order(values: Tensor, order: Sequence[int] | None) -> Tensor:

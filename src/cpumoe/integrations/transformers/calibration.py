@@ -87,23 +87,25 @@ class ExpertRecorder(PendingModule):
             self.weight_on_input = apply_router_weight_on_input
         return torch.zeros_like(hidden_states)
 
-    def compute_answers(self, expert: Callable[[int, Tensor], Tensor], num_experts: int) -> None:
-        """Makes the results of the recorded calls; ``expert(number, tokens [rows, H])`` gives [rows, H].
+    def compute_answers(self, expert: Callable[[int, Tensor, Tensor], Tensor], num_experts: int) -> None:
+        """Makes the results of the recorded calls.
 
-        Every expert is called once, in order, even if no token chose it.
+        ``expert(number, its tokens [rows, H], all tokens [tokens, H])`` gives [rows, H]. Every expert is called once,
+        in order, even if no token chose it.
         """
         lengths = [len(part) for part in self.inputs]
         x, ids, weights = torch.cat(self.inputs), torch.cat(self.ids), torch.cat(self.weights).to(torch.float32)
         self.inputs, self.ids, self.weights = [], [], []  # frees the largest tensors of all as early as possible
-        out = torch.zeros(x.shape, dtype=torch.float32)
+        x = x.to(torch.float32)
+        out = torch.zeros_like(x)
         for number in range(num_experts):
             token, slot = torch.where(ids == number)
             weight = weights[token, slot].unsqueeze(-1)
-            rows = x[token].to(torch.float32)
+            rows = x[token]
             if self.weight_on_input:
-                out.index_add_(0, token, expert(number, rows * weight))
+                out.index_add_(0, token, expert(number, rows * weight, x))
             else:
-                out.index_add_(0, token, expert(number, rows) * weight)
+                out.index_add_(0, token, expert(number, rows, x) * weight)
         self.answers = list(out.split(lengths))
 
 
@@ -198,8 +200,8 @@ class _Run:
             return file.read("hidden")
 
 
-def _outputs(writer: LayerWriter, number: int, inputs: Tensor) -> Tensor:
-    out = writer.quantize_expert(number, inputs)
+def _outputs(writer: LayerWriter, number: int, inputs: Tensor, others: Tensor) -> Tensor:
+    out = writer.quantize_expert(number, inputs, others)
     assert out is not None  # there are outputs whenever inputs are given
     return out
 

@@ -18,6 +18,7 @@ from cpumoe import ops
 from cpumoe.checkpoints.architectures import ARCHITECTURES, Architecture, ExpertsFacts, known_architecture, text_config
 from cpumoe.checkpoints.checkpoint import naming
 from cpumoe.checkpoints.formats import parse_quantization
+from cpumoe.checkpoints.storage import refuse_stored_input_scales
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.integrations.transformers.decode import speed_up
 from cpumoe.integrations.transformers.llama4 import adapt_llama4
@@ -29,7 +30,6 @@ from cpumoe.integrations.transformers.packed_modules import (
     replace_module,
 )
 from cpumoe.integrations.transformers.plugin import DEFAULT_SCHEME, PackedConfig, PackedQuantizer
-from cpumoe.integrations.transformers.saving import quantization_section
 from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.quantized_experts import QuantizedExperts
@@ -53,6 +53,9 @@ def accelerate(
         The same model. ``save_pretrained`` writes it as a compressed-tensors checkpoint.
     """
     scheme, packed_linears = Scheme.parse(scheme), None if linears is None else Scheme.parse(linears)
+    for one in (scheme, packed_linears):
+        if one is not None:
+            refuse_stored_input_scales(one)
     architecture = model_architecture(model)
     if architecture is None:
         raise _not_known(model.config.get_text_config().model_type)
@@ -103,9 +106,9 @@ def _finish_acceleration(model: PreTrainedModel) -> None:
     adapt_llama4(model)
     model.requires_grad_(False)  # there is no gradient through packed weights
     speed_up(model)
-    config = PackedConfig(quantization_section(model))
+    config = PackedConfig()
     model.hf_quantizer = PackedQuantizer(config, pre_quantized=True)
-    model.config.quantization_config = config
+    model.hf_quantizer.describe(model)
     model.is_quantized = True
     model.quantization_method = config.quant_method
 
@@ -116,6 +119,7 @@ def _rows(weight: Tensor, first: int, last: int) -> Tensor:
 
 def pack_float_experts(module: nn.Module, architecture: Architecture, scheme: Scheme, facts: ExpertsFacts) -> Experts:
     """Packs the ``gate_up_proj`` and ``down_proj`` of one layer's float experts, a few experts at a time."""
+    refuse_stored_input_scales(scheme)
     fused = architecture.fused
     gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()  # type: ignore[operator]
     layer = MoEConfig(

@@ -25,13 +25,19 @@ _log = logging.getLogger("cpumoe")
 
 _SWITCH = "CPUMOE_TRANSFORMERS"
 #: What transformers calls the kinds of quantisation that we read, at least in part.
-METHODS = ("compressed-tensors", "mxfp4", "gptq", "awq", "auto-round")
+METHODS = ("compressed-tensors", "mxfp4", "fp8", "gptq", "awq", "auto-round")
 #: Names that older files have for one of them, which transformers does not know: it would read such a file as float.
 OLDER_NAMES = {"auto_round": "auto-round", "intel/auto-round": "auto-round"}
+
+#: Kinds that transformers does not read at all.
+OWN_METHODS = ("modelopt",)
+#: Every name of a kind of quantisation that is ours to read.
+ALL_NAMES = (*METHODS, *OWN_METHODS, *OLDER_NAMES)
 
 # Names that transformers accepts as experts_implementation. A name without a scheme takes that of CPUMOE_SCHEME.
 _SCHEMES = ["w4a8", "w4a8-g32", "w4a8-g64", "w4a8-g128", "w8a8"]
 _SCHEMES += ["w4a16-g32", "w4a16-g128", "w8a16", "mxfp4a16", "nvfp4a16"]
+_SCHEMES += ["fp8", "fp8-block", "fp8a16", "mxfp4", "mxfp8", "bf16"]
 EXPERTS_IMPLEMENTATIONS = ("cpumoe", *(f"cpumoe-{scheme}" for scheme in _SCHEMES))
 
 
@@ -48,10 +54,20 @@ def _add_quantizers(auto: ModuleType, is_wanted: Callable[[], bool] = _always) -
         method: (auto.AUTO_QUANTIZER_MAPPING[method], auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method])
         for method in METHODS
     }
-    for method in (*METHODS, *OLDER_NAMES):
-        stock_quantizer, stock_config = stock[OLDER_NAMES.get(method, method)]
+    for method in ALL_NAMES:
+        stock_quantizer, stock_config = stock.get(OLDER_NAMES.get(method, method), (_not_read, _NotRead))
         auto.AUTO_QUANTIZER_MAPPING[method] = _quantizer_maker(stock_quantizer, is_wanted)
         auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method] = _ConfigMaker(stock_config, is_wanted)
+
+
+def _not_read(*_: Any, **__: Any) -> Any:
+    raise ValueError(f"transformers does not read quantised files of the kinds {', '.join(OWN_METHODS)}")
+
+
+class _NotRead:
+    """Stands for a configuration class that transformers does not have."""
+
+    from_dict = staticmethod(_not_read)
 
 
 def _quantizer_maker(stock: Any, is_wanted: Callable[[], bool]) -> Callable[..., Any]:
@@ -193,7 +209,7 @@ def own_reader() -> Iterator[None]:
     block = object()
     with _own_reader_lock:
         if not _own_reader_blocks:
-            places = ((name, method) for name in _MAPPINGS for method in (*METHODS, *OLDER_NAMES))
+            places = ((name, method) for name in _MAPPINGS for method in ALL_NAMES)
             _stock_readers.update(((name, method), getattr(auto, name).get(method)) for name, method in places)
             _add_quantizers(auto, is_wanted=_in_own_reader.get)
         _own_reader_blocks.append(block)

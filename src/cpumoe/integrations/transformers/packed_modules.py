@@ -9,13 +9,14 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from cpumoe.checkpoints.architectures import ARCHITECTURES, Architecture, ExpertsFacts, known_architecture, text_config
+from cpumoe.checkpoints.architectures import ARCHITECTURES, Architecture, known_architecture, text_config
 from cpumoe.checkpoints.checkpoint import LAYER, Checkpoint, TensorCheck
 from cpumoe.checkpoints.expert_sources import ExpertSource
+from cpumoe.checkpoints.held_scales import is_per_tensor
 from cpumoe.checkpoints.layer_names import check_layers_behind, layers_prefix, prediction_layers
 from cpumoe.checkpoints.linear_sources import LinearSource, is_tied_away
-from cpumoe.checkpoints.loading import FITS_ALL_SIZES, check_experts, find_experts, load_experts
-from cpumoe.checkpoints.storage import StoredTensor
+from cpumoe.checkpoints.loading import check_experts, find_experts, load_experts
+from cpumoe.checkpoints.storage import StoredTensor, refuse_stored_input_scales
 from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers.experts import Experts
@@ -94,15 +95,25 @@ def float_linears(model: nn.Module, architecture: Architecture | None) -> Iterat
 
 
 def find_packed_modules(
-    model: nn.Module, checkpoint: Checkpoint, scheme: Scheme | None, linears: Scheme | None
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    scheme: Scheme | None,
+    linears: Scheme | None,
+    *,
+    leave_experts: bool = False,
 ) -> PackedModules:
     """Finds the weights of all modules that will be packed, and checks them before any is read.
 
     Args:
         model: a transformers model on the meta device.
-        scheme: the scheme to quantise float experts to; None leaves them in float.
+        scheme: the scheme to quantise float experts to; None packs them as they are.
         linears: the scheme to quantise float linears to; None leaves them in float.
+        leave_experts: leaves the experts to transformers, which reads them and does not name the tensors it lacks: they
+            are checked nevertheless.
     """
+    for one in (scheme, linears):
+        if one is not None:
+            refuse_stored_input_scales(one)
     config = text_config(model.config.to_dict())  # type: ignore[union-attr, operator]  # a transformers model has one
     architecture = known_architecture(config)
     to_disk = _disk_names(model, checkpoint)
@@ -114,13 +125,13 @@ def find_packed_modules(
         sources: dict[str, ExpertSource] = {}
         for name in experts_paths(model, architecture):
             source = find_experts(checkpoint, architecture, to_disk(name), facts, scheme)
-            if source is None:
-                if checkpoint.quantization is not None:
-                    _log.warning("%s is in float in this quantised checkpoint, and stays so", name)
-                _check_float_experts(check, checkpoint, architecture, to_disk(name), facts)
-            else:
-                sources[to_disk(name)] = source
-                found.modules[name] = _packed_experts(source)
+            if checkpoint.quantization is not None and source.storage is None:
+                _log.info("%s is in float in this quantised checkpoint, and runs so (%s)", name, source.config.scheme)
+            if leave_experts:
+                source.check(check)
+                continue
+            sources[to_disk(name)] = source
+            found.modules[name] = _packed_experts(source)
         check_experts(architecture, sources, check)
     elif (scheme or checkpoint.quantization) and any(n.endswith(".experts") for n, _ in model.named_modules()):
         known = ", ".join(ARCHITECTURES)
@@ -152,15 +163,6 @@ def _spellings(architecture: Architecture | None, name: str) -> list[str]:
         return [name]
     first, *others = (path.rpartition(".")[0] for path in architecture.experts_paths)
     return [name, *(name.replace(f".{first}.", f".{other}.", 1) for other in others if f".{first}." in name)]
-
-
-def _check_float_experts(
-    check: TensorCheck, checkpoint: Checkpoint, architecture: Architecture, module: str, facts: ExpertsFacts
-) -> None:
-    """Checks experts that stay in float, because transformers reads them and does not name the tensors it lacks."""
-    source = find_experts(checkpoint, architecture, module, facts, FITS_ALL_SIZES)
-    assert source is not None  # with a scheme there always is one
-    source.check(check)
 
 
 def _left_out(model: nn.Module, checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -249,10 +251,14 @@ def pack_float_linear(
 
     ``weight_rows(first, last)`` returns [last - first, columns].
     """
-    step = max(1, _ELEMENTS_AT_ONCE // columns)
+    block = scheme.weights.group.rows or 1
+    step = max(1, _ELEMENTS_AT_ONCE // columns // block) * block
     pieces = [(first, min(first + step, rows)) for first in range(0, rows, step)]
     largest = None
-    if scheme.weights.scale == "e4m3":  # all rows share a global scale
+    if scheme.weights.scale == "e4m3" or is_per_tensor(scheme):  # all rows share a scale
         largest = torch.stack([weight_rows(*piece).abs().amax().to(torch.float32) for piece in pieces]).amax()
     parts = [quantize_weight(weight_rows(*piece), scheme, largest_magnitude=largest) for piece in pieces]
-    return QuantizedLinear.from_weight(replace(QuantizedWeight.joined(parts), bias=bias), scheme)
+    joined = QuantizedWeight.joined(parts)
+    if is_per_tensor(scheme):
+        joined = replace(joined, scales=parts[0].scales)
+    return QuantizedLinear.from_weight(replace(joined, bias=bias), scheme)

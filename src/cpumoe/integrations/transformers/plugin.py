@@ -29,7 +29,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from cpumoe import cpu
 from cpumoe.checkpoints.architectures import known_architecture, text_config
-from cpumoe.checkpoints.checkpoint import Checkpoint, check_activations, listed
+from cpumoe.checkpoints.checkpoint import Checkpoint, check_activations, listed, read_json
 from cpumoe.checkpoints.formats import parse_quantization
 from cpumoe.checkpoints.formats.compressed_tensors import QuantizationConfig
 from cpumoe.checkpoints.hub import find_model
@@ -53,7 +53,7 @@ from cpumoe.layers.scheme import Scheme
 
 _log = logging.getLogger("cpumoe")
 
-#: The value of ``load_model(scheme=...)`` that leaves the experts of a float checkpoint in float.
+#: The value of ``load_model(scheme=...)`` that leaves the experts of a float checkpoint to transformers.
 FLOAT = "float"
 
 DEFAULT_SCHEME = "w4a8-g128"
@@ -67,6 +67,7 @@ class _Options:
     linears: Scheme | None = None
     cache: Path | None = None
     activations: str | None = None
+    leave_experts: bool = False  # to transformers, if the checkpoint has them in float
     strict: bool = False  # refuse schemes that are not supported, instead of leaving them to transformers
 
 
@@ -89,7 +90,8 @@ def load_model(
         path: folder with config.json and safetensors files, or the id of a model in the local hub cache
             (:func:`cpumoe.checkpoints.hub.find_model`; nothing is downloaded).
         scheme: for a float checkpoint only: the scheme to quantise its experts to while they are read
-            (``"w4a8-g128"``), or ``"float"`` to leave them as they are.
+            (``"w4a8-g128"``), or ``"float"`` to leave them to transformers. The default is the value of
+            ``CPUMOE_SCHEME``, and without one the experts run as they are stored (``bf16``, ``fp16``, ``fp32``).
         linears: the scheme to quantise linears to that are float in the checkpoint (``"w8a8"``, ``"w4a8-g128"``); None
             leaves them in float.
         cache: folder for packed weights. They are written there the first time and memory-mapped the next time.
@@ -111,14 +113,10 @@ def load_model(
         except UnsupportedScheme as problem:
             raise UnsupportedScheme(f"{path}: {problem}; {CURE}") from None
         _refuse_impossible_config(checkpoint)
+        section = checkpoint.quantization_section
     name = scheme if scheme is not None else (None if quantized else os.environ.get("CPUMOE_SCHEME"))
     if quantized and name is not None:
         raise UnsupportedScheme(f"scheme={str(name)!r} for a checkpoint that is quantised already; leave it out")
-    if not quantized and name is None:
-        raise UnsupportedScheme(
-            f"{path} is a float checkpoint: say what to quantise its experts to with scheme={DEFAULT_SCHEME!r} "
-            f"(or another), or scheme={FLOAT!r} to leave them"
-        )
     if not quantized and activations is not None:
         raise ValueError(
             f"activations={activations!r} for a float checkpoint, where the scheme says it: scheme='w4a16-g32+int8'"
@@ -128,9 +126,17 @@ def load_model(
     if dtype is None:
         dtype, reason = cpu.float_dtype()
         _log.info("float parts run in %s: %s", dtype, reason)
-    more = {} if quantized else {"quantization_config": PackedConfig()}
+    # transformers knows the configuration in config.json alone.
+    more = {} if quantized and _says_that_it_is_quantized(path) else {"quantization_config": PackedConfig(section)}
     cache_folder = None if cache is None else Path(cache).expanduser()
-    chosen = _Options(packed_experts, packed_linears, cache_folder, check_activations(activations), strict=True)
+    chosen = _Options(
+        packed_experts,
+        packed_linears,
+        cache_folder,
+        check_activations(activations),
+        leave_experts=not quantized and name == FLOAT,
+        strict=True,
+    )
     token = _options.set(chosen)
     try:
         with _transformers_errors(path, bool(options)), _progress_on_terminals(), own_reader():
@@ -153,6 +159,12 @@ def _progress_on_terminals() -> Iterator[None]:
     finally:
         if shown:
             transformers_logging.enable_progress_bar()
+
+
+def _says_that_it_is_quantized(path: Path) -> bool:
+    """Whether config.json does."""
+    config = read_json(path / "config.json")
+    return bool(config.get("quantization_config") or text_config(config).get("quantization_config"))
 
 
 def _refuse_impossible_config(checkpoint: Checkpoint) -> None:
@@ -309,7 +321,10 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         files = [Path(f) for f in checkpoint_files]
         config = model.config.to_dict() | {"quantization_config": self.quantization_config.section}
         self._checkpoint = Checkpoint(_folder_of(files, model.name_or_path), config, files, self._activations())
-        self._packed = find_packed_modules(model, self._checkpoint, self._options.scheme, self._options.linears)
+        options = self._options
+        self._packed = find_packed_modules(
+            model, self._checkpoint, options.scheme, options.linears, leave_experts=options.leave_experts
+        )
         for name in self._packed.modules:
             replace_module(model, name, PendingModule())
             model.all_tied_weights_keys.pop(f"{name}.weight", None)
@@ -360,13 +375,23 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         if not self._packed.modules and self.quantization_config.section is None and self._options.linears is None:
             self.remove_quantization_config(model)  # a float model was asked for
         elif self.quantization_config.section is None or self._options.linears is not None:
-            self.quantization_config.section = quantization_section(model, self.quantization_config.section)
+            self.describe(model)
         self._packed = PackedModules()  # lets go of the sources, which keep the files open
+
+    def describe(self, model: PreTrainedModel) -> None:
+        """Makes the configuration that of the model as it is. A float model whose experts are packed has none."""
+        section = quantization_section(model, self.quantization_config.section)
+        self.quantization_config.section = section
+        if section is not None:
+            model.config.quantization_config = self.quantization_config
+        elif hasattr(model.config, "quantization_config"):
+            del model.config.quantization_config
 
     def _load_packed(self, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
         cache = None
         if self._options.cache is not None:
-            names = {"scheme": self._options.scheme, "linears": self._options.linears}
+            experts = FLOAT if self._options.leave_experts else self._options.scheme
+            names = {"scheme": experts, "linears": self._options.linears}
             options = {key: None if value is None else str(value) for key, value in names.items()}
             options["activations"] = checkpoint.activations
             cache = PackedCache(self._options.cache, checkpoint, options)
@@ -410,8 +435,9 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
             return {}
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
-        self.quantization_config.section = quantization_section(model, self.quantization_config.section)
-        return state_dict_for_saving(model, QuantizationConfig.parse(self.quantization_config.section)), {}
+        self.describe(model)
+        section = self.quantization_config.section
+        return state_dict_for_saving(model, None if section is None else QuantizationConfig.parse(section)), {}
 
     def is_serializable(self) -> bool:
         return True

@@ -8,9 +8,11 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from cpumoe.checkpoints.architectures import Projections
 from cpumoe.checkpoints.formats import parse_quantization
-from cpumoe.checkpoints.formats.compressed_storages import Fp4Storage, IntegerStorage, storage_for
+from cpumoe.checkpoints.formats.compressed_storages import storage_for
 from cpumoe.checkpoints.formats.compressed_tensors import QuantizationConfig, write_config
+from cpumoe.checkpoints.held_scales import held_scheme
 from cpumoe.checkpoints.loading import expert_prefixes
 from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.errors import UnsupportedScheme
@@ -19,12 +21,12 @@ from cpumoe.layers.experts import Experts
 from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.layers.packed_weights import unpack_weight
 from cpumoe.layers.quantized_experts import QuantizedWeight
-from cpumoe.layers.scheme import Scheme
+from cpumoe.layers.scheme import WHOLE_FLOATS, Scheme
 from cpumoe.ops import read_spec
 
 
-def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None = None) -> dict[str, Any]:
-    """The ``quantization_config`` that describes a model with packed modules.
+def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """The ``quantization_config`` that describes a model with packed modules; None if all of these are in float.
 
     Modules keep the format of compressed-tensors that they have in ``loaded``, the section of the checkpoint that they
     came from.
@@ -42,15 +44,21 @@ def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None =
 
     def storage_of(scheme: Scheme, name: str, ordered: bool) -> LinearStorage:
         was = None if before is None else before.storage_of(name)
-        if was is not None and was.scheme.weights == scheme.weights:
-            if isinstance(was, IntegerStorage | Fp4Storage):
+        if was is not None and held_scheme(was.scheme).weights == scheme.weights:
+            if isinstance(before, QuantizationConfig):
                 return was
-            scheme = was.scheme  # packed weights do not tell int8 activations on request from those of the checkpoint
+            scheme = held_scheme(
+                was.scheme
+            )  # packed weights do not tell int8 activations on request from those of the checkpoint
         # Activations that were asked for are a matter of running the weights, not of the weights.
         return storage_for(replace(scheme, requested=None), activation_order=ordered)
 
+    has_packed_floats = False
     for name, module in model.named_modules():
-        if isinstance(module, Experts):
+        if isinstance(module, Experts | QuantizedLinear) and _is_float(module):
+            has_packed_floats = True
+            ignore.append(inside(name) if isinstance(module, Experts) else name)
+        elif isinstance(module, Experts):
             ordered = module.quantized(0, 1).gate_up.input_order is not None
             storage = storage_of(module.config.scheme, f"{name}.0.gate_proj", ordered)
             storages.setdefault(storage, []).append(inside(name))
@@ -61,6 +69,8 @@ def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None =
             ignore.append(name)
         elif name in float_experts:
             ignore.append(inside(name))
+    if not storages and has_packed_floats:
+        return None
     if not storages:
         raise UnsupportedScheme(
             "no module of this model can be packed: its linears have no inputs that the scheme fits; a smaller group "
@@ -74,8 +84,13 @@ def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None =
     return write_config(targets, ignore)
 
 
-def state_dict_for_saving(model: PreTrainedModel, config: QuantizationConfig) -> dict[str, Tensor]:
-    """All tensors of a model as a compressed-tensors checkpoint has them.
+def _is_float(module: Experts | QuantizedLinear) -> bool:
+    scheme = module.config.scheme if isinstance(module, Experts) else module.scheme
+    return scheme.weights.element in WHOLE_FLOATS
+
+
+def state_dict_for_saving(model: PreTrainedModel, config: QuantizationConfig | None) -> dict[str, Tensor]:
+    """All tensors of a model as a compressed-tensors checkpoint has them, or as a float one does (None).
 
     A packed head has tensors of its own, so the configuration is changed to say that the head is not tied.
     """
@@ -84,24 +99,46 @@ def state_dict_for_saving(model: PreTrainedModel, config: QuantizationConfig) ->
             part.tie_word_embeddings = False
     architecture = model_architecture(model)
     # If a family has several names for its projections, transformers itself reads the last ones.
-    gate, up, down = ("gate_proj", "up_proj", "down_proj") if architecture is None else architecture.projections[-1]
+    projections = Projections("gate_proj", "up_proj", "down_proj")
+    if architecture is not None:
+        projections = architecture.projections[-1]
     packed = {n: m for n, m in model.named_modules() if isinstance(m, Experts | QuantizedLinear)}
     out = {k: t for k, t in model.state_dict().items() if k.rpartition(".")[0] not in packed}
 
     def add(name: str, weight: QuantizedWeight) -> None:
-        storage = config.storage_of(name)
-        assert storage is not None  # the configuration was made from these modules
-        out.update({f"{name}.{key}": tensor.contiguous() for key, tensor in storage.encode(weight).items()})
+        storage = None if config is None else config.storage_of(name)
+        tensors = {"weight": weight.values} if storage is None else storage.encode(weight)
+        out.update({f"{name}.{key}": tensor.contiguous() for key, tensor in tensors.items()})
         if weight.bias is not None:
             out[f"{name}.bias"] = weight.bias.contiguous()
 
     for name, module in packed.items():
         if isinstance(module, QuantizedLinear):
             add(name, unpack_weight(module.weight_packed)[0])
-            continue
-        for expert in range(module.config.local_experts):
-            part, prefix = module.quantized(expert, 1)[0], f"{name}.{expert}"
-            for projection, weight in zip((gate, up), part.gate_up.halves(), strict=True):
-                add(f"{prefix}.{projection}", weight)
-            add(f"{prefix}.{down}", part.down)
+        elif architecture is not None and architecture.fused is not None and _is_float(module):
+            out |= {f"{name}.{key}": t for key, t in _fused_floats(module, architecture.fused.interleaved).items()}
+        else:
+            for expert in range(module.config.local_experts):
+                part, prefix = module.quantized(expert, 1)[0], f"{name}.{expert}"
+                gate, up = part.gate_up.halves()
+                add(f"{prefix}.{projections.gate}", gate)
+                add(f"{prefix}.{projections.up}", up)
+                add(f"{prefix}.{projections.down}", part.down)
     return out
+
+
+def _fused_floats(experts: Experts, interleaved: bool) -> dict[str, Tensor]:
+    """Float experts as families have them that keep all of a layer in one tensor, inputs before outputs."""
+    held = experts.quantized()
+
+    def in_order(rows: Tensor) -> Tensor:  # [E, 2 I, ...], gate before up -> the same as files have it
+        return rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2) if interleaved else rows
+
+    tensors = {
+        "gate_up_proj": in_order(held.gate_up.values).transpose(1, 2).contiguous(),
+        "down_proj": held.down.values.transpose(1, 2).contiguous(),
+    }
+    if held.gate_up.bias is not None and held.down.bias is not None:
+        tensors["gate_up_proj_bias"] = in_order(held.gate_up.bias).contiguous()
+        tensors["down_proj_bias"] = held.down.bias
+    return tensors

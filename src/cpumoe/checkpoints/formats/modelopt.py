@@ -1,0 +1,69 @@
+"""Checkpoints of NVIDIA's ModelOpt, ``quant_method: modelopt``: NVFP4, and FP8 with one scale for all of a linear.
+
+NVFP4: ``weight`` (uint8) has two codes of e2m1 to a byte, the first in the low nibble; ``weight_scale`` is e4m3 for 16
+inputs and ``weight_scale_2`` fp32 for all of the linear; a weight is the product of the three. ``input_scale`` is the
+same as ``weight_scale_2`` for the inputs. FP8: ``weight`` (e4m3), ``weight_scale`` and, if activations have a stored
+scale, ``input_scale``. The configuration is in config.json, or in hf_quant_config.json inside of ``quantization``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from cpumoe.checkpoints.formats.by_tensors import QuantizedByTensors, read_names, with_scheme
+from cpumoe.checkpoints.formats.float_storages import Fp4Storage, Fp8Storage
+from cpumoe.checkpoints.storage import LinearStorage
+from cpumoe.errors import CheckpointError, UnsupportedScheme
+from cpumoe.layers.scheme import Scheme
+
+_METHOD = "modelopt"
+_INPUT_SCALE = "input_scale"
+
+
+@dataclass(frozen=True)
+class ModeloptFp4Storage(Fp4Storage):
+    """4-bit floats whose second scales multiply."""
+
+    weight_suffix: ClassVar[str] = "weight"
+    global_suffix: ClassVar[str] = "weight_scale_2"
+    input_suffix: ClassVar[str] = _INPUT_SCALE
+    divides: ClassVar[bool] = False
+
+
+# quant_algo -> how linears are stored, and the scheme of files that have no scale for the inputs.
+_ALGORITHMS: dict[str, tuple[LinearStorage, str]] = {
+    "NVFP4": (ModeloptFp4Storage(Scheme.parse("nvfp4"), _METHOD), "nvfp4a16"),
+    "FP8": (Fp8Storage(Scheme.parse("fp8-tensor"), _METHOD), "fp8-tensor-dynamic"),
+}
+_WITHOUT_INPUT_SCALES = {storage.scheme: scheme for storage, scheme in _ALGORITHMS.values()}
+
+
+class ModeloptQuantization(QuantizedByTensors):
+    """The configuration of such a checkpoint."""
+
+    suffixes: ClassVar[frozenset[str]] = frozenset(("weight_scale", "weight_scale_2", _INPUT_SCALE))
+
+    @classmethod
+    def parse(cls, section: object) -> ModeloptQuantization:
+        assert isinstance(section, Mapping)  # its quant_method was read
+        settings = section.get("quantization", section)
+        if not isinstance(settings, Mapping):
+            raise CheckpointError(f"quantization is {settings!r:.80}; a JSON object is accepted")
+        algorithm = settings.get("quant_algo")
+        if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
+            accepted = " and ".join(_ALGORITHMS)
+            raise UnsupportedScheme(f"quant_algo {algorithm!r:.80} is not served; {accepted} are")
+        size = settings.get("group_size")
+        if algorithm == "NVFP4" and size not in (None, 16):
+            raise UnsupportedScheme(f"quant_algo NVFP4 with group_size {size!r:.80} is not served; 16 is")
+        if cache := settings.get("kv_cache_quant_algo") or settings.get("kv_cache_scheme"):
+            raise UnsupportedScheme(f"a quantised cache ({cache!r:.80}) is not served; one in float is")
+        left = read_names(settings, "exclude_modules", "ignore")
+        return cls(_ALGORITHMS[algorithm][0], left)
+
+    def storage_with(self, names: Collection[str]) -> LinearStorage:
+        if any(name.endswith(f".{_INPUT_SCALE}") for name in names):
+            return self.storage
+        return with_scheme(self.storage, _WITHOUT_INPUT_SCALES[self.storage.scheme])

@@ -1,0 +1,90 @@
+"""Files of small floats on the native kernels: experts and linears against the plain arithmetic, check and inspect."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from cpumoe.layers.activation_rounding import held_activations
+from float_checkpoints import KINDS, SIZES, expert_weights, write_compressed
+from tiny_architectures import write_float
+from transformers import AutoModelForCausalLM
+
+import cpumoe
+from cpumoe import cli
+from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
+from cpumoe.checkpoints.held_scales import held_scheme
+from cpumoe.checkpoints.inspection import Survey
+from cpumoe.checkpoints.linear_sources import find_linears
+from cpumoe.checkpoints.loading import experts_of, load_experts
+from cpumoe.layers import reference
+from cpumoe.layers.experts import Experts
+from cpumoe.layers.linear import QuantizedLinear
+from cpumoe.layers.scheme import Scheme
+
+KEY = "model.layers.0.self_attn.k_proj"
+IDS = torch.arange(1, 9).view(1, 8)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_float(tmp_path_factory.mktemp("float") / "float", "qwen3_moe", **SIZES)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def folder(source: Path, tmp_path_factory: pytest.TempPathFactory, kind: str) -> Path:
+    path = tmp_path_factory.mktemp("written") / kind
+    write_compressed(source, path, kind, lambda name: 300.0 if kind == "nvfp4" else 0.05)
+    return path
+
+
+def test_experts_and_linears_agree_with_the_plain_arithmetic(folder: Path, kind: str) -> None:
+    x, ids = torch.randn(9, 128), torch.randint(0, 8, (9, 2))
+    with Checkpoint.open(folder) as checkpoint:
+        for found in experts_of(checkpoint).values():
+            native, plain = (load_experts(found, backend=backend) for backend in ("native", "reference"))
+            for mine, theirs in zip(expert_weights(native).values(), expert_weights(plain).values(), strict=True):
+                assert torch.equal(mine, theirs)
+            truth = plain(x, ids, torch.full((9, 2), 0.5))
+            assert float((native(x, ids, torch.full((9, 2), 0.5)) - truth).norm() / truth.norm()) < 2e-2
+        source = find_linears(checkpoint, TensorCheck(checkpoint))[KEY]
+        stored = reference.dense(source.stored_weight())
+        truth = reference.linear(x, stored, held_activations(source.storage.scheme))
+        assert float((source.load()(x) - truth).norm() / truth.norm()) < 1e-3
+
+
+def test_check_and_inspect_find_nothing_wrong(folder: Path, kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", str(folder)]) == 0, capsys.readouterr().out
+    assert cli.main(["inspect", str(folder)]) == 0
+    assert f"{kind}, {KINDS[kind][0]}" in capsys.readouterr().out
+    with Checkpoint.open(folder) as checkpoint:
+        survey = Survey(checkpoint)
+        sizes = [load_experts(source).packed_bytes for source in experts_of(checkpoint).values()]
+    part = next(part for part in survey.parts if part.kind == "experts")
+    assert part.memory_bytes == sum(sizes)
+
+
+def test_a_model_is_loaded_and_saved_as_it_was(folder: Path, kind: str, tmp_path: Path) -> None:
+    model = cpumoe.load_model(folder, dtype=torch.float32)
+    held = str(held_scheme(Scheme.parse(kind)))
+    assert {str(m.config.scheme) for m in model.modules() if isinstance(m, Experts)} == {held}
+    assert {str(m.scheme) for m in model.modules() if isinstance(m, QuantizedLinear)} == {held}
+    model.save_pretrained(tmp_path / "saved")
+    section = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
+    assert section["format"] == KINDS[kind][0]
+    with torch.no_grad():
+        expected = model(IDS).logits
+        for again in (
+            cpumoe.load_model(tmp_path / "saved", dtype=torch.float32),
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+            cpumoe.load_model(folder, dtype=torch.float32, cache=tmp_path / "cache"),
+            cpumoe.load_model(folder, dtype=torch.float32, cache=tmp_path / "cache"),
+        ):
+            assert torch.equal(again(IDS).logits, expected)

@@ -1,0 +1,251 @@
+"""``quant_method: fp8`` and ModelOpt's files: what is quantised the tensors tell, and what it means the tools."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from float_checkpoints import SIZES, Config, Tensors, checked, expert_weights, loaded, save_tensors, write_checkpoint
+from safetensors.torch import load_file
+from tiny_architectures import write_float
+from torch import Tensor
+
+from cpumoe import CheckpointError, UnsupportedScheme
+from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
+from cpumoe.checkpoints.formats import parse_quantization
+from cpumoe.checkpoints.linear_sources import find_linears
+from cpumoe.checkpoints.loading import experts_of
+
+UP = "model.layers.1.mlp.experts.3.up_proj"
+KEY = "model.layers.0.self_attn.k_proj"
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+
+BLOCK: Config = {
+    "quant_method": "fp8",
+    "fmt": "e4m3",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [128, 128],
+    "modules_to_not_convert": ["lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"],
+}
+STATIC: Config = {"quant_method": "fp8", "activation_scheme": "static", "ignored_layers": ["lm_head"]}
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_float(tmp_path_factory.mktemp("float") / "float", "qwen3_moe", **SIZES)
+
+
+def block_fp8(weight: Tensor, dtype: torch.dtype = torch.float32) -> tuple[Tensors, Tensor]:
+    """Blocks of 128x128, the last of which may be smaller, with the scale that multiplies."""
+    rows, columns = weight.shape
+    scales = torch.empty(-(-rows // 128), -(-columns // 128), dtype=dtype)
+    stored, truth = torch.empty_like(weight), torch.empty_like(weight)
+    for i in range(scales.shape[0]):
+        for j in range(scales.shape[1]):
+            part = (slice(128 * i, 128 * i + 128), slice(128 * j, 128 * j + 128))
+            scales[i, j] = weight[part].abs().max() / 448
+            stored[part] = (weight[part] / scales[i, j].float()).clamp(-448, 448).to(torch.float8_e4m3fn).float()
+            truth[part] = stored[part] * scales[i, j].float()
+    return {"weight": stored.to(torch.float8_e4m3fn), "weight_scale_inv": scales}, truth
+
+
+def tensor_fp8(weight: Tensor, scale_name: str, input_name: str | None) -> tuple[Tensors, Tensor]:
+    scale = weight.abs().max() / 448
+    stored = (weight / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+    inputs = {} if input_name is None else {input_name: torch.tensor(0.03)}
+    return {"weight": stored, scale_name: scale, **inputs}, stored.float() * scale
+
+
+def modelopt_nvfp4(weight: Tensor, has_inputs: bool = True) -> tuple[Tensors, Tensor]:
+    """As ModelOpt exports it: a weight is e2m1 * e4m3 * fp32."""
+    whole = weight.abs().max() / (448 * 6)
+    grouped = weight.unflatten(-1, (-1, 16))
+    scales = (grouped.abs().amax(-1) / 6 / whole).to(torch.float8_e4m3fn)
+    scaled = grouped / (scales.float() * whole).unsqueeze(-1)
+    codes = (scaled.abs().unsqueeze(-1) - E2M1).abs().argmin(-1)
+    truth = E2M1[codes] * scaled.sign() * scales.float().unsqueeze(-1) * whole
+    codes = (codes + 8 * (scaled < 0)).flatten(-2)
+    packed = (codes[:, 0::2] + 16 * codes[:, 1::2]).to(torch.uint8)
+    inputs = {"input_scale": torch.tensor(0.25)} if has_inputs else {}
+    return {"weight": packed, "weight_scale": scales, "weight_scale_2": whole, **inputs}, truth.flatten(-2)
+
+
+MODELOPT: Config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"], "producer": {}}
+Store = Callable[[Tensor], tuple[Tensors, Tensor]]
+WRITTEN: dict[str, tuple[Config, Store, str, str]] = {
+    "blocks": (BLOCK, block_fp8, "fp8-block", "fp8-block"),
+    "blocks, bf16 scales": (BLOCK, lambda w: block_fp8(w, torch.bfloat16), "fp8-block", "fp8-block"),
+    "blocks, no list": (
+        {"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
+        block_fp8,
+        "fp8-block",
+        "fp8-block",
+    ),
+    "AutoFP8, static": (
+        STATIC,
+        lambda w: tensor_fp8(w, "weight_scale", "input_scale"),
+        "fp8-tensor",
+        "fp8-static",
+    ),
+    "transformers, static": (
+        STATIC | {"weight_block_size": None},
+        lambda w: tensor_fp8(w, "weight_scale_inv", "activation_scale"),
+        "fp8-tensor",
+        "fp8-static",
+    ),
+    "AutoFP8, dynamic": (
+        STATIC | {"activation_scheme": "dynamic"},
+        lambda w: tensor_fp8(w, "weight_scale", None),
+        "fp8-tensor-dynamic",
+        "fp8-tensor-dynamic",
+    ),
+    "ModelOpt NVFP4": (MODELOPT, modelopt_nvfp4, "nvfp4", "nvfp4"),
+    "ModelOpt NVFP4, weights alone": (MODELOPT, lambda w: modelopt_nvfp4(w, False), "nvfp4a16", "nvfp4a16"),
+    "ModelOpt FP8": (
+        MODELOPT | {"quant_algo": "FP8"},
+        lambda w: tensor_fp8(w, "weight_scale", "input_scale"),
+        "fp8-tensor",
+        "fp8-static",
+    ),
+}
+
+
+def write(source: Path, folder: Path, kind: str, left: tuple[str, ...] = ()) -> Tensors:
+    section, store, _, _ = WRITTEN[kind]
+    return write_checkpoint(source, folder, section, lambda name, w: None if name.startswith(left) else store(w))
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_experts_and_linears_are_those_of_the_file(source: Path, tmp_path: Path, kind: str) -> None:
+    truth = write(source, tmp_path / "model", kind)
+    _, _, stored_scheme, scheme = WRITTEN[kind]
+    experts = loaded(tmp_path / "model")
+    assert str(experts.config.scheme) == scheme
+    for name, weight in expert_weights(experts).items():
+        error = float((weight - truth[name]).norm() / truth[name].norm())
+        assert error < (0.04 if scheme == "fp8-tensor-dynamic" and "down" not in name else 1e-6), name
+    inputs = experts.quantized().down.input_scales
+    expected = {"nvfp4": 4.0, "fp8-static": 0.03}.get(scheme)  # the first divides
+    assert (inputs is None) == (expected is None) and (inputs is None or torch.allclose(inputs, torch.tensor(expected)))
+    with Checkpoint.open(tmp_path / "model") as checkpoint:
+        linears = find_linears(checkpoint, TensorCheck(checkpoint))
+        assert str(linears[KEY].storage.scheme) == stored_scheme
+        assert "lm_head" not in linears and not any(name.endswith("mlp.gate") for name in linears)
+
+
+def test_modelopt_may_have_a_file_of_its_own(source: Path, tmp_path: Path) -> None:
+    write(source, tmp_path / "model", "ModelOpt NVFP4")
+    expected = expert_weights(loaded(tmp_path / "model"))
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    settings = {"quant_algo": "NVFP4", "kv_cache_quant_algo": None, "group_size": 16, "exclude_modules": ["lm_head"]}
+    own = {"producer": {"name": "modelopt", "version": "0.41.0"}, "quantization": settings}
+    (tmp_path / "model" / "hf_quant_config.json").write_text(json.dumps(own))
+    found = expert_weights(loaded(tmp_path / "model"))
+    assert all(torch.equal(weight, expected[name]) for name, weight in found.items())
+
+
+@pytest.mark.parametrize("kind", ["blocks", "AutoFP8, static", "ModelOpt NVFP4"])
+def test_layers_that_were_left_in_float_are_told_by_their_tensors(source: Path, tmp_path: Path, kind: str) -> None:
+    left = ("model.layers.0.mlp.experts", "model.layers.1.self_attn")
+    write(source, tmp_path / "model", kind, left)
+    with Checkpoint.open(tmp_path / "model") as checkpoint:
+        schemes = [str(source.config.scheme) for source in experts_of(checkpoint).values()]
+        linears = find_linears(checkpoint, TensorCheck(checkpoint))
+    assert schemes == ["fp32", WRITTEN[kind][3]]
+    assert KEY in linears and KEY.replace("0", "1") not in linears
+    floats = load_file(source / "model.safetensors")
+    assert all(torch.equal(w, floats[f"{n}.weight"]) for n, w in expert_weights(loaded(tmp_path / "model")).items())
+
+
+@pytest.mark.parametrize(
+    ("kind", "suffix", "said"),
+    [
+        ("blocks", "weight_scale_inv", f"missing: {UP}.weight_scale_inv"),
+        ("blocks", "weight", f"missing: {UP}.weight"),
+        ("AutoFP8, static", "weight_scale", f"missing: {UP}.weight_scale"),
+        ("AutoFP8, static", "input_scale", f"missing: {UP}.input_scale"),
+        ("transformers, static", "activation_scale", f"missing: {UP}.activation_scale"),
+        ("ModelOpt NVFP4", "weight_scale", f"missing: {UP}.weight_scale"),
+        ("ModelOpt NVFP4", "weight_scale_2", f"missing: {UP}.weight_scale_2"),
+        ("ModelOpt NVFP4", "input_scale", f"missing: {UP}.input_scale"),
+    ],
+)
+def test_a_missing_tensor_of_one_expert_is_named(
+    source: Path, tmp_path: Path, kind: str, suffix: str, said: str
+) -> None:
+    write(source, tmp_path / "model", kind)
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    del tensors[f"{UP}.{suffix}"]
+    save_tensors(tmp_path / "model", tensors)
+    with pytest.raises(CheckpointError) as refusal:
+        checked(tmp_path / "model")
+    assert said in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "suffix", "change", "said"),
+    [
+        ("blocks", "weight_scale_inv", lambda t: t * 0, "holds 0"),
+        ("blocks", "weight_scale_inv", lambda t: -t, "holds -"),
+        ("blocks", "weight_scale_inv", lambda t: t * torch.nan, "holds nan"),
+        ("blocks", "weight_scale_inv", lambda t: t.repeat(2, 1), "F32 [2, 1]"),
+        ("blocks", "weight_scale_inv", lambda t: t.to(torch.float64), "F64 [1, 1]"),
+        ("blocks", "weight", lambda t: t.float(), "F32 [128, 128]"),
+        ("blocks", "weight", lambda t: t.float().fill_(torch.nan).to(t.dtype), "16384 such values"),
+        ("AutoFP8, static", "input_scale", lambda t: t * 0, "holds 0"),
+        ("AutoFP8, static", "weight_scale", lambda t: t * torch.inf, "holds inf"),
+        ("ModelOpt NVFP4", "weight_scale_2", lambda t: t * 0, "holds 0"),
+        ("ModelOpt NVFP4", "input_scale", lambda t: -t, "holds -0.25"),
+        ("ModelOpt NVFP4", "weight_scale", lambda t: (-t.float()).to(t.dtype), "the codes 0 to 126"),
+    ],
+)
+def test_damaged_tensors_are_named(
+    source: Path, tmp_path: Path, kind: str, suffix: str, change: Callable[[Tensor], Tensor], said: str
+) -> None:
+    write(source, tmp_path / "model", kind)
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    tensors[f"{UP}.{suffix}"] = change(tensors[f"{UP}.{suffix}"])
+    save_tensors(tmp_path / "model", tensors)
+    with pytest.raises(CheckpointError) as refusal:
+        loaded(tmp_path / "model", 1)
+    assert f"{UP}.{suffix}" in str(refusal.value) and said in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "kind", "said"),
+    [
+        (BLOCK, {"weight_block_size": [64, 64]}, UnsupportedScheme, r"weight_block_size \[64, 64\].*\[128, 128\] is"),
+        (BLOCK, {"weight_block_size": 128}, UnsupportedScheme, "weight_block_size 128"),
+        (BLOCK, {"activation_scheme": "static"}, UnsupportedScheme, "'static' with weight_block_size"),
+        (BLOCK, {"activation_scheme": "sometimes"}, CheckpointError, "activation_scheme is 'sometimes'"),
+        (BLOCK, {"fmt": "e5m2"}, UnsupportedScheme, "fmt 'e5m2' is not served; 'e4m3' is"),
+        (BLOCK, {"expert_dtype": "fp4"}, UnsupportedScheme, "expert_dtype 'fp4'"),
+        (BLOCK, {"modules_to_convert": ["embed"]}, UnsupportedScheme, "modules_to_convert"),
+        (BLOCK, {"modules_to_not_convert": "lm_head"}, CheckpointError, "modules_to_not_convert is 'lm_head'"),
+        (STATIC, {"ignored_layers": [1]}, CheckpointError, r"ignored_layers is \[1\]"),
+        (MODELOPT, {"quant_algo": "W4A8_AWQ"}, UnsupportedScheme, "quant_algo 'W4A8_AWQ' is not served; NVFP4 and FP8"),
+        (MODELOPT, {"quant_algo": ["NVFP4"]}, UnsupportedScheme, "quant_algo"),
+        (MODELOPT, {"group_size": 32}, UnsupportedScheme, "group_size 32 is not served; 16 is"),
+        (MODELOPT, {"kv_cache_quant_algo": "FP8"}, UnsupportedScheme, "a quantised cache .'FP8'."),
+        (MODELOPT, {"quantization": []}, CheckpointError, r"quantization is \[\]"),
+        (MODELOPT, {"ignore": "lm_head"}, CheckpointError, "ignore is 'lm_head'"),
+    ],
+)
+def test_configurations_that_are_not_served_are_refused(
+    section: Config, changes: dict[str, Any], kind: type[Exception], said: str
+) -> None:
+    with pytest.raises(kind, match=said):
+        parse_quantization(section | changes)
+
+
+def test_without_the_files_the_configuration_decides() -> None:
+    config = parse_quantization(BLOCK)
+    assert config.storage_of(UP) is not None and str(config.schemes[0]) == "fp8-block"
+    for name in ("lm_head", "model.layers.0.mlp.gate", "model.embed_tokens"):
+        assert config.storage_of(name) is None

@@ -85,7 +85,7 @@ std::string avx_vnni_obstacle() {
 
 std::string avx512_bf16_obstacle() {
   if (std::string why = avx512_vnni_obstacle(); !why.empty()) return why;
-  return bit(cpuid(7, 1).a, 5) ? "" : "the CPU lacks AVX512-BF16";
+  return bit(cpuid(7, 1).a, 5) && bit(cpuid(7).c, 1) ? "" : "the CPU lacks AVX512-BF16 or VBMI";
 }
 
 std::string amx_obstacle() {

@@ -58,31 +58,38 @@ void read_int8(const std::uint8_t* src, RecordValues& values) {
   }
 }
 
-// Four bits of each weight like nibbles, then a line of the upper two bits for every line: of byte b of both tiles, the
-// first lower, and of either half, the first lower.
+// Of every line the lower four bits of each weight like nibbles, then 64 bytes with the upper two: byte b has those of
+// byte b of both tiles, the first lower, and of either half, the first lower.
+constexpr int kSixBitsLineBytes = kLineBytes + kLineBytes / 2;
+
 void write_six_bits(const RecordValues& values, std::uint8_t* dst) {
-  write_nibbles<0>(values, dst);
-  std::uint8_t* upper = dst + kLines * kLineBytes;
-  for (int line = 0; line < kLines; ++line) {
+  std::uint8_t nibbles[kLines * kLineBytes];
+  write_nibbles<0>(values, nibbles);
+  for (int line = 0; line < kLines; ++line, dst += kSixBitsLineBytes) {
+    std::memcpy(dst, nibbles + line * kLineBytes, kLineBytes);
     for (int b = 0; b < kLineBytes / 2; ++b) {
       std::uint8_t bits = 0;
       for (int tile = 0; tile < 2; ++tile) {
         const std::int8_t* column = values[tile * kTileColumns + b / 4] + line * 4 + b % 4;
         bits |= static_cast<std::uint8_t>(((column[0] >> 4 & 3) | (column[64] >> 4 & 3) << 2) << (4 * tile));
       }
-      upper[line * kLineBytes / 2 + b] = bits;
+      dst[kLineBytes + b] = bits;
     }
   }
 }
 
 void read_six_bits(const std::uint8_t* src, RecordValues& values) {
-  read_nibbles<0, 16>(src, values);
-  const std::uint8_t* upper = src + kLines * kLineBytes;
+  std::uint8_t nibbles[kLines * kLineBytes];
   for (int line = 0; line < kLines; ++line) {
+    std::memcpy(nibbles + line * kLineBytes, src + line * kSixBitsLineBytes, kLineBytes);
+  }
+  read_nibbles<0, 16>(nibbles, values);
+  for (int line = 0; line < kLines; ++line) {
+    const std::uint8_t* upper = src + line * kSixBitsLineBytes + kLineBytes;
     for (int b = 0; b < kLineBytes / 2; ++b) {
       for (int tile = 0; tile < 2; ++tile) {
         std::int8_t* column = values[tile * kTileColumns + b / 4] + line * 4 + b % 4;
-        const int bits = upper[line * kLineBytes / 2 + b] >> (4 * tile);
+        const int bits = upper[b] >> (4 * tile);
         column[0] = static_cast<std::int8_t>(column[0] | (bits & 3) << 4);
         column[64] = static_cast<std::int8_t>(column[64] | (bits >> 2 & 3) << 4);
       }

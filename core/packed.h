@@ -10,9 +10,9 @@
 // its 16 columns, inputs 4 l .. 4 l + 3 in the low nibbles and 64 + 4 l .. 64 + 4 l + 3 in the high ones: two's
 // complement, codes of e2m1, or with zero points 0..15, like these. int8 weights: the same for inputs 0..63 in the
 // first 32 lines, 64..127 in the next; so are the codes of e4m3. 6-bit weights: their lower four bits like 4-bit
-// weights, then 16 lines with the upper two: byte b of line l has those of byte b of both tiles' lines, tile 0 lower,
-// and of either the first half lower. 16- and 32-bit weights: wide_index. Missing inputs and columns are zero weights
-// (or are met by zeros in the rows).
+// weights, and behind the two lines of both tiles one with the upper two bits: byte b has those of byte b of both, tile
+// 0 lower, and of either the first half lower. 16- and 32-bit weights: wide_index. Missing inputs and columns are zero
+// weights (or are met by zeros in the rows).
 //
 // A scale is shared by 16, 32, 64 or 128 inputs of a record: gcd(group size, 128), repeated where the group is
 // larger or straddles records. Their order in the record is the order in which it is read (scale_slot): for nibbles in

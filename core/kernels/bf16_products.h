@@ -35,77 +35,105 @@ inline __m512 add_pairs(__m512 sum, __m512i w, __m512i x) {
   return sum;
 }
 
-// bf16 numbers by their codes: 16, or 64 of them.
-struct CodeTable {
-  std::uint16_t words[64];
+constexpr std::uint16_t upper_half(float value) {
+  return static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(value) >> 16);
+}
+
+// The value of a small float without its sign.
+constexpr float magnitude_of_code(const SmallFloat& format, int code) {
+  const int steps = 1 << format.mantissa, exponent = code / steps, mantissa = code % steps;
+  float value = static_cast<float>(exponent == 0 ? mantissa : steps + mantissa) / static_cast<float>(steps);
+  value *= format.smallest_normal;
+  for (int i = 1; i < exponent; ++i) value *= 2.0f;
+  return value;
+}
+
+// The upper and the lower bytes of the bf16 numbers that e4m3 numbers are, by their codes without the sign.
+struct ByteTables {
+  std::uint8_t upper[128], lower[128];
 };
 
-template <const SmallFloat& format, int codes>
-constexpr CodeTable table_of(float unit) {
+constexpr ByteTables kE4M3Bytes = [] {
+  ByteTables tables{};
+  for (int code = 0; code < 128; ++code) {
+    const std::uint16_t word = upper_half(magnitude_of_code(kE4M3, code));
+    tables.upper[code] = static_cast<std::uint8_t>(word >> 8);
+    tables.lower[code] = static_cast<std::uint8_t>(word & 0xFF);
+  }
+  return tables;
+}();
+
+// bf16 numbers by their codes of up to 5 bits, twice the 16 of codes of 4 bits: vpermw takes 5 bits of an index, so
+// what lies above a code does not matter.
+struct CodeTable {
+  std::uint16_t words[32];
+};
+
+template <const SmallFloat& format>
+constexpr CodeTable magnitudes() {
   CodeTable table{};
-  for (int code = 0; code < codes; ++code) {
-    const int half = codes / 2, steps = 1 << format.mantissa;
-    const int exponent = code % half / steps, mantissa = code % steps;
-    float value = static_cast<float>(exponent == 0 ? mantissa : steps + mantissa) / static_cast<float>(steps);
-    value *= format.smallest_normal * unit;
-    for (int i = 1; i < exponent; ++i) value *= 2.0f;
-    table.words[code] = static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(code < half ? value : -value) >> 16);
+  for (int code = 0; code < 32; ++code) table.words[code] = upper_half(magnitude_of_code(format, code));
+  return table;
+}
+
+template <Decoding decoding>
+constexpr CodeTable nibbles() {
+  CodeTable table{};
+  for (int i = 0; i < 32; ++i) {
+    const int code = i % 16;
+    float value = static_cast<float>(16 * (code < 8 ? code : code - 16));
+    if (decoding == Decoding::kFp4) value = static_cast<float>(kFp4Doubled[code]);
+    table.words[i] = upper_half(decoding == Decoding::kFp4 && code == 8 ? -0.0f : value);
   }
   return table;
 }
 
-constexpr CodeTable kFp4Words = table_of<kE2M1, 16>(2.0f);
-constexpr CodeTable kE3M2Words = table_of<kE3M2, 64>(1.0f), kE2M3Words = table_of<kE2M3, 64>(1.0f);
-constexpr CodeTable kInt4Words = [] {
-  CodeTable table{};
-  for (int code = 0; code < 16; ++code) {
-    const auto value = static_cast<float>(16 * (code < 8 ? code : code - 16));
-    table.words[code] = static_cast<std::uint16_t>(std::bit_cast<std::uint32_t>(value) >> 16);
+constexpr CodeTable kE3M2Table = magnitudes<kE3M2>(), kE2M3Table = magnitudes<kE2M3>();
+constexpr CodeTable kInt4Table = nibbles<Decoding::kNibbles>(), kFp4Table = nibbles<Decoding::kFp4>();
+
+constexpr const CodeTable& table_of(Decoding decoding) {
+  switch (decoding) {
+    case Decoding::kE3M2: return kE3M2Table;
+    case Decoding::kE2M3: return kE2M3Table;
+    case Decoding::kFp4: return kFp4Table;
+    default: return kInt4Table;
   }
-  return table;
-}();
+}
 
 // Lines of a record as bf16 numbers.
 template <WeightFormat format>
 class LineDecoder {
  public:
   LineDecoder() {
-    if constexpr (kTraits.bits == 6) {
-      constexpr const CodeTable& kTable = kTraits.decoding == Decoding::kE3M2 ? kE3M2Words : kE2M3Words;
-      low_ = _mm512_loadu_si512(kTable.words);
-      high_ = _mm512_loadu_si512(kTable.words + 32);
-    } else if constexpr (kTraits.bits == 4) {
-      low_ = _mm512_loadu_si512(kTraits.decoding == Decoding::kFp4 ? kFp4Words.words : kInt4Words.words);
-    } else if constexpr (kTraits.decoding == Decoding::kE4M3) {
-      // Subnormal codes 0 to 7: multiples of 2^-9.
-      low_ = _mm512_castsi128_si512(_mm_setr_epi16(0, 0x3B00, 0x3B80, 0x3BC0, 0x3C00, 0x3C20, 0x3C40, 0x3C60));
+    if constexpr (kTraits.decoding == Decoding::kE4M3) {
+      for (int i = 0; i < 2; ++i) {
+        upper_[i] = _mm512_loadu_si512(kE4M3Bytes.upper + 64 * i);
+        lower_[i] = _mm512_loadu_si512(kE4M3Bytes.lower + 64 * i);
+      }
+    } else {
+      table_ = _mm512_loadu_si512(table_of(kTraits.decoding).words);
     }
   }
 
-  LinePairs decode(const Record& record, int half, int line, int tile) const {
-    const int at = (line * 2 + tile) * 64;
+  template <int half, int tile>
+  __attribute__((always_inline)) LinePairs decode(const Record& record, int line) const {
+    const int at = line * (kTraits.bits == 6 ? 192 : 128) + tile * 64;
     if constexpr (kTraits.bits == 8) {
       const __m512i v = _mm512_loadu_si512(record.weights + half * (kInt8RecordBytes / 2) + at);
+      if constexpr (kTraits.decoding == Decoding::kE4M3) return e4m3(v);
       const __m512i even = _mm512_and_si512(v, _mm512_set1_epi16(0xFF)), odd = _mm512_srli_epi16(v, 8);
-      if constexpr (kTraits.decoding == Decoding::kE4M3) return {e4m3(even), e4m3(odd)};
       const __m512i zeros = zeros_of(record, half, line, tile);
       return {difference(even, zeros), difference(odd, zeros)};
     } else {
       const __m512i v = _mm512_loadu_si512(record.weights + at);
-      const __m512i first = half == 0 ? v : _mm512_srli_epi16(v, 4);
-      __m512i even = _mm512_and_si512(first, _mm512_set1_epi16(0xF));
-      __m512i odd = _mm512_and_si512(_mm512_srli_epi16(first, 8), _mm512_set1_epi16(0xF));
+      const __m512i even = half == 0 ? v : _mm512_srli_epi16(v, 4), odd = _mm512_srli_epi16(v, 8 + 4 * half);
       if constexpr (kTraits.bits == 4) {
-        return {_mm512_permutexvar_epi16(even, low_), _mm512_permutexvar_epi16(odd, low_)};
+        return {_mm512_permutexvar_epi16(even, table_), _mm512_permutexvar_epi16(odd, table_)};
       } else {
-        // The two upper bits of this half and tile, where the code has them.
-        const __m512i upper = _mm512_loadu_si512(record.weights + kInt4RecordBytes + line * 64);
-        const int shift = 4 * tile + 2 * half;
-        const __m512i moved = _mm512_srl_epi16(_mm512_slli_epi16(upper, 4), _mm_cvtsi32_si128(shift));
-        const __m512i later = _mm512_srl_epi16(upper, _mm_cvtsi32_si128(shift + 4));
-        even = _mm512_or_si512(even, _mm512_and_si512(moved, _mm512_set1_epi16(0x30)));
-        odd = _mm512_or_si512(odd, _mm512_and_si512(later, _mm512_set1_epi16(0x30)));
-        return {_mm512_permutex2var_epi16(low_, even, high_), _mm512_permutex2var_epi16(low_, odd, high_)};
+        // The two upper bits of this half and tile: one of the magnitude, and the sign.
+        const __m512i upper = _mm512_loadu_si512(record.weights + line * 192 + 128);
+        constexpr int kFirst = 4 * tile + 2 * half;
+        return {six_bits<kFirst>(even, upper), six_bits<8 + kFirst>(odd, upper)};
       }
     }
   }
@@ -113,15 +141,29 @@ class LineDecoder {
  private:
   static constexpr FormatTraits kTraits = traits_of(format);
 
-  // Words with a code each.
-  __m512i e4m3(__m512i code) const {
-    const __m512i moved = _mm512_slli_epi16(_mm512_and_si512(code, _mm512_set1_epi16(0x7F)), 4);
-    const __mmask32 subnormal = _mm512_testn_epi16_mask(code, _mm512_set1_epi16(0x78));
-    const __m512i normal = _mm512_add_epi16(moved, _mm512_set1_epi16(0x3C00));
-    const __m512i value = _mm512_mask_permutexvar_epi16(normal, subnormal, code, low_);
-    // value | (code << 8 & 0x8000)
-    return _mm512_ternarylogic_epi32(value, _mm512_slli_epi16(code, 8), _mm512_set1_epi16(static_cast<short>(0x8000)),
-                                     0xF8);
+  // The bytes of all numbers by two looks at tables, which take 7 bits of a code, then the sign in the upper ones.
+  LinePairs e4m3(__m512i codes) const {
+    const __m512i lower = _mm512_permutex2var_epi8(lower_[0], codes, lower_[1]);
+    const __m512i magnitude = _mm512_permutex2var_epi8(upper_[0], codes, upper_[1]);
+    const __m512i signs = _mm512_set1_epi8(static_cast<char>(0x80)), low_bytes = _mm512_set1_epi16(0xFF);
+    const __m512i upper = _mm512_ternarylogic_epi32(magnitude, codes, signs, 0xF8);  // magnitude | (codes & signs)
+    // low_bytes chooses the first of two
+    return {_mm512_ternarylogic_epi32(lower, low_bytes, _mm512_slli_epi16(upper, 8), 0xE2),
+            _mm512_ternarylogic_epi32(_mm512_srli_epi16(lower, 8), low_bytes, upper, 0xE2)};
+  }
+
+  // value | (sign & 0x8000)
+  static __m512i with_sign(__m512i value, __m512i sign) {
+    return _mm512_ternarylogic_epi32(value, sign, _mm512_set1_epi16(static_cast<short>(0x8000)), 0xF8);
+  }
+
+  // Nibbles in the lowest bits of words, and words with a code's upper bits from bit `first` on.
+  template <int first>
+  __m512i six_bits(__m512i nibbles, __m512i upper) const {
+    // Bit 4 of the code: nibbles & 0xF | upper & 0x10, of which only 5 bits are looked at.
+    const __m512i fifth = first < 4 ? _mm512_slli_epi16(upper, 4 - first) : _mm512_srli_epi16(upper, first - 4);
+    const __m512i code = _mm512_ternarylogic_epi32(nibbles, _mm512_set1_epi16(0xF), fifth, 0xE2);
+    return with_sign(_mm512_permutexvar_epi16(code, table_), _mm512_slli_epi16(upper, 14 - first));
   }
 
   // The zero points of 16 columns, in both words of a lane.
@@ -141,11 +183,11 @@ class LineDecoder {
     return _mm512_or_si512(_mm512_srli_epi32(low_bits, 16), high_bits);
   }
 
-  __m512i low_, high_;
+  __m512i table_, upper_[2], lower_[2];
 };
 
 struct Bf16Dots {
-  static constexpr int kRowsAtOnce = 8;    // 16 running sums
+  static constexpr int kRowsAtOnce = 8;
   static constexpr int kStraightRows = 4;  // beyond it decoding once and loading again is faster
   template <WeightFormat format>
   static constexpr bool kUnpacks = format != WeightFormat::kBF16;
@@ -153,44 +195,36 @@ struct Bf16Dots {
   template <WeightFormat format>
   static void unpack(const Record& record, std::uint8_t* dst) {
     const LineDecoder<format> decoder;
-    for (int half = 0; half < 2; ++half) {
-      for (int line = 0; line < 16; ++line) {
-        for (int tile = 0; tile < 2; ++tile) {
-          const LinePairs pairs = decoder.decode(record, half, line, tile);
-          std::uint8_t* to = dst + place(half, line, tile);
-          _mm512_store_si512(to, pairs.even);
-          _mm512_store_si512(to + kPairBytes, pairs.odd);
-        }
-      }
+    for (int line = 0; line < 16; ++line) {
+      store(decoder.template decode<0, 0>(record, line), dst + place(0, line, 0));
+      store(decoder.template decode<0, 1>(record, line), dst + place(0, line, 1));
+      store(decoder.template decode<1, 0>(record, line), dst + place(1, line, 0));
+      store(decoder.template decode<1, 1>(record, line), dst + place(1, line, 1));
     }
   }
 
   template <int M, WeightFormat format, RowKind kind, bool packed>
-  static void run(const FloatArgs& args, const RecordPart& part) {
-    __m512 sum[M][2];
-    for (auto& row : sum) row[0] = row[1] = _mm512_setzero_ps();
-    const std::uint8_t* rows = args.a + part.half * args.half_bytes;
-    [[maybe_unused]] const LineDecoder<format> decoder;
-    for (int i = 0; i < run_lines(format); ++i) {
-      const int line = part.line + i;
-      for (int tile = 0; tile < 2; ++tile) {
-        LinePairs w;
-        if constexpr (packed) {
-          w = decoder.decode(args.record, part.half, line, tile);
-        } else {
-          const std::uint8_t* at = args.weights + place(part.half, line, tile);
-          w = {_mm512_loadu_si512(at), _mm512_loadu_si512(at + kPairBytes)};
-        }
-#pragma GCC unroll 8
-        for (int r = 0; r < M; ++r) {
-          sum[r][tile] = add_pair(sum[r][tile], w.even, rows + r * 128 + line * 8);
-          sum[r][tile] = add_pair(sum[r][tile], w.odd, rows + r * 128 + line * 8 + 4);
-        }
+  static void multiply(const FloatArgs& args) {
+    constexpr int kLines = run_lines(format);
+    F32x16 total[M][2];
+    for (int r = 0; r < M; ++r) {
+      for (int tile = 0; tile < 2; ++tile) total[r][tile] = F32x16::load(args.acc + acc_index(r, tile * kTileColumns));
+    }
+    const LineDecoder<format> decoder;
+    // Where a byte holds inputs of both halves, runs of these come in turn: a line that is read gives both.
+    constexpr bool kBoth = packed && traits_of(format).bits < 8 && traits_of(format).subgroup != 64;
+    for (int i = 0; i < 2 * 16 / kLines; i += kBoth ? 2 : 1) {
+      const RecordPart part = place_of_part<format, kLines>(i);
+      if constexpr (kBoth) {
+        run_both<M, format>(args, decoder, part, place_of_part<format, kLines>(i + 1), total);
+      } else if (part.half == 0) {
+        run<M, format, packed, 0>(args, decoder, part, total);
+      } else {
+        run<M, format, packed, 1>(args, decoder, part, total);
       }
     }
-    for (int tile = 0; tile < 2; ++tile) {
-      const F32x16 scale = run_scales<F32x16, format>(args.record, part.slot, tile * kTileColumns);
-      for (int r = 0; r < M; ++r) add_run<F32x16, format>(args, r, tile * kTileColumns, F32x16{sum[r][tile]}, scale);
+    for (int r = 0; r < M; ++r) {
+      for (int tile = 0; tile < 2; ++tile) F32x16::store(args.acc + acc_index(r, tile * kTileColumns), total[r][tile]);
     }
   }
 
@@ -198,6 +232,80 @@ struct Bf16Dots {
   static constexpr int kPairBytes = 128;
   static constexpr std::ptrdiff_t place(int half, int line, int tile) {
     return (half * 16 + line) * (2 * kPairBytes) + tile * 64;
+  }
+
+  static void store(const LinePairs& pairs, std::uint8_t* dst) {
+    _mm512_store_si512(dst, pairs.even);
+    _mm512_store_si512(dst + kPairBytes, pairs.odd);
+  }
+
+  template <WeightFormat format, bool packed, int half, int tile>
+  static __attribute__((always_inline)) LinePairs pairs_of(const FloatArgs& args, const LineDecoder<format>& decoder,
+                                                           int line) {
+    if constexpr (packed) {
+      return decoder.template decode<half, tile>(args.record, line);
+    } else {
+      const std::uint8_t* at = args.weights + place(half, line, tile);
+      return {_mm512_loadu_si512(at), _mm512_loadu_si512(at + kPairBytes)};
+    }
+  }
+
+  // Adds the products of a line with every row.
+  template <int M>
+  static __attribute__((always_inline)) void add_line(const std::uint8_t* x, const LinePairs& first,
+                                                      const LinePairs& second, __m512 (&sum)[M][2]) {
+#pragma GCC unroll 8
+    for (int r = 0; r < M; ++r) {
+      sum[r][0] = add_pair(sum[r][0], first.even, x + r * 128);
+      sum[r][1] = add_pair(sum[r][1], second.even, x + r * 128);
+      sum[r][0] = add_pair(sum[r][0], first.odd, x + r * 128 + 4);
+      sum[r][1] = add_pair(sum[r][1], second.odd, x + r * 128 + 4);
+    }
+  }
+
+  template <int M, WeightFormat format>
+  static __attribute__((always_inline)) void finish(const FloatArgs& args, int slot, const __m512 (&sum)[M][2],
+                                                    F32x16 (&total)[M][2]) {
+    for (int tile = 0; tile < 2; ++tile) {
+      const F32x16 scale = run_scales<F32x16, format>(args.record, slot, tile * kTileColumns);
+      for (int r = 0; r < M; ++r) {
+        total[r][tile] = with_run<F32x16, format>(args, r, total[r][tile], F32x16{sum[r][tile]}, scale);
+      }
+    }
+  }
+
+  template <int M, WeightFormat format, bool packed, int half>
+  static __attribute__((always_inline)) void run(const FloatArgs& args, const LineDecoder<format>& decoder,
+                                                 const RecordPart& part, F32x16 (&total)[M][2]) {
+    __m512 sum[M][2];
+    for (auto& row : sum) row[0] = row[1] = _mm512_setzero_ps();
+    const std::uint8_t* rows = args.a + half * args.half_bytes;
+    for (int i = 0; i < run_lines(format); ++i) {
+      const int line = part.line + i;
+      const LinePairs first = pairs_of<format, packed, half, 0>(args, decoder, line);
+      const LinePairs second = pairs_of<format, packed, half, 1>(args, decoder, line);
+      add_line<M>(rows + line * 8, first, second, sum);
+    }
+    finish<M, format>(args, part.slot, sum, total);
+  }
+
+  template <int M, WeightFormat format>
+  static __attribute__((always_inline)) void run_both(const FloatArgs& args, const LineDecoder<format>& decoder,
+                                                      const RecordPart& part, const RecordPart& other,
+                                                      F32x16 (&total)[M][2]) {
+    __m512 sum[2][M][2];
+    for (auto& half : sum) {
+      for (auto& row : half) row[0] = row[1] = _mm512_setzero_ps();
+    }
+    for (int i = 0; i < run_lines(format); ++i) {
+      const int line = part.line + i;
+      add_line<M>(args.a + line * 8, pairs_of<format, true, 0, 0>(args, decoder, line),
+                  pairs_of<format, true, 0, 1>(args, decoder, line), sum[0]);
+      add_line<M>(args.a + args.half_bytes + line * 8, pairs_of<format, true, 1, 0>(args, decoder, line),
+                  pairs_of<format, true, 1, 1>(args, decoder, line), sum[1]);
+    }
+    finish<M, format>(args, part.slot, sum[0], total);
+    finish<M, format>(args, other.slot, sum[1], total);
   }
 };
 

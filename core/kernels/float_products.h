@@ -12,7 +12,7 @@
 //   kStraightRows                          up to so many rows weights are decoded on the way instead of into a buffer
 //   kUnpacks<format>                       whether records need decoding at all
 //   unpack<format>(record, dst)            the numbers of a record, in the layout of wide_index
-//   run<M, format, kind, packed>(args)     M rows with a run of a record
+//   multiply<M, format, kind, packed>(args)  M rows with a record; `packed` where it was not unpacked
 //
 // Internal linkage on purpose: see kernel.h.
 #pragma once
@@ -41,14 +41,11 @@ inline float scale_of_row(const FloatArgs& args, int row) {
 }
 
 template <class Isa, int M, WeightFormat format, RowKind kind, bool packed>
-inline void runs_of_rows(int rows, const FloatArgs& args) {
+inline void record_with_rows(int rows, const FloatArgs& args) {
   if constexpr (M > 1) {
-    if (rows < M) return runs_of_rows<Isa, M - 1, format, kind, packed>(rows, args);
+    if (rows < M) return record_with_rows<Isa, M - 1, format, kind, packed>(rows, args);
   }
-  constexpr int kLines = run_lines(format);
-  for (int i = 0; i < 2 * 16 / kLines; ++i) {
-    Isa::template run<M, format, kind, packed>(args, place_of_part<format, kLines>(i));
-  }
+  Isa::template multiply<M, format, kind, packed>(args);
 }
 
 template <class Isa, WeightFormat format, RowKind kind>
@@ -59,7 +56,10 @@ void multiply_float_rows(const Product& p) {
   const bool straight = Isa::template kUnpacks<format> && p.rows <= Isa::kStraightRows;
   for (int g = 0; g < p.record_count; ++g) {
     const std::uint8_t* bytes = p.records + static_cast<std::ptrdiff_t>(g) * stride;
-    read_record_ahead(p.ahead, bytes, stride);
+    ReadAhead ahead = p.ahead;
+    // Records with many scales, which are read back and forth, are no stream for the hardware's prefetcher.
+    if (traits_of(format).subgroup == 16) ahead.within = true;
+    read_record_ahead(ahead, bytes, stride);
     const Record record = record_at<format>(bytes, p.layout.scales);
     FloatArgs args{record, record.weights, nullptr, half_bytes, nullptr, nullptr, p.record_scale_stride};
     if constexpr (Isa::template kUnpacks<format>) {
@@ -77,12 +77,12 @@ void multiply_float_rows(const Product& p) {
       if (p.record_scales != nullptr) args.record_scales = p.record_scales + row * p.record_scale_stride + g;
       if constexpr (Isa::kStraightRows > 0 && Isa::template kUnpacks<format>) {
         if (straight) {
-          runs_of_rows<Isa, Isa::kStraightRows, format, kind, true>(count, args);
+          record_with_rows<Isa, Isa::kStraightRows, format, kind, true>(count, args);
           row += count;
           continue;
         }
       }
-      runs_of_rows<Isa, Isa::kRowsAtOnce, format, kind, false>(count, args);
+      record_with_rows<Isa, Isa::kRowsAtOnce, format, kind, false>(count, args);
       row += count;
     }
   }
@@ -112,7 +112,8 @@ inline V whole_number(V bits) {
 template <class V, WeightFormat format>
 inline V decoded(const Record& record, int half, int line, int i, int column) {
   constexpr FormatTraits traits = traits_of(format);
-  const int at = (line * 2 + column / kTileColumns) * 64 + column % kTileColumns * 4;
+  constexpr int kLineBytes = traits.bits == 6 ? 192 : 128;
+  const int at = line * kLineBytes + column / kTileColumns * 64 + column % kTileColumns * 4;
   if constexpr (traits.bits == 8) {
     const V quads = V::load_bits32(record.weights + half * (kInt8RecordBytes / 2) + at);
     const V code = V::and_bits(V::shift_right(quads, 8 * i), 0xFF);
@@ -130,7 +131,7 @@ inline V decoded(const Record& record, int half, int line, int i, int column) {
       return value + value;
     } else {
       const int tile = column / kTileColumns;
-      const V upper = V::load_bits32(record.weights + kInt4RecordBytes + line * 64 + column % kTileColumns * 4);
+      const V upper = V::load_bits32(record.weights + line * kLineBytes + 128 + column % kTileColumns * 4);
       const V two = V::and_bits(V::shift_right(upper, 8 * i + 4 * tile + 2 * half), 3);
       const V code = V::or_bits(nibble, V::shift_left(two, 4));
       return traits.decoding == Decoding::kE3M2 ? small_float<V, kE3M2>(code) : small_float<V, kE2M3>(code);
@@ -138,19 +139,19 @@ inline V decoded(const Record& record, int half, int line, int i, int column) {
   }
 }
 
-// Scales of kWidth columns.
-template <class V>
-inline V scales_at(const Record& record, int index, int unit) {
-  switch (record.scale_type) {
-    case ScaleType::kBF16:
-      return V::template load_as<DType::kBF16>(reinterpret_cast<const std::uint16_t*>(record.scales) + index);
-    case ScaleType::kF16:
-      return V::template load_as<DType::kF16>(reinterpret_cast<const std::uint16_t*>(record.scales) + index) *
-             V::set(1.0f / static_cast<float>(unit));
-    case ScaleType::kE8M0:  // 2^-127 is subnormal
-      return max_of(V::set(0x1p-127f), V::shift_left(V::load_bytes(record.scales + index), 23));
-    case ScaleType::kE4M3: return small_float<V, kE4M3>(V::load_bytes(record.scales + index)) * V::set(0x1p-8f);
-    default: return V::load(reinterpret_cast<const float*>(record.scales) + index);
+// Scales of kWidth columns. Small floats have theirs in a byte, of a type that goes with them.
+template <class V, WeightFormat format>
+inline V scales_at(const Record& record, int index) {
+  constexpr FormatTraits traits = traits_of(format);
+  if constexpr (traits.subgroup == 16) {
+    return V::load_e4m3(record.scales + index);
+  } else if constexpr (traits.decoding != Decoding::kNibbles && traits.decoding != Decoding::kBytesOfZero) {
+    return max_of(V::set(0x1p-127f), V::shift_left(V::load_bytes(record.scales + index), 23));  // 2^-127 is subnormal
+  } else {
+    const auto* words = reinterpret_cast<const std::uint16_t*>(record.scales) + index;
+    if (record.scale_type == ScaleType::kBF16) return V::template load_as<DType::kBF16>(words);
+    if (record.scale_type == ScaleType::kF32) return V::load(reinterpret_cast<const float*>(record.scales) + index);
+    return V::template load_as<DType::kF16>(words) * V::set(1.0f / static_cast<float>(traits.unit));
   }
 }
 
@@ -164,20 +165,16 @@ inline V run_scales(const Record& record, int slot, int column) {
   } else if constexpr (traits_of(format).subgroup == 0) {
     return V::set(1.0f);
   } else {
-    return scales_at<V>(record, slot * kBlockColumns + column, traits_of(format).unit);
+    return scales_at<V, format>(record, slot * kBlockColumns + column);
   }
 }
 
-// Adds the sum of a run to the running sum.
+// The running sum with the sum of a run added.
 template <class V, WeightFormat format>
-inline void add_run(const FloatArgs& args, int row, int column, V sum, V scale) {
-  float* acc = args.acc + acc_index(row, column);
-  if constexpr (traits_of(format).subgroup == 0) {
-    V::store(acc, V::load(acc) + sum);
-  } else {
-    if constexpr (has_tile_scales(format)) scale = scale * V::set(scale_of_row(args, row));
-    V::store(acc, V::fma(sum, scale, V::load(acc)));
-  }
+inline V with_run(const FloatArgs& args, int row, V total, V sum, V scale) {
+  if constexpr (traits_of(format).subgroup == 0) return total + sum;
+  if constexpr (has_tile_scales(format)) scale = scale * V::set(scale_of_row(args, row));
+  return V::fma(sum, scale, total);
 }
 
 template <class V>
@@ -201,6 +198,13 @@ struct FloatVectors {
   }
 
   template <int M, WeightFormat format, RowKind kind, bool packed>
+  static void multiply(const FloatArgs& args) {
+    constexpr int kLines = run_lines(format);
+    for (int i = 0; i < 2 * 16 / kLines; ++i) run<M, format, kind>(args, place_of_part<format, kLines>(i));
+  }
+
+ private:
+  template <int M, WeightFormat format, RowKind kind>
   static void run(const FloatArgs& args, const RecordPart& part) {
     V sum[M][kVectors];
     for (auto& row : sum) {
@@ -230,11 +234,13 @@ struct FloatVectors {
     }
     for (int v = 0; v < kVectors; ++v) {
       const V scale = run_scales<V, format>(args.record, part.slot, v * V::kWidth);
-      for (int r = 0; r < M; ++r) add_run<V, format>(args, r, v * V::kWidth, sum[r][v], scale);
+      for (int r = 0; r < M; ++r) {
+        float* acc = args.acc + acc_index(r, v * V::kWidth);
+        V::store(acc, with_run<V, format>(args, r, V::load(acc), sum[r][v], scale));
+      }
     }
   }
 
- private:
   template <WeightFormat format>
   static V number(const Record& record, int line, int i, int column) {
     if constexpr (format == WeightFormat::kBF16) {  // pairs of inputs, in the order of wide_index

@@ -59,6 +59,10 @@ struct F32x8 {
   static F32x8 load_bytes(const std::uint8_t* p) {
     return floats(_mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
   }
+  static F32x8 load_e4m3(const std::uint8_t* p) {
+    const __m128i words = _mm_cvtepu8_epi16(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+    return {_mm256_cvtph_ps(_mm_slli_epi16(words, 7))};
+  }
   static F32x8 and_bits(F32x8 a, std::uint32_t mask) {
     return floats(_mm256_and_si256(bits(a), _mm256_set1_epi32(static_cast<int>(mask))));
   }

@@ -58,6 +58,10 @@ struct F32x16 {
   static F32x16 load_bytes(const std::uint8_t* p) {
     return floats(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
   }
+  static F32x16 load_e4m3(const std::uint8_t* p) {
+    const __m256i words = _mm256_cvtepu8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+    return {_mm512_cvtph_ps(_mm256_slli_epi16(words, 7))};
+  }
   static F32x16 and_bits(F32x16 a, std::uint32_t mask) {
     return floats(_mm512_and_si512(bits(a), _mm512_set1_epi32(static_cast<int>(mask))));
   }

@@ -57,6 +57,12 @@ struct F32x4 {
     const uint8x8_t bytes = vreinterpret_u8_u32(vdup_n_u32(four));
     return floats(vmovl_u16(vget_low_u16(vmovl_u8(bytes))));
   }
+  static F32x4 load_e4m3(const std::uint8_t* p) {
+    std::uint32_t four;
+    __builtin_memcpy(&four, p, 4);
+    const uint16x4_t words = vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(four))));
+    return {vcvt_f32_f16(vreinterpret_f16_u16(vshl_n_u16(words, 7)))};
+  }
   static F32x4 and_bits(F32x4 a, std::uint32_t mask) { return floats(vandq_u32(bits(a), vdupq_n_u32(mask))); }
   static F32x4 or_bits(F32x4 a, F32x4 b) { return floats(vorrq_u32(bits(a), bits(b))); }
   static F32x4 flip_bits(F32x4 a, std::uint32_t mask) { return floats(veorq_u32(bits(a), vdupq_n_u32(mask))); }

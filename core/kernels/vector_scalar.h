@@ -62,6 +62,8 @@ struct F32x1 {
   // Whole 32-bit lanes as bits.
   static F32x1 load_bits32(const void* p) { return {read(static_cast<const float*>(p))}; }
   static F32x1 load_bytes(const std::uint8_t* p) { return {bits_as<float>(static_cast<std::uint32_t>(*p))}; }
+  // e4m3 numbers without a sign, as 256ths of their values.
+  static F32x1 load_e4m3(const std::uint8_t* p) { return {half_to_float(static_cast<std::uint16_t>(*p << 7))}; }
   static F32x1 and_bits(F32x1 a, std::uint32_t mask) { return {bits_as<float>(bits_as<std::uint32_t>(a.v) & mask)}; }
   static F32x1 or_bits(F32x1 a, F32x1 b) {
     return {bits_as<float>(bits_as<std::uint32_t>(a.v) | bits_as<std::uint32_t>(b.v))};

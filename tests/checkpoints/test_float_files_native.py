@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from cpumoe.layers.activation_rounding import held_activations
 from float_checkpoints import KINDS, SIZES, expert_weights, write_compressed
 from tiny_architectures import write_float
 from transformers import AutoModelForCausalLM
@@ -20,6 +19,7 @@ from cpumoe.checkpoints.inspection import Survey
 from cpumoe.checkpoints.linear_sources import find_linears
 from cpumoe.checkpoints.loading import experts_of, load_experts
 from cpumoe.layers import reference
+from cpumoe.layers.activation_rounding import held_activations
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.layers.scheme import Scheme

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from cpumoe.layers.activation_rounding import input_scale_for, needs_input_scales
 from float_checkpoints import SIZES, expert_weights, loaded
 from safetensors.torch import load_file
 from tiny_architectures import write_float
@@ -18,6 +17,7 @@ from cpumoe import Scheme, UnsupportedScheme
 from cpumoe.checkpoints.formats.compressed_storages import formats_of
 from cpumoe.checkpoints.held_scales import held_scheme
 from cpumoe.cli import main
+from cpumoe.layers.activation_rounding import input_scale_for, needs_input_scales
 from cpumoe.layers.reference import dequantize
 from cpumoe.layers.rounding import quantize_weight
 from cpumoe.layers.scheme import INTEGERS, SCHEMES, WHOLE_FLOATS

@@ -3,8 +3,9 @@
     python models/python-stdlib/measure.py --data build/model-data --out build/model-quantized
 
 Writes ``measured.json`` (bits per byte by scheme, the expert load of the shipped scheme), the heat map of that load,
-and prints the table of the model card. The calibration text is a part of the training data; without ``--data`` nothing
-is calibrated. Weight-only schemes are also run with int8 activations.
+and prints the table of the model card. The calibration text is a part of the training data, or the one that is named;
+without either nothing is calibrated, and schemes that store the scales of their activations are left out. Weight-only
+schemes are also run with int8 activations, if they can be.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from transformers import AutoTokenizer
 import cpumoe
 from cpumoe.evaluation.expert_load import count_expert_load
 from cpumoe.evaluation.perplexity import perplexity
+from cpumoe.layers.activation_rounding import needs_input_scales
 from cpumoe.quantization.gptq import takes_statistics
 
 HERE = Path(__file__).parent
 SCHEMES = ("w4a8", "w4a8-g128", "w4a8-g32", "w8a8", "w4a16", "w4a16-g128", "w4a16-g32", "w4a16-g128-asym")
-SCHEMES += ("w4a16-g32-asym", "w8a16", "w8a16-g32", "mxfp4a16", "nvfp4a16")
+SCHEMES += ("w4a16-g32-asym", "w8a16", "w8a16-g32", "w8a16-g32-asym", "mxfp4a16", "nvfp4a16", "fp8", "fp8-tensor")
+SCHEMES += ("fp8-tensor-dynamic", "fp8-block", "fp8a16", "nvfp4", "mxfp4", "mxfp4a8", "mxfp4afp8", "mxfp6-e2m3", "mxfp8")
+SCHEMES += ("mxfp6-e2m3a16", "mxfp8a16", "w4afp8", "w4afp8-g128", "w8a8-static")
 SHIPPED = "w4a8-g128 calibrated"
 _PIECES, _PIECE_TOKENS = 64, 4096  # of the training data, evenly spread
 
@@ -46,6 +50,8 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, default=HERE / "checkpoint", help="the float model")
     parser.add_argument("--data", type=Path, help="what prepare.py wrote")
     parser.add_argument("--out", type=Path, required=True, help="folder for the quantised models; made anew")
+    parser.add_argument("--calibration", type=Path, help="a calibration text, instead of a part of --data")
+    parser.add_argument("--schemes", default=",".join(SCHEMES), help="names with commas in between (all)")
     parser.add_argument("--samples", type=int, default=64, help="calibration sequences of 1024 tokens (64)")
     arguments = parser.parse_args()
     shutil.rmtree(arguments.out, ignore_errors=True)
@@ -53,8 +59,10 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(arguments.checkpoint)
     text = (HERE.parents[1] / "tests" / "data" / "heldout.txt").read_text()
     ways: dict[str, dict[str, object]] = {"round to nearest": {}}
-    if arguments.data is not None:
+    calibration = arguments.calibration
+    if calibration is None and arguments.data is not None:
         calibration = calibration_text(arguments.data, tokenizer, arguments.out / "calibration.jsonl")
+    if calibration is not None:
         options = {"calibration": calibration, "calibration_samples": arguments.samples, "calibration_length": 1024}
         ways["calibrated"] = options
 
@@ -74,14 +82,15 @@ def main() -> None:
     loads: dict[str, list[int]] = {}
     print("| weights | bits per byte | against float | on disk |\n|---|---:|---:|---:|")
     measure("float", arguments.checkpoint, scheme="float")
-    for scheme in map(cpumoe.Scheme.parse, SCHEMES):
+    for scheme in map(cpumoe.Scheme.parse, arguments.schemes.split(",")):
         for way, options in ways.items():
-            if options and not takes_statistics(scheme):
+            calibrates = takes_statistics(scheme) or needs_input_scales(scheme)
+            if (options and not calibrates) or (not options and needs_input_scales(scheme)):
                 continue
             folder = arguments.out / f"{scheme}-{way.replace(' ', '-')}"
             cpumoe.quantize_checkpoint(arguments.checkpoint, folder, scheme, **options)
             measure(f"{scheme} {way}", folder)
-            if scheme.activations is None:
+            if scheme.activations is None and scheme.takes_int8_activations:
                 measure(f"{scheme}+int8 {way}", folder, activations="int8")
     measured = {"bits_per_byte": bits, "expert_load": loads}
     (arguments.out / "measured.json").write_text(json.dumps(measured, indent=1) + "\n")

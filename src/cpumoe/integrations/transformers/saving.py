@@ -18,6 +18,7 @@ from cpumoe.checkpoints.loading import expert_prefixes
 from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.integrations.transformers.packed_modules import experts_paths, model_architecture
+from cpumoe.layers.activation_rounding import needs_input_scales
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.layers.packed_weights import unpack_weight
@@ -49,8 +50,9 @@ def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None =
             if isinstance(before, QuantizationConfig):
                 return was
             # Packed weights tell neither one scale for all of a linear from one per row, nor int8 activations on
-            # request from those of the checkpoint.
-            scheme = was.scheme
+            # request from those of the checkpoint. Whether inputs have a stored scale its tensors told.
+            if needs_input_scales(was.scheme) == needs_input_scales(scheme):
+                scheme = was.scheme
         # Activations that were asked for are a matter of running the weights, not of the weights.
         return storage_for(replace(scheme, requested=None), activation_order=ordered)
 

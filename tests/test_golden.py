@@ -97,12 +97,14 @@ def test_reference_agrees(name: str) -> None:
     """The plain-PyTorch statement of the arithmetic, on the same inputs."""
     from cpumoe.layers import reference
     from cpumoe.layers.quantized_experts import QuantizedWeight
+    from cpumoe.layers.scheme import PER_TOKEN_INT8
 
     case = next(c for c in CASES if c["name"] == name)
     x, linear = load(name)
     nibbles = torch.from_numpy(INPUTS[f"{name}/w"].copy())
     scale = tensor(INPUTS[f"{name}/s"], case["scdt"] == "bf16")
     bias = torch.from_numpy(INPUTS[f"{name}/b"].copy()) if case["bias"] else None
-    expected = reference.linear(x, reference.dense(QuantizedWeight("int4", nibbles, scale, bias=bias)), 8)
+    weight = reference.dense(QuantizedWeight("int4", nibbles, scale, bias=bias))
+    expected = reference.linear(x, weight, PER_TOKEN_INT8)
     rows = comparable(x)  # the sums of the others overflow on their way in fp32
     assert relative_error(linear(x.float())[rows], expected[rows]) < 2e-6

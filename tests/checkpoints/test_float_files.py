@@ -208,15 +208,15 @@ def _with(place: tuple[int, ...], value: float) -> Callable[[Tensor], Tensor]:
     return change
 
 
-def _is_scale(kind: str) -> bool:
-    return not KINDS[kind][1].get("scale_dtype") and KINDS[kind][1]["type"] == "float"
+def _has_float_scales(kind: str) -> bool:
+    return not KINDS[kind][1].get("scale_dtype")
 
 
 DAMAGES: list[tuple[str, str, Callable[[Tensor], object], str]] = [
     *(
         (kind, "weight_scale", change, f"{UP}.weight_scale holds {said}")
         for kind in KINDS
-        if _is_scale(kind)
+        if _has_float_scales(kind)
         for change, said in (
             (lambda t: t * 0, "0"),
             (lambda t: -t, "-"),

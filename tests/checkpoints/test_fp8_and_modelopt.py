@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from tiny_architectures import write_float
 from torch import Tensor
 
+import cpumoe
 from cpumoe import CheckpointError, UnsupportedScheme
 from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
 from cpumoe.checkpoints.formats import parse_quantization
@@ -111,6 +112,12 @@ WRITTEN: dict[str, tuple[Config, Store, str, str]] = {
         "fp8-tensor",
         "fp8-static",
     ),
+    "ModelOpt FP8, no scales of inputs": (
+        MODELOPT | {"quant_algo": "FP8"},
+        lambda w: tensor_fp8(w, "weight_scale", None),
+        "fp8-tensor-dynamic",
+        "fp8-tensor-dynamic",
+    ),
 }
 
 
@@ -135,6 +142,19 @@ def test_experts_and_linears_are_those_of_the_file(source: Path, tmp_path: Path,
         linears = find_linears(checkpoint, TensorCheck(checkpoint))
         assert str(linears[KEY].storage.scheme) == stored_scheme
         assert "lm_head" not in linears and not any(name.endswith("mlp.gate") for name in linears)
+
+
+@pytest.mark.parametrize("kind", WRITTEN)
+def test_a_model_is_saved_as_compressed_tensors_has_it(source: Path, tmp_path: Path, kind: str) -> None:
+    write(source, tmp_path / "model", kind)
+    model = cpumoe.load_model(tmp_path / "model", dtype=torch.float32)
+    model.save_pretrained(tmp_path / "saved")
+    section = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
+    assert [str(scheme) for scheme in parse_quantization(section).schemes] == [WRITTEN[kind][2]]
+    ids = torch.arange(1, 9).view(1, 8)
+    with torch.no_grad():
+        again = cpumoe.load_model(tmp_path / "saved", dtype=torch.float32)
+        assert torch.equal(again(ids).logits, model(ids).logits)
 
 
 def test_modelopt_may_have_a_file_of_its_own(source: Path, tmp_path: Path) -> None:

@@ -563,10 +563,10 @@ _LAYER = "model.layers.1.mlp.experts"
         ),
         ("nvfp4a16", "weight_scale", lambda t: t.view(torch.uint8), f"{_EXPERT}.weight_scale"),
         ("mxfp4a16", "weight_scale", lambda t: t.view(torch.float8_e4m3fn), f"{_EXPERT}.weight_scale"),
-        ("mxfp4a16", "weight_scale", lambda t: torch.full_like(t, 255), _LAYER),
-        ("nvfp4a16", "weight_scale", lambda t: torch.full_like(t, torch.nan), _LAYER),
-        ("nvfp4a16", "weight_scale", lambda t: (-t.float()).to(t.dtype), _LAYER),
-        ("w8a16-g32", "weight_scale", lambda t: torch.full_like(t, torch.inf), _LAYER),
+        ("mxfp4a16", "weight_scale", lambda t: torch.full_like(t, 255), f"{_EXPERT}.weight_scale"),
+        ("nvfp4a16", "weight_scale", lambda t: torch.full_like(t, torch.nan), f"{_EXPERT}.weight_scale"),
+        ("nvfp4a16", "weight_scale", lambda t: (-t.float()).to(t.dtype), f"{_EXPERT}.weight_scale"),
+        ("w8a16-g32", "weight_scale", lambda t: torch.full_like(t, torch.inf), f"{_EXPERT}.weight_scale"),
         *(
             (scheme, "weight_packed", change, f"{_EXPERT}.weight_packed")
             for scheme in ("w4a16-asym", "w8a16", "mxfp4a16", "nvfp4a16")
@@ -788,7 +788,7 @@ def peak_of_loading(folder: Path, *scheme: str) -> tuple[int, int, int]:
 
 
 def write_large(folder: Path, form: str | None, layers: int, experts: int) -> Path:
-    """A checkpoint of zeros that takes no room on disk: the files are holes behind their headers. None is float."""
+    """A checkpoint of zeros that takes little room: all but the scales are holes in the files. None is float."""
     hidden, inner = 1024, 512
     config = {
         "model_type": "qwen3_moe",
@@ -808,7 +808,7 @@ def write_large(folder: Path, form: str | None, layers: int, experts: int) -> Pa
     weight_map = {}
     for layer in range(layers):
         tensors: dict[str, tuple[str, int, tuple[int, ...]]] = {}  # dtype, bytes of an element, shape
-        stored_shapes = {}
+        contents = {}
         for expert in range(experts):
             for projection, (rows, columns) in shapes.items():
                 name = f"model.layers.{layer}.mlp.experts.{expert}.{projection}"
@@ -816,12 +816,13 @@ def write_large(folder: Path, form: str | None, layers: int, experts: int) -> Pa
                     tensors[f"{name}.weight"] = ("BF16", 2, (rows, columns))
                     continue
                 tensors[f"{name}.weight_scale"] = ("BF16", 2, (rows, columns // 32))
+                contents[f"{name}.weight_scale"] = b"\x80\x3f" * (rows * columns // 32)  # ones
                 if form == "int-quantized":
                     tensors[f"{name}.weight"] = ("I8", 1, (rows, columns))
                 else:
                     tensors[f"{name}.weight_packed"] = ("I32", 4, (rows, columns // 8))
                     tensors[f"{name}.weight_shape"] = ("I64", 8, (2,))
-                    stored_shapes[f"{name}.weight_shape"] = struct.pack("<qq", rows, columns)
+                    contents[f"{name}.weight_shape"] = struct.pack("<qq", rows, columns)
         header, offset = {}, 0
         for name, (dtype, size, shape) in tensors.items():
             end = offset + size * math.prod(shape)
@@ -832,7 +833,7 @@ def write_large(folder: Path, form: str | None, layers: int, experts: int) -> Pa
         with file.open("wb") as out:
             out.write(struct.pack("<Q", len(text)) + text)
             out.truncate(8 + len(text) + offset)
-            for name, content in stored_shapes.items():
+            for name, content in contents.items():
                 out.seek(8 + len(text) + header[name]["data_offsets"][0])
                 out.write(content)
         weight_map |= dict.fromkeys(tensors, file.name)

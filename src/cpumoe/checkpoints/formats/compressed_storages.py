@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cpumoe.checkpoints.formats.float_storages import Fp4Storage, Fp6Storage, Fp8Storage, one_for_each, one_scale
 from cpumoe.checkpoints.formats.input_order import group_index_of, input_order_of, plain_input_order
+from cpumoe.checkpoints.formats.refused_numbers import refuse_unless_positive
 from cpumoe.checkpoints.formats.words import WORD_BITS, copied, pack_words, signed_bytes, unpack_words
 from cpumoe.checkpoints.storage import LinearStorage, StoredTensor, matrix_shape
 from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES, TensorInfo
@@ -106,7 +107,8 @@ class IntegerStorage(LinearStorage):
 
     def tensors(self, rows: int, columns: int) -> dict[str, StoredTensor]:
         scale_shape = self.scheme.weights.group.scale_shape(rows, columns)
-        scale, symmetric = StoredTensor(FLOAT_DTYPES, scale_shape), self.scheme.weights.symmetric
+        scale = StoredTensor(FLOAT_DTYPES, scale_shape, contents=refuse_unless_positive)
+        symmetric = self.scheme.weights.symmetric
         inputs = {} if self.input_scale_suffix is None else {self.input_scale_suffix: one_scale()}
         if not self._is_packed:
             zeros = {} if symmetric else {"weight_zero_point": StoredTensor(("I8",), scale_shape)}

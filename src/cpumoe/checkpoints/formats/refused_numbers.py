@@ -26,6 +26,16 @@ def refuse_unless_positive(name: str, scales: Tensor) -> None:
     _refuse(name, values, ~((values > 0) & (values < math.inf)), "positive finite numbers are accepted")
 
 
+def refuse_zero(name: str, scales: Tensor) -> None:
+    """For floating point scales that may be negative: refuses zero, NaN and infinity."""
+    magnitudes = scales.to(torch.float32).abs()
+    low, high = magnitudes.aminmax() if scales.numel() else (1.0, 1.0)
+    if low > 0 and high < math.inf:
+        return
+    wrong = ~((magnitudes > 0) & (magnitudes < math.inf))
+    _refuse(name, scales.to(torch.float32), wrong, "finite numbers other than 0 are accepted")
+
+
 def refuse_nan_codes(name: str, weight: Tensor) -> None:
     """For weights in e4m3, whose codes 0x7F and 0xFF stand for no number."""
     codes = weight.view(torch.uint8)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from cpumoe.checkpoints.formats.input_order import group_index_of, input_order_of, plain_input_order
+from cpumoe.checkpoints.formats.refused_numbers import refuse_zero
 from cpumoe.checkpoints.formats.words import WORD_BITS, pack_words, unpack_words
 from cpumoe.checkpoints.storage import LinearStorage, StoredTensor, matrix_shape
 from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES, TensorInfo
@@ -63,7 +64,7 @@ class TransposedStorage(LinearStorage):
         tensors = {
             "qweight": StoredTensor(("I32",), self._weight_shape(rows, columns), by_rows=False),
             "qzeros": StoredTensor(("I32",), words, by_rows=False, check=check),
-            "scales": StoredTensor(FLOAT_DTYPES, (groups, rows), by_rows=False),
+            "scales": StoredTensor(FLOAT_DTYPES, (groups, rows), by_rows=False, contents=refuse_zero),
         }
         if self.has_g_idx or self.activation_order:
             known = None if self.activation_order else self._check_order

@@ -12,11 +12,13 @@ from cpumoe.checkpoints.architectures import Projections
 from cpumoe.checkpoints.formats import parse_quantization
 from cpumoe.checkpoints.formats.compressed_storages import storage_for
 from cpumoe.checkpoints.formats.compressed_tensors import QuantizationConfig, write_config
+from cpumoe.checkpoints.formats.words import copied
 from cpumoe.checkpoints.held_scales import held_scheme
 from cpumoe.checkpoints.loading import expert_prefixes
 from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.integrations.transformers.packed_modules import experts_paths, model_architecture
+from cpumoe.layers.activation_rounding import needs_input_scales
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.layers.packed_weights import unpack_weight
@@ -44,12 +46,13 @@ def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None =
 
     def storage_of(scheme: Scheme, name: str, ordered: bool) -> LinearStorage:
         was = None if before is None else before.storage_of(name)
-        if was is not None and held_scheme(was.scheme).weights == scheme.weights:
+        if was is not None and scheme.weights in (was.scheme.weights, held_scheme(was.scheme).weights):
             if isinstance(before, QuantizationConfig):
                 return was
-            scheme = held_scheme(
-                was.scheme
-            )  # packed weights do not tell int8 activations on request from those of the checkpoint
+            # Packed weights tell neither one scale for all of a linear from one per row, nor int8 activations on
+            # request from those of the checkpoint. Whether inputs have a stored scale its tensors told.
+            if needs_input_scales(was.scheme) == needs_input_scales(scheme):
+                scheme = was.scheme
         # Activations that were asked for are a matter of running the weights, not of the weights.
         return storage_for(replace(scheme, requested=None), activation_order=ordered)
 
@@ -108,9 +111,10 @@ def state_dict_for_saving(model: PreTrainedModel, config: QuantizationConfig | N
     def add(name: str, weight: QuantizedWeight) -> None:
         storage = None if config is None else config.storage_of(name)
         tensors = {"weight": weight.values} if storage is None else storage.encode(weight)
-        out.update({f"{name}.{key}": tensor.contiguous() for key, tensor in tensors.items()})
+        # Gate and up may have one scale in memory, which transformers refuses to write under two names.
+        out.update({f"{name}.{key}": copied(tensor) for key, tensor in tensors.items()})
         if weight.bias is not None:
-            out[f"{name}.bias"] = weight.bias.contiguous()
+            out[f"{name}.bias"] = copied(weight.bias)
 
     for name, module in packed.items():
         if isinstance(module, QuantizedLinear):

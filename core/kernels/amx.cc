@@ -55,7 +55,47 @@ inline __attribute__((always_inline)) void unpack_lines(const Record& record, st
   }
 }
 
-struct Pending {  // a step whose results wait to be scaled and added
+// The results of steps on their way from tiles 6 and 7 to the accumulators. A `Step` says how its results are added.
+template <class Step>
+struct Results {
+  std::int32_t *ready, *stored;  // those of the step before the last; where those of the last are stored
+  Step before_last, last;
+
+  // Steps -2 and -1: results of zero, which `nothing` adds.
+  Results(Workspace* workspace, const Step& nothing)
+      : ready(workspace->tiles[0]), stored(workspace->tiles[2]), before_last(nothing), last(nothing) {
+    CPUMOE_TILE_ZERO(6);
+    CPUMOE_TILE_ZERO(7);
+    __builtin_memset(workspace->tiles, 0, sizeof(workspace->tiles));
+  }
+
+  void after(const Step& step) {
+    before_last = last;
+    last = step;
+    std::int32_t* swap = ready;
+    ready = stored;
+    stored = swap;
+  }
+
+  // add(tiles, step) for the last two: the results of the very last are still in registers.
+  template <class Add>
+  void finish(const Add& add) {
+    CPUMOE_TILE_STORE(6, stored);
+    CPUMOE_TILE_STORE(7, stored + kTileInts);
+    add(ready, before_last);
+    add(stored, last);
+  }
+};
+
+// What a product has to fetch for each record and row tile of the rows that come next.
+inline const std::uint8_t* read_next_rows(const Product& p, const std::uint8_t* at) {
+  for (int i = 0; i < p.next_rows_lines; ++i, at += 64) {
+    _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T1);
+  }
+  return at;
+}
+
+struct ScaledStep {
   float* acc;
   const std::uint8_t* scales;
 };
@@ -90,14 +130,9 @@ void multiply_grouped(const Product& p) {
   // Two sets of unpacked tiles: one in use, one being filled for the next record.
   constexpr int kSetBytes = subgroup == 32 ? 8 * kTileBytes : 4 * kTileBytes;
   std::uint8_t *current = p.workspace->unpacked[0], *coming = p.workspace->unpacked[0] + kSetBytes;
-  std::int32_t *ready = p.workspace->tiles[0], *stored = p.workspace->tiles[2];
   if (subgroup == 32) __builtin_memset(p.workspace->unpacked, 0, 2 * kSetBytes);
   unpack_lines<format>(record_at<format>(p.records, type), current, 0, 32);
-  // Steps -2 and -1: nothing, with scale zero.
-  Pending before_last{p.acc, kZeroScales}, last{p.acc, kZeroScales};
-  CPUMOE_TILE_ZERO(6);
-  CPUMOE_TILE_ZERO(7);
-  __builtin_memset(p.workspace->tiles, 0, sizeof(p.workspace->tiles));
+  Results<ScaledStep> results(p.workspace, {p.acc, kZeroScales});
   for (int g = 0; g < p.record_count; ++g) {
     const std::uint8_t* record = p.records + static_cast<std::ptrdiff_t>(g) * stride;
     const Record next = record_at<format>(g + 1 < p.record_count ? record + stride : record, type);
@@ -119,11 +154,12 @@ void multiply_grouped(const Product& p) {
         for (int step = 0; step < kStepsPerTile; ++step) {
           const int half = pass_is_half(format) && kPasses == 2 ? pass : step;
           const std::uint8_t* rows = a + m * (2 * kTileBytes) + half * kTileBytes;
-          const __m512 s0 = load_scales<format>(before_last.scales, type, 0);
-          const __m512 s1 = load_scales<format>(before_last.scales, type, kTileColumns);
-          float* acc = before_last.acc;
+          const __m512 s0 = load_scales<format>(results.before_last.scales, type, 0);
+          const __m512 s1 = load_scales<format>(results.before_last.scales, type, kTileColumns);
+          float* acc = results.before_last.acc;
+          const std::int32_t* ready = results.ready;
           CPUMOE_TILE_LOAD_ONCE(4, rows, 64);
-          CPUMOE_TILE_STORE(6, stored);
+          CPUMOE_TILE_STORE(6, results.stored);
           CPUMOE_TILE_ZERO(6);
           if (step == 0) {
             CPUMOE_TILE_DOT(6, 4, 0);
@@ -139,7 +175,7 @@ void multiply_grouped(const Product& p) {
             CPUMOE_TILE_DOT(6, 5, 2);
           }
           add_scaled_rows(ready, acc, s0, 8, 16);
-          CPUMOE_TILE_STORE(7, stored + kTileInts);
+          CPUMOE_TILE_STORE(7, results.stored + kTileInts);
           CPUMOE_TILE_ZERO(7);
           if (step == 0) {
             CPUMOE_TILE_DOT(7, 4, 1);
@@ -152,17 +188,9 @@ void multiply_grouped(const Product& p) {
           add_scaled_rows(ready + kTileInts, acc + kTileInts, s1, 0, 8);
           if (kStepsPerTile == 1) CPUMOE_TILE_DOT(7, 5, 3);
           add_scaled_rows(ready + kTileInts, acc + kTileInts, s1, 8, 16);
-          before_last = last;
-          last = {p.acc + m * kAccTileFloats, record + slot_of(pass, step) * slot_bytes};
-          std::int32_t* swap = ready;
-          ready = stored;
-          stored = swap;
+          results.after({p.acc + m * kAccTileFloats, record + slot_of(pass, step) * slot_bytes});
         }
-        if (pass == 0) {
-          for (int i = 0; i < p.next_rows_lines; ++i, next_rows += 64) {
-            _mm_prefetch(reinterpret_cast<const char*>(next_rows), _MM_HINT_T1);
-          }
-        }
+        if (pass == 0) next_rows = read_next_rows(p, next_rows);
         unpack_lines<format>(next, coming, slot * kLinesPerSlot, kLinesPerSlot);
       }
     }
@@ -170,16 +198,11 @@ void multiply_grouped(const Product& p) {
     current = coming;
     coming = swap;
   }
-  // The last two steps: `ready` holds the one before the last, the last is still in registers.
-  CPUMOE_TILE_STORE(6, stored);
-  CPUMOE_TILE_STORE(7, stored + kTileInts);
-  const Pending unfinished[2] = {before_last, last};
-  for (const Pending& step : unfinished) {
-    add_scaled_rows(ready, step.acc, load_scales<format>(step.scales, type, 0), 0, 16);
-    add_scaled_rows(ready + kTileInts, step.acc + kTileInts, load_scales<format>(step.scales, type, kTileColumns), 0,
+  results.finish([&](const std::int32_t* sums, const ScaledStep& step) {
+    add_scaled_rows(sums, step.acc, load_scales<format>(step.scales, type, 0), 0, 16);
+    add_scaled_rows(sums + kTileInts, step.acc + kTileInts, load_scales<format>(step.scales, type, kTileColumns), 0,
                     16);
-    ready = stored;
-  }
+  });
 }
 
 template <WeightFormat format>

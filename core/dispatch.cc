@@ -95,7 +95,9 @@ std::string amx_obstacle() {
 #if defined(CPUMOE_EMULATE)
   return "";  // tiles are emulated
 #else
-  if (!bit(seven.d, 24) || !bit(seven.d, 25)) return "the CPU lacks AMX-TILE or AMX-INT8";
+  if (!bit(seven.d, 24) || !bit(seven.d, 25) || !bit(seven.d, 22)) {
+    return "the CPU lacks AMX-TILE, AMX-INT8 or AMX-BF16";
+  }
   if ((enabled_state() & 0x60000) != 0x60000) return "the operating system does not enable AMX state";
   if (!amx_permitted()) return "the kernel refused the use of AMX tiles";
   return "";

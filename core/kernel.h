@@ -426,7 +426,8 @@ struct Kernels {
   RowKernels row_formats[kRowFormatCount];
 
   // Largest number of rows for which `multiply` is given one tile of exactly that many rows and reads
-  // the packed weights straight; above it rows come in tiles of 16.
+  // the packed weights straight; above it rows come in tiles of 16. Both give the same bits, but for rows of bf16
+  // numbers on AMX (float_products.h): there a token's result may differ in rounding with the number of its neighbours.
   int few_rows;
 
   // Called by every thread around a sequence of `multiply` calls (AMX tile configuration).

@@ -1,9 +1,14 @@
-// AMX-INT8: tdpbusd on 16 x 16 x 64 tiles for many rows, AVX512-VNNI for few.
+// AMX-INT8 and AMX-BF16: tdpbusd on 16 x 16 x 64 and tdpbf16ps on 16 x 16 x 32 tiles for many rows, AVX512-VNNI and
+// AVX512-BF16 for few.
 //
 // Grouped weights. A pass holds four weight tiles (two column tiles x two halves of a record) in registers and walks
 // the row tiles. A step multiplies one row tile into the result tiles of both column tiles; the results are stored just
 // before their registers are needed again, one step later, and scaled and added another step later, while the tile unit
 // works on the next products. Tile registers are not renamed, so stores right after the products would stall.
+//
+// Many rows of bf16 numbers are the one case whose bits are not those of the scalar kernel: tdpbf16ps has an order of
+// sums of its own (float_products.h). Few rows have those of the scalar kernel, so the bits of a token depend on
+// whether more than kMaxFewRows rows meet the same weights; never on threads, or on what the other rows hold.
 #include "amx_tiles.h"
 #include "avx512_rows.h"
 #include "bf16_products.h"
@@ -55,7 +60,47 @@ inline __attribute__((always_inline)) void unpack_lines(const Record& record, st
   }
 }
 
-struct Pending {  // a step whose results wait to be scaled and added
+// The results of steps on their way from tiles 6 and 7 to the accumulators. A `Step` says how its results are added.
+template <class Step>
+struct Results {
+  std::int32_t *ready, *stored;  // those of the step before the last; where those of the last are stored
+  Step before_last, last;
+
+  // Steps -2 and -1: results of zero, which `nothing` adds.
+  Results(Workspace* workspace, const Step& nothing)
+      : ready(workspace->tiles[0]), stored(workspace->tiles[2]), before_last(nothing), last(nothing) {
+    CPUMOE_TILE_ZERO(6);
+    CPUMOE_TILE_ZERO(7);
+    __builtin_memset(workspace->tiles, 0, sizeof(workspace->tiles));
+  }
+
+  void after(const Step& step) {
+    before_last = last;
+    last = step;
+    std::int32_t* swap = ready;
+    ready = stored;
+    stored = swap;
+  }
+
+  // add(tiles, step) for the last two: the results of the very last are still in registers.
+  template <class Add>
+  void finish(const Add& add) {
+    CPUMOE_TILE_STORE(6, stored);
+    CPUMOE_TILE_STORE(7, stored + kTileInts);
+    add(ready, before_last);
+    add(stored, last);
+  }
+};
+
+// What a product has to fetch for each record and row tile of the rows that come next.
+inline const std::uint8_t* read_next_rows(const Product& p, const std::uint8_t* at) {
+  for (int i = 0; i < p.next_rows_lines; ++i, at += 64) {
+    _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T1);
+  }
+  return at;
+}
+
+struct ScaledStep {
   float* acc;
   const std::uint8_t* scales;
 };
@@ -90,14 +135,9 @@ void multiply_grouped(const Product& p) {
   // Two sets of unpacked tiles: one in use, one being filled for the next record.
   constexpr int kSetBytes = subgroup == 32 ? 8 * kTileBytes : 4 * kTileBytes;
   std::uint8_t *current = p.workspace->unpacked[0], *coming = p.workspace->unpacked[0] + kSetBytes;
-  std::int32_t *ready = p.workspace->tiles[0], *stored = p.workspace->tiles[2];
   if (subgroup == 32) __builtin_memset(p.workspace->unpacked, 0, 2 * kSetBytes);
   unpack_lines<format>(record_at<format>(p.records, type), current, 0, 32);
-  // Steps -2 and -1: nothing, with scale zero.
-  Pending before_last{p.acc, kZeroScales}, last{p.acc, kZeroScales};
-  CPUMOE_TILE_ZERO(6);
-  CPUMOE_TILE_ZERO(7);
-  __builtin_memset(p.workspace->tiles, 0, sizeof(p.workspace->tiles));
+  Results<ScaledStep> results(p.workspace, {p.acc, kZeroScales});
   for (int g = 0; g < p.record_count; ++g) {
     const std::uint8_t* record = p.records + static_cast<std::ptrdiff_t>(g) * stride;
     const Record next = record_at<format>(g + 1 < p.record_count ? record + stride : record, type);
@@ -119,11 +159,12 @@ void multiply_grouped(const Product& p) {
         for (int step = 0; step < kStepsPerTile; ++step) {
           const int half = pass_is_half(format) && kPasses == 2 ? pass : step;
           const std::uint8_t* rows = a + m * (2 * kTileBytes) + half * kTileBytes;
-          const __m512 s0 = load_scales<format>(before_last.scales, type, 0);
-          const __m512 s1 = load_scales<format>(before_last.scales, type, kTileColumns);
-          float* acc = before_last.acc;
+          const __m512 s0 = load_scales<format>(results.before_last.scales, type, 0);
+          const __m512 s1 = load_scales<format>(results.before_last.scales, type, kTileColumns);
+          float* acc = results.before_last.acc;
+          const std::int32_t* ready = results.ready;
           CPUMOE_TILE_LOAD_ONCE(4, rows, 64);
-          CPUMOE_TILE_STORE(6, stored);
+          CPUMOE_TILE_STORE(6, results.stored);
           CPUMOE_TILE_ZERO(6);
           if (step == 0) {
             CPUMOE_TILE_DOT(6, 4, 0);
@@ -139,7 +180,7 @@ void multiply_grouped(const Product& p) {
             CPUMOE_TILE_DOT(6, 5, 2);
           }
           add_scaled_rows(ready, acc, s0, 8, 16);
-          CPUMOE_TILE_STORE(7, stored + kTileInts);
+          CPUMOE_TILE_STORE(7, results.stored + kTileInts);
           CPUMOE_TILE_ZERO(7);
           if (step == 0) {
             CPUMOE_TILE_DOT(7, 4, 1);
@@ -152,17 +193,9 @@ void multiply_grouped(const Product& p) {
           add_scaled_rows(ready + kTileInts, acc + kTileInts, s1, 0, 8);
           if (kStepsPerTile == 1) CPUMOE_TILE_DOT(7, 5, 3);
           add_scaled_rows(ready + kTileInts, acc + kTileInts, s1, 8, 16);
-          before_last = last;
-          last = {p.acc + m * kAccTileFloats, record + slot_of(pass, step) * slot_bytes};
-          std::int32_t* swap = ready;
-          ready = stored;
-          stored = swap;
+          results.after({p.acc + m * kAccTileFloats, record + slot_of(pass, step) * slot_bytes});
         }
-        if (pass == 0) {
-          for (int i = 0; i < p.next_rows_lines; ++i, next_rows += 64) {
-            _mm_prefetch(reinterpret_cast<const char*>(next_rows), _MM_HINT_T1);
-          }
-        }
+        if (pass == 0) next_rows = read_next_rows(p, next_rows);
         unpack_lines<format>(next, coming, slot * kLinesPerSlot, kLinesPerSlot);
       }
     }
@@ -170,16 +203,11 @@ void multiply_grouped(const Product& p) {
     current = coming;
     coming = swap;
   }
-  // The last two steps: `ready` holds the one before the last, the last is still in registers.
-  CPUMOE_TILE_STORE(6, stored);
-  CPUMOE_TILE_STORE(7, stored + kTileInts);
-  const Pending unfinished[2] = {before_last, last};
-  for (const Pending& step : unfinished) {
-    add_scaled_rows(ready, step.acc, load_scales<format>(step.scales, type, 0), 0, 16);
-    add_scaled_rows(ready + kTileInts, step.acc + kTileInts, load_scales<format>(step.scales, type, kTileColumns), 0,
+  results.finish([&](const std::int32_t* sums, const ScaledStep& step) {
+    add_scaled_rows(sums, step.acc, load_scales<format>(step.scales, type, 0), 0, 16);
+    add_scaled_rows(sums + kTileInts, step.acc + kTileInts, load_scales<format>(step.scales, type, kTileColumns), 0,
                     16);
-    ready = stored;
-  }
+  });
 }
 
 template <WeightFormat format>
@@ -248,6 +276,139 @@ void multiply_per_column(const Product& p) {
   }
 }
 
+// A step of rows of floats: the sums of two runs, for 16 rows and 16 columns.
+struct RunsStep {
+  float* acc;
+  F32x16 scales[2];         // of the runs
+  const float* row_scales;  // of the rows in the record
+};
+
+template <WeightFormat format>
+inline __attribute__((always_inline)) void add_runs(const std::int32_t* tiles, const RunsStep& step, int first,
+                                                    int last) {
+  const auto* sums = reinterpret_cast<const float*>(tiles);
+  FloatArgs args{};
+  args.record_scales = step.row_scales;
+  args.record_scale_stride = 1;
+#pragma GCC unroll 8
+  for (int r = first; r < last; ++r) {
+    float* acc = step.acc + r * kTileColumns;
+    F32x16 total = F32x16::load(acc);
+    for (int i = 0; i < 2; ++i) {
+      const F32x16 sum = F32x16::load(sums + i * kTileInts + r * kTileColumns);
+      total = with_run<F32x16, format>(args, r, total, sum, step.scales[i]);
+    }
+    F32x16::store(acc, total);
+  }
+}
+
+// Multiplies tiles 4 and 5, the rows of two runs, with their weights of a column tile.
+template <WeightFormat format, int tile>
+inline __attribute__((always_inline)) void multiply_two_runs(Results<RunsStep>& results, const RunsStep& step) {
+  CPUMOE_TILE_STORE(6, results.stored);
+  CPUMOE_TILE_ZERO(6);
+  if constexpr (tile == 0) {
+    CPUMOE_TILE_FLOAT_DOT(6, 4, 0);
+  } else {
+    CPUMOE_TILE_FLOAT_DOT(6, 4, 2);
+  }
+  add_runs<format>(results.ready, results.before_last, 0, 8);
+  CPUMOE_TILE_STORE(7, results.stored + kTileInts);
+  CPUMOE_TILE_ZERO(7);
+  if constexpr (tile == 0) {
+    CPUMOE_TILE_FLOAT_DOT(7, 5, 1);
+  } else {
+    CPUMOE_TILE_FLOAT_DOT(7, 5, 3);
+  }
+  add_runs<format>(results.ready, results.before_last, 8, 16);
+  results.after(step);
+}
+
+// The scales of a record's rows side by side for every row of the tiles: 1 where rows have none.
+struct RowScales {
+  float of_rows[2][kMaxRowTiles * kTileRows];  // steps of the record before may still wait
+
+  RowScales() {
+    for (auto& record : of_rows) {
+      for (float& scale : record) scale = 1.0f;
+    }
+  }
+
+  const float* load(const Product& p, int record) {
+    float* scales = of_rows[record % 2];
+    if (p.record_scales == nullptr) return scales;
+    for (int r = 0; r < p.rows; ++r) scales[r] = p.record_scales[r * p.record_scale_stride + record];
+    return scales;
+  }
+};
+
+// Rows of bf16 numbers in tiles. The inputs of a run are just as many as a tile is deep. A pass takes two of a record's
+// four runs and holds their weights of both column tiles in registers; a step multiplies a row tile with those of one
+// column tile, each run into a result tile of its own: both are added while an accumulator is in a register.
+template <WeightFormat format>
+void multiply_runs(const Product& p) {
+  constexpr int kLines = run_lines(format), kLinesOfHalf = 16, kPasses = 2;
+  constexpr int kRowBytes = 128, kHalfBytes = kTileRows * kRowBytes;
+  constexpr bool kUnpacks = Bf16Dots::kUnpacks<format>;
+  const int stride = record_bytes(format, p.layout.scales), lines_ahead = (stride + 63) / 64;
+  // Where unpacking and reading ahead are spread over.
+  const int slots = kPasses * p.tiles;
+  const int lines_of_slot = (kLinesOfHalf + slots - 1) / slots, ahead_of_slot = (lines_ahead + slots - 1) / slots;
+  const ReadAhead ahead = p.ahead;
+  const std::uint8_t* next_rows = p.next_rows;
+  // Two unpacked records: one in use, one being filled.
+  std::uint8_t *current = p.workspace->unpacked[0], *coming = p.workspace->unpacked[2];
+  const LineDecoder<format> decoder;
+  if constexpr (kUnpacks) Bf16Dots::unpack<format>(record_at<format>(p.records, p.layout.scales), current);
+  RowScales scales_of_rows;
+  const float* row_scales = scales_of_rows.of_rows[0];
+  Results<RunsStep> results(p.workspace, {p.acc, {F32x16::set(0.0f), F32x16::set(0.0f)}, row_scales});
+  for (int g = 0; g < p.record_count; ++g) {
+    const std::uint8_t* bytes = p.records + static_cast<std::ptrdiff_t>(g) * stride;
+    const Record record = record_at<format>(bytes, p.layout.scales);
+    const Record next = record_at<format>(bytes + stride, p.layout.scales);
+    const char* far = ahead_of(ahead, bytes);
+    const std::uint8_t* weights = kUnpacks ? current : record.weights;
+    if constexpr (has_tile_scales(format)) row_scales = scales_of_rows.load(p, g);
+    int line = g + 1 < p.record_count ? 0 : kLinesOfHalf, line_ahead = 0;
+#pragma GCC unroll 2
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const RecordPart first = place_of_part<format, kLines>(2 * pass);
+      const RecordPart second = place_of_part<format, kLines>(2 * pass + 1);
+      CPUMOE_TILE_LOAD(0, weights + Bf16Dots::place(first.half, first.line, 0), Bf16Dots::kPairBytes);
+      CPUMOE_TILE_LOAD(1, weights + Bf16Dots::place(second.half, second.line, 0), Bf16Dots::kPairBytes);
+      CPUMOE_TILE_LOAD(2, weights + Bf16Dots::place(first.half, first.line, 1), Bf16Dots::kPairBytes);
+      CPUMOE_TILE_LOAD(3, weights + Bf16Dots::place(second.half, second.line, 1), Bf16Dots::kPairBytes);
+      const auto step = [&](int m, int column) -> RunsStep {
+        return {p.acc + acc_index(m * kTileRows, column),
+                {run_scales<F32x16, format>(record, first.slot, column),
+                 run_scales<F32x16, format>(record, second.slot, column)},
+                row_scales + m * kTileRows};
+      };
+      for (int m = 0; m < p.tiles; ++m) {
+        const std::uint8_t* rows = p.a + g * p.a_record_stride + m * (2 * kHalfBytes);
+        CPUMOE_TILE_LOAD_ONCE(4, rows + first.half * kHalfBytes + first.line * 8, kRowBytes);
+        CPUMOE_TILE_LOAD_ONCE(5, rows + second.half * kHalfBytes + second.line * 8, kRowBytes);
+        multiply_two_runs<format, 0>(results, step(m, 0));
+        multiply_two_runs<format, 1>(results, step(m, kTileColumns));
+        if (pass == 0) next_rows = read_next_rows(p, next_rows);
+        for (int i = 0; i < ahead_of_slot && line_ahead < lines_ahead; ++i, ++line_ahead) {
+          _mm_prefetch(far + line_ahead * 64, _MM_HINT_T1);
+        }
+        if constexpr (kUnpacks) {
+          for (int i = 0; i < lines_of_slot && line < kLinesOfHalf; ++i, ++line) {
+            Bf16Dots::unpack_line<format>(decoder, next, line, coming);
+          }
+        }
+      }
+    }
+    std::uint8_t* swap = current;
+    current = coming;
+    coming = swap;
+  }
+  results.finish([](const std::int32_t* sums, const RunsStep& step) { add_runs<format>(sums, step, 0, 16); });
+}
+
 struct Amx {
   template <WeightFormat format>
   static void multiply(const Product& p) {
@@ -263,20 +424,38 @@ struct Amx {
 
   template <WeightFormat format, RowKind kind>
   static void multiply_floats(const Product& p) {
-    multiply_floats_by_pairs<format, kind>(p);
+    if constexpr (kind == RowKind::kBF16 && traits_of(format).subgroup != 16) {
+      if (p.tile_rows == kTileRows) return multiply_runs<format>(p);
+    }
+    multiply_floats_by_pairs<format, kind>(p);  // with groups of 16 inputs tiles would be half empty
   }
 };
 
-double dot_peak(std::int64_t iterations) {
+// Rounds of four register-only products of `operations` each.
+template <class FourProducts>
+double tile_peak(std::int64_t iterations, double operations, const FourProducts& four_products) {
   configure_tiles();
-  for (std::int64_t i = 0; i < iterations; ++i) {
+  for (std::int64_t i = 0; i < iterations; ++i) four_products();
+  release_tiles();
+  return static_cast<double>(iterations) * 4 * operations;
+}
+
+double dot_peak(std::int64_t iterations) {
+  return tile_peak(iterations, 32768.0, [] {
     CPUMOE_TILE_DOT(0, 4, 6);
     CPUMOE_TILE_DOT(1, 4, 7);
     CPUMOE_TILE_DOT(2, 5, 6);
     CPUMOE_TILE_DOT(3, 5, 7);
-  }
-  release_tiles();
-  return static_cast<double>(iterations) * 4 * 32768.0;
+  });
+}
+
+double float_dot_peak(std::int64_t iterations) {
+  return tile_peak(iterations, 16384.0, [] {
+    CPUMOE_TILE_FLOAT_DOT(0, 4, 6);
+    CPUMOE_TILE_FLOAT_DOT(1, 4, 7);
+    CPUMOE_TILE_FLOAT_DOT(2, 5, 6);
+    CPUMOE_TILE_FLOAT_DOT(3, 5, 7);
+  });
 }
 
 constexpr Kernels make_kernels() {
@@ -285,7 +464,7 @@ constexpr Kernels make_kernels() {
   k.thread_begin = configure_tiles;
   k.thread_end = release_tiles;
   k.dot_peak = dot_peak;
-  k.float_dot_peak = bf16_dot_peak;
+  k.float_dot_peak = float_dot_peak;
   k.read_bytes = read_zmm;
   return k;
 }

@@ -1,4 +1,5 @@
-// Products with rows of bf16 numbers by vdpbf16ps; shared by the AVX512-BF16 and the AMX kernel.
+// Products with rows of bf16 numbers by vdpbf16ps: all of them in the AVX512-BF16 kernel, those of few rows and of
+// groups of 16 inputs in the AMX kernel.
 //
 // It adds two products to a running sum, one after the other, each rounded to nearest even; subnormal numbers count as
 // zero, and there are none (prepare_floats.h). So its bits are those of float_products.h.
@@ -195,12 +196,24 @@ struct Bf16Dots {
   template <WeightFormat format>
   static void unpack(const Record& record, std::uint8_t* dst) {
     const LineDecoder<format> decoder;
-    for (int line = 0; line < 16; ++line) {
-      store(decoder.template decode<0, 0>(record, line), dst + place(0, line, 0));
-      store(decoder.template decode<0, 1>(record, line), dst + place(0, line, 1));
-      store(decoder.template decode<1, 0>(record, line), dst + place(1, line, 0));
-      store(decoder.template decode<1, 1>(record, line), dst + place(1, line, 1));
-    }
+    for (int line = 0; line < 16; ++line) unpack_line<format>(decoder, record, line, dst);
+  }
+
+  // Where the pairs of 16 columns and a line stand in an unpacked record, and in one that holds bf16 numbers: the even
+  // ones, then kPairBytes further on the odd ones.
+  static constexpr int kPairBytes = 128;
+  static constexpr std::ptrdiff_t place(int half, int line, int tile) {
+    return (half * 16 + line) * (2 * kPairBytes) + tile * 64;
+  }
+
+  // A line of both halves.
+  template <WeightFormat format>
+  static __attribute__((always_inline)) void unpack_line(const LineDecoder<format>& decoder, const Record& record,
+                                                         int line, std::uint8_t* dst) {
+    store(decoder.template decode<0, 0>(record, line), dst + place(0, line, 0));
+    store(decoder.template decode<0, 1>(record, line), dst + place(0, line, 1));
+    store(decoder.template decode<1, 0>(record, line), dst + place(1, line, 0));
+    store(decoder.template decode<1, 1>(record, line), dst + place(1, line, 1));
   }
 
   template <int M, WeightFormat format, RowKind kind, bool packed>
@@ -229,11 +242,6 @@ struct Bf16Dots {
   }
 
  private:
-  static constexpr int kPairBytes = 128;
-  static constexpr std::ptrdiff_t place(int half, int line, int tile) {
-    return (half * 16 + line) * (2 * kPairBytes) + tile * 64;
-  }
-
   static void store(const LinePairs& pairs, std::uint8_t* dst) {
     _mm512_store_si512(dst, pairs.even);
     _mm512_store_si512(dst + kPairBytes, pairs.odd);

@@ -6,6 +6,10 @@
 // vdpbf16ps does with pairs (0, 2) and (1, 3). Products of bf16 numbers are exact in fp32, so it does not matter
 // whether a multiplication is fused with the addition. fp32 numbers are taken in their own order, each with one fma.
 //
+// AMX has another order inside of a run, where many rows are multiplied and a run has 32 inputs: tdpbf16ps sums inputs
+// 0 and 1 of every four from 0 on, inputs 2 and 3 likewise, then adds the two sums. What differs is rounding only, a
+// few units in the last place of the sum of a run; runs meet their scales and the running sum as everywhere.
+//
 // An `Isa` gives
 //
 //   kRowsAtOnce                            rows whose running sums fit the registers

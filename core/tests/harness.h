@@ -30,6 +30,17 @@ inline bool same_numbers(const std::vector<float>& a, const std::vector<float>& 
   return true;
 }
 
+// Relative to the second one.
+inline double distance(const std::vector<float>& a, const std::vector<float>& b) {
+  double error = 0, norm = 0;
+  for (std::size_t i = 0; i < b.size(); ++i) {
+    const double d = static_cast<double>(a[i]) - b[i];
+    error += d * d;
+    norm += static_cast<double>(b[i]) * b[i];
+  }
+  return norm == 0 ? error : std::sqrt(error / norm);
+}
+
 inline std::vector<const Kernels*> other_kernels() {
   std::vector<const Kernels*> found;
   for (const IsaEntry& e : instruction_sets()) {

@@ -198,12 +198,23 @@ inline std::string describe(const PackedSpec& s, const std::string& kernel, std:
 }
 
 // Rows of floats are given as bf16 numbers where their number is odd: they are held otherwise then.
+inline DType type_of_rows(const PackedSpec& spec, std::int64_t rows) {
+  return spec.rows == RowFormat::kFloat && rows % 2 == 1 ? DType::kBF16 : DType::kF32;
+}
+
+// Whether up to `rows` rows may be multiplied in tiles of bf16 numbers, whose sums round otherwise (float_products.h).
+inline bool rounds_otherwise(const Kernels& k, const PackedSpec& spec, DType type, std::int64_t rows) {
+  const RowTraits traits = traits_of(rows_for(spec, type));
+  return std::string(k.name) == "amx" && traits.kind == RowKind::kBF16 && traits_of(spec.weights).subgroup != 16 &&
+         rows * traits.planes > k.few_rows;
+}
+
 inline std::vector<float> run_linear(const Kernels& k, const Matrix& m, const std::vector<float>& x,
                                      std::int64_t rows) {
   std::vector<float> out(static_cast<std::size_t>(rows * m.spec.columns), -7.0f);
   std::vector<std::uint16_t> narrow(x.size());
   scalar().store_row(x.data(), static_cast<std::int64_t>(x.size()), DType::kBF16, narrow.data());
-  if (m.spec.rows == RowFormat::kFloat && rows % 2 == 1) {
+  if (type_of_rows(m.spec, rows) == DType::kBF16) {
     linear_forward(k, {m.packed, narrow.data(), DType::kBF16, DType::kF32, rows, out.data()});
   } else {
     linear_forward(k, {m.packed, x.data(), DType::kF32, DType::kF32, rows, out.data()});

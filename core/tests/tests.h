@@ -6,6 +6,8 @@ namespace cpumoe::tests {
 void test_rowwise();
 void test_linear_kernels();
 void test_many_rows();
+void test_order_of_tiles();
+void test_threads_of_linears();
 void test_linear_meaning();
 void test_layers();
 void test_nan_stays_in_its_token();

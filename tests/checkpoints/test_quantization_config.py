@@ -139,6 +139,9 @@ def test_int8_weights_in_groups_with_int8_activations_are_served(weights, form, 
         ({"num_bits": 4, "group_size": 64, "symmetric": False}, "pack-quantized", "w4a16-g64-asym"),
         (NVFP4, "nvfp4-pack-quantized", "nvfp4a16"),
         (MXFP4, "mxfp4-pack-quantized", "mxfp4a16"),
+        (INT | {"num_bits": 4, "strategy": "channel", "group_size": -1}, "pack-quantized", "w4a16"),
+        (FP8 | {"strategy": "channel", "group_size": -1}, "naive-quantized", "fp8a16"),
+        (FP8 | {"group_size": -1}, "naive-quantized", "fp8a16"),
     ],
 )
 def test_weight_only_groups_are_served(weights, form, scheme):
@@ -283,6 +286,20 @@ def test_a_group_that_names_a_module_comes_before_the_one_of_all_linears():
         assert parsed.storage_of("model.layers.0.self_attn.q_proj") == eight
         assert parsed.storage_of("model.embed") == eight
         assert parsed.storage_of("model.layers.0.mlp.x") == IntegerStorage(Scheme.parse("w4a8-g32"), "int-quantized")
+
+
+@pytest.mark.parametrize("targets", [["Linear"], ["re:.*mlp.*"]])
+def test_two_schemes_for_one_module(targets):
+    config = base()
+    first, second = (copy.deepcopy(config["config_groups"]["group_0"]) | {"targets": targets} for _ in range(2))
+    name = "model.layers.0.mlp.experts.0.up_proj"
+    twice = parse_quantization(config | {"config_groups": {"group_0": first, "group_1": second}})
+    assert twice.storage_of(name) == IntegerStorage(Scheme.parse("w4a8-g32"), "int-quantized")
+    second["weights"] |= {"num_bits": 8, "strategy": "channel", "group_size": None}
+    parsed = parse_quantization(config | {"config_groups": {"group_0": first, "group_1": second}})
+    with pytest.raises(CheckpointError) as said:
+        parsed.storage_of(name)
+    assert f"several schemes for {name}: w4a8-g32 (int-quantized) and w8a8 (int-quantized); one is" in str(said.value)
 
 
 def test_modules_that_no_group_names_are_float():

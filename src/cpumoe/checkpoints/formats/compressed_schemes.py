@@ -81,7 +81,8 @@ def _read_activations(inputs: Mapping[str, Any]) -> TensorFormat:
 
 
 def _read_float_weights(name: str, weights: Mapping[str, Any]) -> TensorFormat:
-    bits, size = weights.get("num_bits"), weights.get("group_size") or None
+    bits, size = weights.get("num_bits"), weights.get("group_size")
+    size = None if size in (0, -1) else size  # so some have it per channel
     strategy = weights.get("strategy") or ("group" if size else "channel")
     if strategy == "block" and _block_of(weights.get("block_structure")) != _BLOCK:
         raise UnsupportedScheme(f"blocks of {weights.get('block_structure')!r:.40}; [128, 128] is")

@@ -88,15 +88,19 @@ class QuantizationConfig(Quantization):
     def storage_of(self, module: str) -> LinearStorage | None:
         """How the linear named ``module`` is stored; None if it was left in float.
 
-        A group that names the module itself comes before one that names the class of all linears.
+        A group that names the module itself comes before one that names the class of all linears. Two groups that
+        store it in different ways are refused.
         """
         ignored, targeted = self._patterns
         if ignored.match(module):
             return None
-        for group, targets in zip(self.groups, targeted, strict=True):
-            if targets.match(module):
-                return group.storage
-        return next((group.storage for group in self.groups if "Linear" in group.targets), None)
+        groups = zip(self.groups, targeted, strict=True)
+        named = dict.fromkeys(group.storage for group, targets in groups if targets.match(module))
+        storages = named or dict.fromkeys(group.storage for group in self.groups if "Linear" in group.targets)
+        if len(storages) > 1:
+            claimed = " and ".join(f"{storage.scheme} ({storage.format})" for storage in storages)
+            raise CheckpointError(f"quantization_config has several schemes for {module}: {claimed}; one is accepted")
+        return next(iter(storages), None)
 
     @cached_property
     def _patterns(self) -> tuple[NamePatterns, list[NamePatterns]]:

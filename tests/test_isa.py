@@ -11,11 +11,21 @@ import torch
 from conftest import SUPPORTED_ISAS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from random_layers import SCHEMES, random_layer
+from random_layers import SCHEMES, WEIGHT_ONLY_FLOATS, fitting, linear_inputs, random_layer
 
 import cpumoe
 from cpumoe import _core
 from cpumoe.evaluation.selftest import run_self_tests, using_isa
+from cpumoe.layers.packed_weights import has_own_rounding
+
+
+def agrees(got: torch.Tensor, expected: torch.Tensor, scheme: str, isa: str) -> bool:
+    """The same bits; where an instruction set has a rounding of its own, nearly: quantised rows may round otherwise."""
+    if not has_own_rounding(cpumoe.Scheme.parse(scheme), isa):
+        return torch.equal(got, expected)
+    error = (got.double() - expected.double()).norm()
+    bound = 1e-5 if got.dtype == torch.float32 and scheme in WEIGHT_ONLY_FLOATS else 5e-2
+    return bool(error <= bound * expected.double().norm())
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -40,8 +50,9 @@ def test_bits_do_not_depend_on_isa_or_threads(
     seed: int,
 ) -> None:
     torch.manual_seed(seed)
-    layer = random_layer(scheme, experts=experts, hidden=192, inner=192, activation=activation).experts("native")
-    x = (torch.randn(tokens, 192) * 2).to(dtype)
+    size = fitting(scheme, 192)
+    layer = random_layer(scheme, experts=experts, hidden=size, inner=size, activation=activation).experts("native")
+    x = (torch.randn(tokens, size) * 2).to(dtype)
     ids = torch.randint(-1, experts, (tokens, topk))
     weights = torch.rand(tokens, topk)
     cpumoe.set_num_threads(1)
@@ -50,7 +61,7 @@ def test_bits_do_not_depend_on_isa_or_threads(
     cpumoe.set_num_threads(threads)
     for isa in SUPPORTED_ISAS:
         with using_isa(isa):
-            assert torch.equal(layer(x, ids, weights), expected)
+            assert agrees(layer(x, ids, weights), expected, scheme, isa)
     cpumoe.set_num_threads(0)
 
 
@@ -58,21 +69,24 @@ def test_bits_do_not_depend_on_isa_or_threads(
 @pytest.mark.parametrize("tokens", [1, 2, 5, 16, 33])
 def test_every_scheme_has_the_same_bits_everywhere(scheme: str, tokens: int) -> None:
     """Each on purpose, where the property test above draws some."""
-    layer = random_layer(scheme, experts=3, hidden=384, inner=192, bias=True).experts("native")
-    linear = cpumoe.QuantizedLinear.quantize(torch.randn(70, 384), scheme, torch.randn(70))
+    layer = random_layer(scheme, experts=3, hidden=384, inner=fitting(scheme, 192), bias=True).experts("native")
+    linear = cpumoe.QuantizedLinear.quantize(torch.randn(70, 384), scheme, torch.randn(70), **linear_inputs(scheme))
     x, ids, weights = torch.randn(tokens, 384), torch.randint(0, 3, (tokens, 2)), torch.rand(tokens, 2)
-    seen = set()
+    with using_isa("scalar"):
+        expected = layer(x, ids, weights), linear(x)
     for isa in SUPPORTED_ISAS:
+        found = []
         for threads in (1, 3):
             cpumoe.set_num_threads(threads)
             with using_isa(isa):
-                seen.add(layer(x, ids, weights).numpy().tobytes() + linear(x).numpy().tobytes())
-    assert len(seen) == 1
+                found.append((layer(x, ids, weights), linear(x)))
+        for one, other, truth in zip(*found, expected, strict=True):
+            assert torch.equal(one, other) and agrees(one, truth, scheme, isa), isa
 
 
 def test_packed_bytes_do_not_depend_on_isa_or_threads() -> None:
     for scheme in SCHEMES:
-        layer = random_layer(scheme, hidden=192, inner=192, bias=True)
+        layer = random_layer(scheme, hidden=fitting(scheme, 192), inner=fitting(scheme, 192), bias=True)
         seen = set()
         for isa in SUPPORTED_ISAS:
             for threads in (1, 3):

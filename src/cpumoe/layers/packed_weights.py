@@ -58,6 +58,14 @@ def packed_activations(scheme: Scheme) -> str:
     return _ACTIVATIONS[held_activations(scheme)]
 
 
+def has_own_rounding(scheme: Scheme, isa: str) -> bool:
+    """Whether an instruction set may give other last bits than all others, which agree.
+
+    AMX does for rows of floats: its bf16 tiles add in an order of their own.
+    """
+    return isa == "amx" and not packed_activations(scheme).startswith("int")
+
+
 def packed_spec(
     scheme: Scheme,
     scale_dtype: torch.dtype,

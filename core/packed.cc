@@ -204,18 +204,34 @@ class BlockPacker {
   // Weights that are floats, where kernels read them.
   void write_floats(std::int64_t row, int column, int record, std::uint8_t* dst) const {
     if (row < 0) return;
-    const DType type = wide_type(traits_);
+    switch (wide_type(traits_)) {
+      case DType::kBF16: return write_words<std::uint16_t>(row, column, record, 0x7F80u, dst);
+      case DType::kF16: return write_words<std::uint16_t>(row, column, record, 0x7C00u, dst);
+      case DType::kF32: return write_words<std::uint32_t>(row, column, record, 0x7F800000u, dst);
+    }
+  }
+
+  // The same for floats whose bits are a Word; those of the exponent are all set where it is no number.
+  template <class Word>
+  void write_words(std::int64_t row, int column, int record, Word exponent, std::uint8_t* dst) const {
     const std::int64_t depth = matrix_.spec.depth, first = static_cast<std::int64_t>(record) * kRecordDepth;
     const auto present = static_cast<int>(std::min<std::int64_t>(kRecordDepth, depth - first));
-    const auto* source = static_cast<const std::uint8_t*>(source_.values) + (row * depth + first) * size_of(type);
-    for (int i = 0; i < present; ++i) {
-      const float value = element(source, type, i);
-      CPUMOE_REQUIRE(std::isfinite(value), name_, ": value at [", expert_, ", ", row, ", ", first + i,
+    Word words[kRecordDepth] = {};
+    constexpr auto kSize = static_cast<std::int64_t>(sizeof(Word));
+    std::memcpy(words, static_cast<const std::uint8_t*>(source_.values) + (row * depth + first) * kSize,
+                static_cast<std::size_t>(present * kSize));
+    bool finite = true;
+    for (int i = 0; i < present; ++i) finite &= (words[i] & exponent) != exponent;
+    for (int i = 0; !finite && i < present; ++i) {
+      CPUMOE_REQUIRE((words[i] & exponent) != exponent, name_, ": value at [", expert_, ", ", row, ", ", first + i,
                      "] is not finite; only finite weights are accepted");
-      std::uint8_t* at = dst + wide_index(layout_.weights, i, column) * size_of(type);
+    }
+    if (layout_.weights == WeightFormat::kBF16) {
       // bf16 numbers below 2^-50 are left at 0, see kernels/prepare_floats.h.
-      if (type == DType::kBF16 && std::fabs(value) < 0x1p-50f) continue;
-      std::memcpy(at, source + i * size_of(type), static_cast<std::size_t>(size_of(type)));
+      for (Word& word : words) word = (word & 0x7FFFu) < (127u - 50u) << 7 ? Word{0} : word;
+    }
+    for (int i = 0; i < present; ++i) {
+      std::memcpy(dst + wide_index(layout_.weights, i, column) * kSize, &words[i], sizeof(Word));
     }
   }
 
@@ -577,17 +593,22 @@ void write_input_scales(const PackedMatrix& m, const PackSource& source, std::in
   }
 }
 
-// The reverse of BlockPacker::write_floats.
-void unpack_floats(const PackedMatrix& m, const std::uint8_t* record, std::int64_t first, std::int64_t index,
-                   const UnpackTarget& target) {
-  const int size = size_of(wide_type(traits_of(m.layout.weights)));
+// The reverse of BlockPacker::write_words.
+template <class Word>
+void unpack_words(const PackedMatrix& m, const std::uint8_t* record, std::int64_t first, std::int64_t index,
+                  const UnpackTarget& target) {
+  constexpr auto kSize = static_cast<std::int64_t>(sizeof(Word));
   const RowOrder order = m.spec.gated ? RowOrder::kGateThenUp : RowOrder::kPlain;
+  const auto present = static_cast<int>(std::min<std::int64_t>(kRecordDepth, m.spec.depth - first));
   for (int c = 0; c < kBlockColumns; ++c) {
     const std::int64_t row = source_row(m.spec, order, index, c);
-    for (int i = 0; row >= 0 && i < kRecordDepth && first + i < m.spec.depth; ++i) {
-      std::memcpy(static_cast<std::uint8_t*>(target.values) + (row * m.spec.depth + first + i) * size,
-                  record + wide_index(m.layout.weights, i, c) * size, static_cast<std::size_t>(size));
+    if (row < 0) continue;
+    Word words[kRecordDepth];
+    for (int i = 0; i < present; ++i) {
+      std::memcpy(&words[i], record + wide_index(m.layout.weights, i, c) * kSize, sizeof(Word));
     }
+    std::memcpy(static_cast<std::uint8_t*>(target.values) + (row * m.spec.depth + first) * kSize, words,
+                static_cast<std::size_t>(present * kSize));
   }
 }
 
@@ -607,7 +628,7 @@ void unpack_block(const PackedMatrix& m, const std::uint8_t* block, std::int64_t
     const std::uint8_t* record = block + m.head_bytes + g * m.record_bytes;
     const std::int64_t first = static_cast<std::int64_t>(g) * kRecordDepth;
     if (is_wide(traits)) {
-      unpack_floats(m, record, first, index, target);
+      (traits.bits == 16 ? unpack_words<std::uint16_t> : unpack_words<std::uint32_t>)(m, record, first, index, target);
       continue;
     }
     codec->read(record + weights_at, values);

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import cpumoe
+from cpumoe import cli
 from cpumoe.layers.experts import Experts
 
 IDS = torch.randint(0, 128, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -60,6 +61,24 @@ def test_it_is_saved_as_a_float_checkpoint(tmp_path: Path, architecture: str) ->
         model.save_pretrained(tmp_path / name)
         assert "quantization_config" not in json.loads((tmp_path / name / "config.json").read_text())
         assert torch.equal(logits(stock(tmp_path / name)), logits(stock(source)))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_kernels_compute_what_pytorch_does(
+    tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CPUMOE_BACKEND", "native")
+    source = write_float(tmp_path / "float", architecture)
+    model = cpumoe.load_model(source, dtype=torch.float32)
+    torch.testing.assert_close(logits(model), logits(stock(source)), rtol=1e-3, atol=1e-3)
+
+
+def test_check_knows_that_the_smallest_numbers_are_packed_as_zero(tmp_path: Path) -> None:
+    source = write_float(tmp_path / "float", "qwen3_moe", dtype=torch.bfloat16)
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.mlp.experts.3.down_proj.weight"][0, :3] = torch.tensor([2.0**-51, -1e-30, 2.0**-50])
+    save_tensors(source, tensors)
+    assert cli.main(["check", str(source), "--scheme", "bf16"]) == 0
 
 
 def test_scheme_float_leaves_them_to_transformers(tmp_path: Path) -> None:

@@ -39,6 +39,9 @@ EXPERTS_TOLERANCE = 2e-2
 # The bits of a code's magnitude, by element.
 _MAGNITUDES: dict[str, int] = {"fp4": 0x7, "fp6-e3m2": 0x1F, "fp6-e2m3": 0x1F, "fp8": 0x7F}
 
+# Magnitudes below this are packed as 0: see core/kernels/prepare_floats.h.
+_SMALLEST_BF16 = 2.0**-50
+
 _SATURATED = 0.25  # share of the values at an end of the range; 0.03 to 0.12 are usual
 
 
@@ -105,6 +108,8 @@ def _compare(result: Result, name: str, stored: QuantizedWeight, packed: Quantiz
         return torch.ones(weight.values.shape[0]) if weight.factors is None else weight.factors
 
     def bits(values: Tensor) -> Tensor:  # 8-bit floats cannot be compared, and NaN is not what it is
+        if values.dtype == torch.bfloat16:
+            return torch.where(values.abs() < _SMALLEST_BF16, 0.0, values)
         return values.view(torch.int8) if values.dtype == torch.float8_e4m3fn else values
 
     for what, mine, theirs in (

@@ -28,7 +28,17 @@ from cpumoe.quantization.gptq import takes_statistics
 HERE = Path(__file__).parent
 SCHEMES = ("w4a8", "w4a8-g128", "w4a8-g32", "w8a8", "w4a16", "w4a16-g128", "w4a16-g32", "w4a16-g128-asym")
 SCHEMES += ("w4a16-g32-asym", "w8a16", "w8a16-g32", "w8a16-g32-asym", "mxfp4a16", "nvfp4a16", "fp8", "fp8-tensor")
-SCHEMES += ("fp8-tensor-dynamic", "fp8-block", "fp8a16", "nvfp4", "mxfp4", "mxfp4a8", "mxfp4afp8", "mxfp6-e2m3", "mxfp8")
+SCHEMES += (
+    "fp8-tensor-dynamic",
+    "fp8-block",
+    "fp8a16",
+    "nvfp4",
+    "mxfp4",
+    "mxfp4a8",
+    "mxfp4afp8",
+    "mxfp6-e2m3",
+    "mxfp8",
+)
 SCHEMES += ("mxfp6-e2m3a16", "mxfp8a16", "w4afp8", "w4afp8-g128", "w8a8-static")
 SHIPPED = "w4a8-g128 calibrated"
 _PIECES, _PIECE_TOKENS = 64, 4096  # of the training data, evenly spread

@@ -45,6 +45,7 @@ def make_spec(
     bias: Any,
     zeros: Any = False,
     activations: Any = "int8",
+    input_scales: Any = 0,
 ) -> Any:
     return core.PackedSpec(
         weights=weights,
@@ -57,32 +58,55 @@ def make_spec(
         has_bias=bias,
         has_zero_points=zeros,
         activations=activations,
+        input_scales=input_scales,
     )
 
 
+INTEGERS = ("int8", "int16")
+
+
 class Format(NamedTuple):
-    """How weights are held: their element, inputs per scale (0: all), the scales, and whether there are zero points."""
+    """How weights are held: their element, inputs per scale (0: all), the scales, whether there are zero points, and
+    what activations they are multiplied with."""
 
     element: str
     group: int
     scales: str = "float32"
     zeros: bool = False
+    activations: tuple[str, ...] = INTEGERS
 
 
 FORMATS = [
-    *(Format(element, group) for element in ("int4", "int8") for group in (0, 32)),
+    *(Format("int4", group, activations=(*INTEGERS, "fp8")) for group in (0, 32)),
+    *(Format("int8", 0, activations=(*INTEGERS, "int8-static")), Format("int8", 32)),
     *(Format("int4", group, zeros=True) for group in (0, 32)),
-    *(Format("fp4", 32, "e8m0"), Format("fp4", 16, "e4m3")),
+    *(Format("int8", group, zeros=True, activations=("float",)) for group in (0, 32)),
+    Format("fp4", 32, "e8m0", activations=(*INTEGERS, "mxfp4", "mxfp8", "fp8")),
+    Format("fp4", 16, "e4m3", activations=(*INTEGERS, "nvfp4")),
+    Format("fp8", 0, activations=("fp8", "fp8-static", "fp8-tensor", "float")),
+    Format("fp8", 128, activations=("fp8-g128", "float")),
+    Format("fp8", 32, "e8m0", activations=("mxfp8", "float")),
+    *(Format(f"fp6-{kind}", 32, "e8m0", activations=(f"mxfp6-{kind}", "float")) for kind in ("e3m2", "e2m3")),
+    *(Format(element, 0, "none", activations=("float",)) for element in ("fp16", "fp32")),  # NumPy has no bf16
 ]
+#: The smallest and largest values; codes of e4m3 are bytes with a sign, and 127 and -1 are NaN.
+RANGES = {"int4": (-8, 7), "int8": (-128, 127), "fp4": (0, 15), "fp6-e3m2": (0, 63), "fp6-e2m3": (0, 63)}
+RANGES |= {"fp8": (-128, 126), "fp16": (-128, 255), "fp32": (-128, 255)}
+STATIC = ("int8-static", "fp8-static", "nvfp4")  # with a stored scale of the inputs
 
 
 def some_weights(rng: np.random.Generator, form: Format, experts: int, columns: int, depth: int) -> list[Any]:
     """Values, scales, zero points and factors."""
-    low, high = {"int4": (-8, 8), "int8": (-128, 128), "fp4": (0, 16)}[form.element]
-    values = rng.integers(low, high, (experts, columns, depth)).astype(np.int8)
-    shape = (experts, columns, depth // form.group if form.group else 1)
+    low, high = RANGES[form.element]
+    values = rng.integers(low, high + 1, (experts, columns, depth))
+    if form.element == "fp8":
+        values[values == -1] = 0
+    values = values.astype({"fp16": np.float16, "fp32": np.float32}.get(form.element, np.int8))
+    shape = (experts, columns, 0 if form.scales == "none" else depth // form.group if form.group else 1)
     scales = rng.uniform(0.01, 0.1, shape).astype(np.float32)
-    zeros = rng.integers(-8, 8, shape).astype(np.int8) if form.zeros else None
+    if form.group == 128:
+        scales[:] = scales[:, :1]  # one for many rows
+    zeros = rng.integers(low, high + 1, shape).astype(np.int8) if form.zeros else None
     factors = None
     if form.scales == "e8m0":
         scales = rng.integers(100, 125, shape).astype(np.uint8)
@@ -102,19 +126,23 @@ def packed(
     bias: bool,
     activations: str = "int8",
 ) -> np.ndarray:
+    inputs = None
+    if activations in STATIC:
+        inputs = rng.uniform(0.01, 0.1, (experts, int(rng.integers(1, 3)) if gated else 1)).astype(np.float32)
     spec = make_spec(
         *(form.element, form.group or None, form.scales, experts, columns, depth, gated, bias),
-        *(form.zeros, activations),
+        *(form.zeros, activations, 0 if inputs is None else inputs.shape[1]),
     )
     blob = np.full(spec.packed_bytes, 255, np.uint8)
     core.write_packed_header(blob, spec)
     biases = rng.normal(size=(experts, columns)).astype(np.float32) if bias else None
     parts = some_weights(rng, form, experts, columns, depth)
-    core.pack_into(blob, 0, *parts, biases, None, 1 if gated else 0, "w")
+    core.pack_into(blob, 0, *parts, biases, None, inputs, 1 if gated else 0, "w")
+    parts += [biases, None, inputs]
     back = [None if part is None else np.empty_like(part) for part in parts]
     if form.element == "fp4":
         back[3] = np.empty((experts, columns), np.float32)
-    core.unpack_into(blob, 0, *back, None if biases is None else np.empty_like(biases), None)
+    core.unpack_into(blob, 0, *back)
     assert all(part is None or np.array_equal(part, got) for part, got in zip(parts, back, strict=True))
     return blob
 
@@ -143,9 +171,7 @@ offsets = st.sampled_from([0, 0, 0, 0, 1, 2, 3, 4, 8])
     tokens=st.integers(0, 40),
     topk=st.integers(0, 4),
     form=st.sampled_from(FORMATS),
-    activations=st.tuples(
-        st.sampled_from(["int8", "int16"]), st.sampled_from(["int8", "int16", "the same", "the same"])
-    ),
+    activations=st.tuples(st.integers(0, 4), st.sampled_from([0, 1, "the same", "the same"])),
     gated=st.booleans(),
     bias=st.booleans(),
     activation=st.integers(-1, 6),
@@ -164,7 +190,7 @@ def test_layers(
     tokens: int,
     topk: int,
     form: Format,
-    activations: tuple[str, str],
+    activations: tuple[int, int | str],
     gated: bool,
     bias: bool,
     activation: int,
@@ -176,7 +202,11 @@ def test_layers(
     seed: int,
 ) -> None:
     rng = np.random.default_rng(seed)
-    first, second = activations if activations[1] != "the same" else (activations[0],) * 2
+    first = second = form.activations[activations[0] % len(form.activations)]
+    if isinstance(activations[1], int):
+        second = form.activations[activations[1] % len(form.activations)]
+    if form.group == 128:
+        hidden, inner = 4 * hidden, 4 * inner
     gate_up = packed(rng, form, experts, inner * (2 if gated else 1), hidden, gated, bias, first)
     down = packed(rng, form, experts, hidden, inner, False, bias, second)
     x = rng.normal(size=(tokens, hidden)).astype(np.float32)
@@ -209,17 +239,18 @@ def test_layers(
     at=st.lists(st.tuples(st.integers(0, 63), st.integers(0, 255)), max_size=4),
     length=st.integers(0, 4000),
     form=st.sampled_from(FORMATS),
-    activations=st.sampled_from(["int8", "int16"]),
+    activations=st.integers(0, 4),
     seed=st.integers(0, 99),
 )
-def test_damaged_blobs(at: list[tuple[int, int]], length: int, form: Format, activations: str, seed: int) -> None:
+def test_damaged_blobs(at: list[tuple[int, int]], length: int, form: Format, activations: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    blob = packed(rng, form, 1, 32, 64, False, False, activations)
+    depth = max(64, form.group)
+    blob = packed(rng, form, 1, 32, depth, False, False, form.activations[activations % len(form.activations)])
     good = blob.copy()
     for index, value in at:
         blob[index] = value
     cut = np.ascontiguousarray(blob[:length] if length < blob.size else blob)
-    x = np.ones((3, 64), np.float32)
+    x = np.ones((3, depth), np.float32)
     out = np.empty((3, 32), np.float32)
     try:
         core.linear(x, cut, out)
@@ -241,17 +272,18 @@ def check_of(header: np.ndarray) -> int:
 @given(
     words=st.lists(st.tuples(st.integers(2, 13), st.one_of(st.integers(0, 40), huge)), min_size=1, max_size=3),
     form=st.sampled_from(FORMATS),
-    activations=st.sampled_from(["int8", "int16"]),
+    activations=st.integers(0, 4),
     isa=st.sampled_from(ISAS),
 )
-def test_forged_headers(words: list[tuple[int, int]], form: Format, activations: str, isa: str) -> None:
+def test_forged_headers(words: list[tuple[int, int]], form: Format, activations: int, isa: str) -> None:
     """Headers whose check is right and whose facts are not: refused, or a format of the same size."""
-    blob = packed(np.random.default_rng(0), form, 1, 32, 64, False, False, activations)
+    depth, held = max(64, form.group), form.activations[activations % len(form.activations)]
+    blob = packed(np.random.default_rng(0), form, 1, 32, depth, False, False, held)
     assert check_of(blob) == int(blob[56:64].view(np.uint64)[0])
     for index, value in words:
         blob[:56].view(np.uint32)[index] = value % 2**32
     blob[56:64].view(np.uint64)[0] = check_of(blob)
-    x, out = np.ones((3, 64), np.float32), np.empty((3, 32), np.float32)
+    x, out = np.ones((3, depth), np.float32), np.empty((3, 32), np.float32)
     core.use_isa(isa)
     try:
         core.linear(x, blob, out)
@@ -266,45 +298,49 @@ def test_forged_headers(words: list[tuple[int, int]], form: Format, activations:
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
     form=st.sampled_from(FORMATS),
-    activations=st.sampled_from(["int8", "int16"]),
+    activations=st.integers(0, 4),
     where=st.integers(0, 3),
     value=st.integers(-128, 255),
     at=st.integers(0, 10**6),
     seed=st.integers(0, 99),
 )
 def test_any_value_is_packed_or_refused(
-    form: Format, activations: str, where: int, value: int, at: int, seed: int
+    form: Format, activations: int, where: int, value: int, at: int, seed: int
 ) -> None:
     """One value, code of a scale, zero point or factor is anything: what is accepted comes back as it was."""
     rng = np.random.default_rng(seed)
-    parts = some_weights(rng, form, 2, 33, 96)
+    depth, held_as = max(96, form.group), form.activations[activations % len(form.activations)]
+    parts = some_weights(rng, form, 2, 33, depth)
     part = parts[where]
-    if part is None:
+    if part is None or part.size == 0 or (where == 1 and form.group == 128):  # a scale for many rows is not one alone
         return
+    inputs = np.ones((2, 1), np.float32) if held_as in STATIC else None
     spec = make_spec(
-        *(form.element, form.group or None, form.scales, 2, 33, 96, False, False), *(form.zeros, activations)
+        *(form.element, form.group or None, form.scales, 2, 33, depth, False, False),
+        *(form.zeros, held_as, 0 if inputs is None else 1),
     )
     blob = np.full(spec.packed_bytes, 255, np.uint8)
     core.write_packed_header(blob, spec)
     index = at % part.size
     part.reshape(-1)[index] = np.array(value).astype(part.dtype)
-    held = int(np.array(value).astype(part.dtype)) if part.dtype != np.float32 else value
+    held = int(np.array(value).astype(part.dtype)) if part.dtype.kind != "f" else value
     low, high = {
-        0: {"int4": (-8, 7), "int8": (-128, 127), "fp4": (0, 15)}[form.element],
-        1: {"float32": (-128, 255), "e8m0": (0, 254), "e4m3": (0, 126)}[form.scales],
-        2: (-8, 7),
+        0: RANGES[form.element],
+        1: {"float32": (-128, 255), "e8m0": (0, 254), "e4m3": (0, 126), "none": (0, 0)}[form.scales],
+        2: RANGES[form.element],
         3: (1, 255),
     }[where]
+    accepted = low <= held <= high and not (form.element == "fp8" and where == 0 and held == -1)
     try:
-        core.pack_into(blob, 0, *parts, None, None, 0, "w")
+        core.pack_into(blob, 0, *parts, None, None, inputs, 0, "w")
     except ValueError:
-        assert not low <= held <= high
+        assert not accepted
         return
-    assert low <= held <= high
+    assert accepted
     back = [None if p is None else np.empty_like(p) for p in parts]
     if form.element == "fp4":
         back[3] = np.empty((2, 33), np.float32)
-    core.unpack_into(blob, 0, *back, None, None)
+    core.unpack_into(blob, 0, *back, None, None, None if inputs is None else np.empty_like(inputs))
     assert all(p is None or np.array_equal(p, got) for p, got in zip(parts, back, strict=True))
 
 
@@ -319,21 +355,21 @@ anything = st.one_of(st.none(), st.integers(), st.text(max_size=3), st.lists(st.
 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
-    things=st.lists(anything, min_size=7, max_size=7),
+    things=st.lists(anything, min_size=8, max_size=8),
     numbers=st.lists(st.one_of(st.integers(-5, 70), huge), min_size=8, max_size=8),
     flag=st.booleans(),
     form=st.sampled_from(FORMATS),
 )
 def test_any_arguments(things: list[Any], numbers: list[int], flag: bool, form: Format) -> None:
-    blob = packed(np.random.default_rng(0), form, 1, 32, 32, False, flag)
+    blob = packed(np.random.default_rng(0), form, 1, 32, max(32, form.group), False, flag, form.activations[0])
     calls = [
         lambda: core.moe(*things[:6], numbers[0], flag, 1.0, 1.0, flag),
         lambda: core.linear(*things[:3]),
         lambda: core.read_spec(things[0]),
-        lambda: core.unpack_into(things[0], numbers[0], *things[1:7]),
-        lambda: core.pack_into(things[0], numbers[0], *things[1:7], numbers[1], "w"),
-        lambda: core.unpack_into(blob, numbers[0], *things[1:7]),
-        lambda: core.pack_into(blob, numbers[0], *things[1:7], numbers[1], "w"),
+        lambda: core.unpack_into(things[0], numbers[0], *things[1:8]),
+        lambda: core.pack_into(things[0], numbers[0], *things[1:8], numbers[1], "w"),
+        lambda: core.unpack_into(blob, numbers[0], *things[1:8]),
+        lambda: core.pack_into(blob, numbers[0], *things[1:8], numbers[1], "w"),
         lambda: core.write_packed_header(things[0], make_spec("int4", None, "float32", *numbers[:3], flag, flag)),
         lambda: make_spec(f"int{numbers[0]}", numbers[1], "bfloat16", *numbers[2:5], flag, flag),
         lambda: make_spec(things[0], things[1], things[2], *numbers[:3], flag, flag, *things[3:5]),

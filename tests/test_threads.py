@@ -177,7 +177,7 @@ def test_without_an_openmp_runtime() -> None:
         "core.write_packed_header(blob, spec)\n"
         "values = numpy.random.default_rng(0).integers(-8, 8, (1, 64, 96)).astype(numpy.int8)\n"
         "scales = numpy.ones((1, 64, 3), numpy.float32)\n"
-        "core.pack_into(blob, 0, values, scales, None, None, None, None, 0, 'w')\n"
+        "core.pack_into(blob, 0, values, scales, None, None, None, None, None, 0, 'w')\n"
         "x = numpy.random.default_rng(1).normal(size=(5, 96)).astype(numpy.float32)\n"
         "out = numpy.empty((5, 64), numpy.float32)\n"
         "core.linear(x, blob, out)\n"

@@ -188,7 +188,10 @@ class LineDecoder {
 };
 
 struct Bf16Dots {
-  static constexpr int kRowsAtOnce = 8;
+  // 12 sums of runs and 12 running ones fit the registers; without scales of runs spilling a few is faster than more
+  // turns.
+  template <WeightFormat format>
+  static constexpr int kRowsAtOnce = traits_of(format).subgroup == 0 ? 8 : 6;
   static constexpr int kStraightRows = 4;  // beyond it decoding once and loading again is faster
   template <WeightFormat format>
   static constexpr bool kUnpacks = format != WeightFormat::kBF16;

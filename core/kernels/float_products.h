@@ -12,7 +12,7 @@
 //
 // An `Isa` gives
 //
-//   kRowsAtOnce                            rows whose running sums fit the registers
+//   kRowsAtOnce<format>                    rows whose running sums fit the registers
 //   kStraightRows                          up to so many rows weights are decoded on the way instead of into a buffer
 //   kUnpacks<format>                       whether records need decoding at all
 //   unpack<format>(record, dst)            the numbers of a record, in the layout of wide_index
@@ -75,7 +75,8 @@ void multiply_float_rows(const Product& p) {
     for (int row = 0; row < p.rows;) {
       const int tile = row / p.tile_rows, r = row % p.tile_rows;
       const int left = p.tile_rows - r < p.rows - row ? p.tile_rows - r : p.rows - row;
-      const int count = left < Isa::kRowsAtOnce ? left : Isa::kRowsAtOnce;
+      constexpr int kRowsAtOnce = Isa::template kRowsAtOnce<format>;
+      const int count = left < kRowsAtOnce ? left : kRowsAtOnce;
       args.a = p.a + g * p.a_record_stride + tile * 2 * half_bytes + r * kRowBytes;
       args.acc = p.acc + tile * kAccTileFloats + r * kTileColumns;
       if (p.record_scales != nullptr) args.record_scales = p.record_scales + row * p.record_scale_stride + g;
@@ -86,7 +87,7 @@ void multiply_float_rows(const Product& p) {
           continue;
         }
       }
-      record_with_rows<Isa, Isa::kRowsAtOnce, format, kind, false>(count, args);
+      record_with_rows<Isa, kRowsAtOnce, format, kind, false>(count, args);
       row += count;
     }
   }
@@ -184,6 +185,7 @@ inline V with_run(const FloatArgs& args, int row, V total, V sum, V scale) {
 template <class V>
 struct FloatVectors {
   static constexpr int kVectors = kBlockColumns / V::kWidth;
+  template <WeightFormat format>
   static constexpr int kRowsAtOnce = kVectors == 2 ? 8 : 2;
   static constexpr int kStraightRows = 0;
   template <WeightFormat format>

@@ -40,8 +40,8 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def add_command(commands: Commands) -> None:
     parser = commands.add_parser(
         "bench",
-        help="measure a layer against DRAM and the int8 peak",
-        description="Measures layers with random weights, and in the same run the DRAM read rate and the int8 peak of "
+        help="measure a layer against DRAM and the peak of dot products",
+        description="Measures layers with random weights, and in the same run the DRAM read rate and the peak of "
         "the instruction set in use. Weights rotate through more than 1 GB, so that decode reads DRAM.",
     )
     add_options(parser)
@@ -139,7 +139,7 @@ def run(arguments: argparse.Namespace, bench_others: BenchOthers | None = None) 
     own = [row for row in rows if row.system == "cpumoe"]
     print(
         f"\nlimits seen among the calls: DRAM read {min(r.dram_gbps for r in own):.1f} to "
-        f"{max(r.dram_gbps for r in own):.1f} GB/s; int8 peak "
+        f"{max(r.dram_gbps for r in own):.1f} GB/s; peak "
         + ", ".join(
             f"{isa} {max(r.peak_tops for r in own if r.isa == isa):.2f} TOPS"
             for isa in dict.fromkeys(r.isa for r in own)

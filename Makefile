@@ -153,17 +153,19 @@ test-compilers: $(VENV)/cmake
 	$(call build_core_test,gcc11,-DCMAKE_CXX_COMPILER=g++-11)
 	build/gcc11/core_test
 
-# Other x86 CPUs, as far as qemu knows them (it has no AVX-512): no illegal instruction, the expected choice, right bits.
+# Other x86 CPUs, as far as qemu knows them (it has no AVX-512): no illegal instruction, the expected choice, and on the
+# first of each choice right bits.
 X86_CPUS := qemu64:scalar Nehalem:scalar SandyBridge:scalar Haswell:avx2 Skylake-Client:avx2 Skylake-Server:avx2 \
   Cascadelake-Server:avx2 Icelake-Server:avx2 EPYC:avx2 EPYC-Rome:avx2 EPYC-Milan:avx2
 test-x86: $(VENV)/cmake
 	$(call build_core_test,x86,-DCMAKE_EXE_LINKER_FLAGS=-static)
-	@for entry in $(X86_CPUS); do \
+	@seen=; for entry in $(X86_CPUS); do \
 	  cpu=$${entry%%:*}; \
 	  chosen=$$(qemu-x86_64-static -cpu $$cpu build/x86/core_test isa 2> /dev/null) || exit 1; \
 	  echo "$$cpu: $$chosen"; \
 	  [ "$$chosen" = "$${entry##*:}" ] || { echo "$${entry##*:} was expected"; exit 1; }; \
-	  qemu-x86_64-static -cpu $$cpu build/x86/core_test layers 2> /dev/null | tail -n 1 | grep ' 0 failed' || exit 1; \
+	  case "$$seen" in *"<$$chosen>"*) tests=nan ;; *) tests=layers ;; esac; seen="$$seen<$$chosen>"; \
+	  qemu-x86_64-static -cpu $$cpu build/x86/core_test $$tests 2> /dev/null | tail -n 1 | grep ' 0 failed' || exit 1; \
 	done
 
 # Arm kernels under qemu: i8mm and dot product, dot product alone, neither.

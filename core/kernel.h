@@ -106,6 +106,10 @@ enum class RowKind : std::uint8_t {
   kF32,    // 256 bytes
 };
 
+static constexpr int half_bytes_of(RowKind kind) {
+  return kind == RowKind::kBytes ? 64 : kind == RowKind::kBF16 ? 128 : 256;
+}
+
 struct RowTraits {
   RowKind kind = RowKind::kBF16;
   int planes = 1;              // rows of a product that a row of activations takes
@@ -113,7 +117,7 @@ struct RowTraits {
   bool of_tensor = false;      // the scale is that of all rows
   bool record_scales = false;  // every record of a row has a scale of its own
 
-  constexpr int half_bytes() const { return kind == RowKind::kBytes ? 64 : kind == RowKind::kBF16 ? 128 : 256; }
+  constexpr int half_bytes() const { return half_bytes_of(kind); }
   // Whether a token is prepared for every expert anew.
   constexpr bool by_expert() const { return stored_scale || of_tensor; }
 };

@@ -211,7 +211,6 @@ class Forward {
         scale[copy][r] = q.scale * input_weight(e, r);
         zero[r] = q.zero;
       }
-      if (copies == 1) scale[1][r] = scale[0][r];
     }
     return gathered;
   }
@@ -224,10 +223,9 @@ class Forward {
     const std::int32_t* token = plan_.pair_token.data() + e.first_pair;
     for (int r = 0; r < e.pairs; ++r) {
       const RowScale q = token_scale_[token[r]];
-      scale[r] = c_.weight_on_input ? q.scale * input_weight(e, r) : q.scale;
+      scale[r] = q.scale * input_weight(e, r);
       zero[r] = q.zero;
     }
-    std::memcpy(t.scales_up.get<float>(e.pairs), scale, static_cast<std::size_t>(e.pairs) * sizeof(float));
     if (row_traits_.record_scales) {
       const std::int64_t records = c_.gate_up.records;
       auto* of_records = t.record_scales.get<float>(e.pairs * records);
@@ -301,7 +299,7 @@ class Forward {
           ChunkInput in{chunk,
                         a + chunk.first_row * first_row_bytes_,
                         t.scales.get<float>(e.pairs) + pair,
-                        t.scales_up.get<float>(e.pairs) + pair,
+                        (c_.gate_up.spec.input_scales == 2 ? t.scales_up : t.scales).get<float>(e.pairs) + pair,
                         t.zeros.get<std::int32_t>(e.pairs) + pair,
                         nullptr};
           if (row_traits_.record_scales) {

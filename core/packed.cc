@@ -235,7 +235,6 @@ class BlockPacker {
     }
   }
 
-  bool has_codes() const { return traits_.bits < 8 ? !has_nibble_integers() : traits_.decoding == Decoding::kE4M3; }
   bool has_nibble_integers() const {
     return traits_.decoding == Decoding::kNibbles || traits_.decoding == Decoding::kNibblesOfZero;
   }
@@ -254,8 +253,8 @@ class BlockPacker {
     for (int i = 0; i < count; ++i) {
       CPUMOE_REQUIRE(values[i] >= smallest() && values[i] < smallest() + codes, name_, ": value ", int{values[i]},
                      " at [", expert_, ", ", row, ", ", first + i, "] is not ",
-                     has_codes() ? concat("a code of ", code_name()) : "an int4 value", "; ", smallest(), " to ",
-                     smallest() + codes - 1, " are accepted");
+                     has_nibble_integers() ? "an int4 value" : concat("a code of ", code_name()), "; ", smallest(),
+                     " to ", smallest() + codes - 1, " are accepted");
     }
   }
 

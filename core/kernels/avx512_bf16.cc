@@ -7,13 +7,7 @@
 namespace cpumoe {
 namespace {
 
-struct Avx512Bf16 {
-  template <WeightFormat format>
-  static void multiply(const Product& p) {
-    if (p.tile_rows <= kMaxFewRows) return multiply_few_rows<format>(p);
-    multiply_rows<Avx512Rows, format>(p);
-  }
-
+struct Avx512Bf16 : Avx512Integers {
   template <WeightFormat format, RowKind kind>
   static void multiply_floats(const Product& p) {
     multiply_floats_by_pairs<format, kind>(p);

@@ -77,6 +77,15 @@ struct Avx512Rows {
   }
 };
 
+// All products of integers without tiles.
+struct Avx512Integers {
+  template <WeightFormat format>
+  static void multiply(const Product& p) {
+    if (p.tile_rows <= kMaxFewRows) return multiply_few_rows<format>(p);
+    multiply_rows<Avx512Rows, format>(p);
+  }
+};
+
 inline double vnni_dot_peak(std::int64_t iterations) {
   constexpr int kChains = 16;
   __m512i sum[kChains];

@@ -54,7 +54,7 @@ inline void record_with_rows(int rows, const FloatArgs& args) {
 
 template <class Isa, WeightFormat format, RowKind kind>
 void multiply_float_rows(const Product& p) {
-  constexpr int kRowBytes = kind == RowKind::kBF16 ? 128 : 256;
+  constexpr int kRowBytes = half_bytes_of(kind);
   const int stride = record_bytes(format, p.layout.scales);
   const std::ptrdiff_t half_bytes = static_cast<std::ptrdiff_t>(p.tile_rows) * kRowBytes;
   const bool straight = Isa::template kUnpacks<format> && p.rows <= Isa::kStraightRows;

@@ -1,0 +1,296 @@
+"""Small random models of every mixture-of-experts architecture that transformers has.
+
+A family's configuration is its class's default with the sizes of ``_SIZES`` for the fields which that class has, in all
+parts alike (text, vision, audio), and with what the family's entry in ``FAMILIES`` says on top.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+#: By name of the field; a field that a configuration class does not have is left out. All sizes that experts may have
+#: are multiples of 32.
+_SIZES: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 3,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.2,  # with the usual 0.02 all logits are alike and rounding decides which is the largest
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    # Experts and dense layers.
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+    "shared_intermediate_size": 64,
+    "num_experts": 8,
+    "num_local_experts": 8,
+    "n_routed_experts": 8,
+    "moe_num_experts": 8,
+    "n_shared_experts": 1,
+    "num_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "num_experts_per_token": 2,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    "mlp_layer_types": ["dense", "sparse", "sparse"],
+    # Attention.
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "sliding_window": 16,
+    # Latent attention, and the indexer of its sparse form: fewer positions than a short prompt has.
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "index_topk": 8,
+    "index_head_dim": 32,
+    "index_n_heads": 2,
+    # Linear attention and state spaces.
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_head_dim": 16,
+    "linear_num_heads": 4,
+    "mamba_n_heads": 8,
+    "mamba_num_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_head_dim": 16,
+    "mamba_d_state": 16,
+    "ssm_state_size": 16,
+    "mamba_dt_rank": 8,
+    "mamba_chunk_size": 8,
+    "chunk_size": 8,
+}
+
+_LATENT: dict[str, Any] = {"num_key_value_heads": 4}
+_GROUPS: dict[str, Any] = {"n_group": 2, "topk_group": 1}
+_ONLY_SPARSE: dict[str, Any] = {"intermediate_size": 64}  # which is then the experts'
+_SLIDING: dict[str, Any] = {"layer_types": ["full_attention", "sliding_attention", "full_attention"]}
+_LINEAR: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+_INDEXED: dict[str, Any] = {**_LATENT, "layer_types": ["indexed_attention"] * 3}
+_PLAIN_ROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+
+
+@dataclass(frozen=True)
+class TinyFamily:
+    """How to make one tiny model."""
+
+    name: str
+    model_type: str
+    class_name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    #: Whether ``generate`` works; else the model has another purpose, or is a body without a head.
+    generates: bool = True
+
+
+def _text(name: str, class_name: str, **config: Any) -> TinyFamily:
+    """A family whose ``model_type`` is its name."""
+    return TinyFamily(name, name, class_name, config)
+
+
+_PLAIN = [
+    _text("afmoe", "AfmoeForCausalLM", **_SLIDING),
+    _text("axk1", "AXK1ForCausalLM", **_LATENT, **_GROUPS),
+    _text("axk2", "AXK2ForCausalLM", **_INDEXED, gated_norm_rank=16),
+    _text("bailing_hybrid", "BailingHybridForCausalLM", **_LATENT, **_LINEAR, num_expert_group=2, topk_group=1),
+    _text("beam", "BeamForCausalLM", **_SLIDING, **_GROUPS),
+    _text(
+        "cohere2_moe",
+        "Cohere2MoeForCausalLM",
+        **_SLIDING,
+        prefix_dense_intermediate_size=96,
+        intermediate_size=32,
+        logit_scale=1.0,
+    ),
+    _text("deepseek_v2", "DeepseekV2ForCausalLM", **_LATENT, **_GROUPS, topk_method="group_limited_greedy"),
+    _text("deepseek_v3", "DeepseekV3ForCausalLM", **_LATENT, **_GROUPS),
+    _text("deepseek_v32", "DeepseekV32ForCausalLM", **_INDEXED, **_GROUPS),
+    _text(
+        "deepseek_v4",
+        "DeepseekV4ForCausalLM",
+        num_key_value_heads=1,
+        head_dim=32,
+        partial_rotary_factor=0.5,
+        layer_types=["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+        compress_rates={"compressed_sparse_attention": 2, "heavily_compressed_attention": 4},
+        mlp_layer_types=["hash_moe", "moe", "moe"],
+        swiglu_limit=1.0,
+        o_groups=2,
+        o_lora_rank=16,
+        index_topk=4,
+    ),
+    _text("dots1", "Dots1ForCausalLM", **_SLIDING),
+    _text("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", moe_k=2, moe_num_shared_experts=1, moe_layer_end_index=2),
+    _text("exaone_moe", "ExaoneMoeForCausalLM", **_SLIDING),
+    _text("flex_olmo", "FlexOlmoForCausalLM", **_ONLY_SPARSE),
+    _text("flint", "FlintForCausalLM", **_SLIDING, mlp_only_layers=[0]),
+    _text("glm4_moe", "Glm4MoeForCausalLM"),
+    _text("glm4_moe_lite", "Glm4MoeLiteForCausalLM", **_LATENT),
+    _text("glm_moe_dsa", "GlmMoeDsaForCausalLM", **_INDEXED, indexer_types=["full", "shared", "full"]),
+    _text("gpt_oss", "GptOssForCausalLM", **_ONLY_SPARSE, **_SLIDING, **_PLAIN_ROPE),
+    _text("granitemoe", "GraniteMoeForCausalLM", **_ONLY_SPARSE),
+    _text("granitemoe_swa", "GraniteMoeSWAForCausalLM", **_ONLY_SPARSE, **_SLIDING),
+    _text("granitemoehybrid", "GraniteMoeHybridForCausalLM", **_ONLY_SPARSE, **_LINEAR),
+    _text("granitemoeshared", "GraniteMoeSharedForCausalLM", **_ONLY_SPARSE),
+    _text("hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", **_ONLY_SPARSE, moe_topk=2),
+    _text("hy_v3", "HYV3ForCausalLM"),
+    _text("hy_v4", "HYV4ForCausalLM", **_INDEXED, indexer_types=["full", "full", "shared"], swiglu_limit=1.0),
+    _text(
+        "jamba",
+        "JambaForCausalLM",
+        **_ONLY_SPARSE,
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        expert_layer_offset=0,
+        use_mamba_kernels=False,
+    ),
+    _text("kimi_linear", "KimiLinearForCausalLM", **_LATENT, **_LINEAR, q_lora_rank=None),
+    _text("kolibri1", "Kolibri1ForCausalLM", **_SLIDING),
+    _text("laguna", "LagunaForCausalLM", **_SLIDING),
+    _text("lfm2_moe", "Lfm2MoeForCausalLM", layer_types=["conv", "full_attention", "conv"]),
+    _text("mellum", "MellumForCausalLM", **_SLIDING),
+    _text("mimo_v2_flash", "MiMoV2FlashForCausalLM", **_SLIDING),
+    _text("minimax", "MiniMaxForCausalLM", **_ONLY_SPARSE, **_LINEAR, block_size=8),
+    _text("minimax_m2", "MiniMaxM2ForCausalLM", **_ONLY_SPARSE),
+    _text("mixtral", "MixtralForCausalLM", **_ONLY_SPARSE),
+    _text(
+        "nemotron_h",
+        "NemotronHForCausalLM",
+        layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "moe"],
+        n_groups=2,
+        moe_shared_expert_intermediate_size=64,
+        use_mamba_kernels=False,
+    ),
+    _text("olmoe", "OlmoeForCausalLM", **_ONLY_SPARSE),
+    _text("phimoe", "PhimoeForCausalLM", **_ONLY_SPARSE),
+    _text("qwen2_moe", "Qwen2MoeForCausalLM", mlp_only_layers=[1]),
+    _text("qwen3_moe", "Qwen3MoeForCausalLM"),
+    _text("qwen3_next", "Qwen3NextForCausalLM", **_LINEAR),
+    _text("solar_open", "SolarOpenForCausalLM"),
+    _text("zaya", "ZayaForCausalLM", num_experts_per_tok=1, router_hidden_size=32, initializer_range=0.4),
+    # Not decorated with use_experts_implementation.
+    _text(
+        "dbrx",
+        "DbrxForCausalLM",
+        d_model=64,
+        n_heads=4,
+        n_layers=3,
+        max_seq_len=256,
+        attn_config={"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0},
+        ffn_config={"ffn_hidden_size": 64, "moe_top_k": 2},
+    ),
+    _text("jetmoe", "JetMoeForCausalLM", **_ONLY_SPARSE, kv_channels=16),
+    _text(
+        "longcat_flash",
+        "LongcatFlashForCausalLM",
+        **_LATENT,
+        num_layers=2,
+        ffn_hidden_size=96,
+        expert_ffn_hidden_size=32,
+        moe_topk=2,
+        zero_expert_num=4,
+    ),
+]
+
+FAMILIES: dict[str, TinyFamily] = {family.name: family for family in _PLAIN}
+
+
+def tiny_config(name: str, **changes: Any) -> PretrainedConfig:
+    """The configuration of a family.
+
+    ``changes`` are values of its fields; those that only the text part of a larger model has go there.
+    """
+    from transformers import CONFIG_MAPPING
+
+    family = FAMILIES[name]
+    config_class = CONFIG_MAPPING[family.model_type]
+    values = _values(config_class, family.config)
+    names = {entry.name for entry in dataclasses.fields(config_class)}
+    text = values.get("text_config")
+    for key, value in changes.items():
+        target = text if text is not None and key not in names else values
+        target[key] = value
+    return config_class(**values)
+
+
+def _values(config_class: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Values for a configuration class: the sizes that it has fields for, what is given, and the same for its parts."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    names = [entry.name for entry in dataclasses.fields(config_class)]
+    values = {name: copy.deepcopy(_SIZES[name]) for name in names if name in _SIZES}
+    values |= copy.deepcopy(dict(given))
+    for part, part_class in config_class.sub_configs.items():
+        part_given = values.get(part, {})
+        if part_given is None:  # a part that this model does without
+            continue
+        if part_class is AutoConfig:
+            part_class = CONFIG_MAPPING[part_given["model_type"]]
+        values[part] = _values(part_class, part_given)
+    return values
+
+
+def tiny_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
+    """A family's model with random weights; ``changes`` are values of its configuration."""
+    config = tiny_config(name, **changes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = _class(type(config), FAMILIES[name].class_name)(config)
+        _disturb(model)
+    model = model.to(dtype).eval()
+    return model
+
+
+def write_family(folder: Path, name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
+    """Writes a family's model as transformers does."""
+    tiny_model(name, seed=seed, dtype=dtype, **changes).save_pretrained(folder)
+    return folder
+
+
+def _class(config_class: type, class_name: str) -> Any:
+    """A model class, also one that transformers does not export."""
+    import transformers
+
+    if hasattr(transformers, class_name):
+        return getattr(transformers, class_name)
+    module = config_class.__module__.replace(".configuration_", ".modeling_")
+    return getattr(importlib.import_module(module), class_name)
+
+
+@torch.no_grad()
+def _disturb(model: PreTrainedModel) -> None:
+    """Gives everything that starts as a constant random values too.
+
+    Biases start as zeros and norms as ones: one that is lost or swapped would not be noticed.
+    """
+    stored = model.state_dict().keys()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name not in stored:  # computed, not weights
+            continue
+        if name.endswith("tid2eid"):  # which experts a token has
+            experts = model.config.n_routed_experts
+            tensor.copy_(torch.stack([torch.randperm(experts)[: tensor.shape[1]] for _ in tensor]))
+        elif tensor.is_floating_point() and (tensor.dim() == 1 or tensor.std() == 0):
+            tensor += 0.1 * torch.randn_like(tensor)
+        if name.endswith(
+            "balancing_biases"
+        ):  # Zaya's: from_pretrained sets the last one to this whatever the file says
+            tensor[-1] = -1.0

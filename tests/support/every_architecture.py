@@ -27,7 +27,7 @@ _SIZES: dict[str, Any] = {
     "num_hidden_layers": 3,
     "max_position_embeddings": 256,
     "initializer_range": 0.2,  # with the usual 0.02 all logits are alike and rounding decides which is the largest
-    "tie_word_embeddings": False,
+    "tie_word_embeddings": False,  # else a token's own logit is the largest
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
@@ -78,8 +78,38 @@ _SIZES: dict[str, Any] = {
     "mamba_dt_rank": 8,
     "mamba_chunk_size": 8,
     "chunk_size": 8,
+    # Towers of other inputs, and what follows them.
+    "depth": 2,
+    "depths": [1, 1],
+    "num_heads": 4,
+    "image_size": 16,
+    "patch_size": 4,
+    "num_position_embeddings": 16,
+    "position_embedding_size": 64,
+    "deepstack_visual_indexes": [0, 1],
+    "pos_emb_height": 4,
+    "pos_emb_width": 4,
+    "out_hidden_size": 64,
+    "text_hidden_size": 64,
+    "projector_hidden_size": 64,
+    "projection_intermediate_size": 64,
+    "output_proj_dims": 64,
+    "num_mel_bins": 16,
+    "n_mel_bins": 16,
+    "mel_vocab_size": 16,
+    "encoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "encoder_ffn_dim": 64,
+    "d_model": 64,
+    "output_dim": 64,
+    "downsample_hidden_size": 16,
+    "subsampling_conv_channels": [16, 8],
 }
 
+#: Tokens that stand for images and the like get numbers from here on.
+_FIRST_SPECIAL = 100
+
+_TIED: dict[str, Any] = {"tie_word_embeddings": True}
 _LATENT: dict[str, Any] = {"num_key_value_heads": 4}
 _GROUPS: dict[str, Any] = {"n_group": 2, "topk_group": 1}
 _ONLY_SPARSE: dict[str, Any] = {"intermediate_size": 64}  # which is then the experts'
@@ -87,6 +117,11 @@ _SLIDING: dict[str, Any] = {"layer_types": ["full_attention", "sliding_attention
 _LINEAR: dict[str, Any] = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 _INDEXED: dict[str, Any] = {**_LATENT, "layer_types": ["indexed_attention"] * 3}
 _PLAIN_ROPE: dict[str, Any] = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+
+
+def _mrope(*section: int, **more: Any) -> dict[str, Any]:
+    """Rotary positions of three axes, with how many frequencies each has."""
+    return {"rope_parameters": {**_PLAIN_ROPE["rope_parameters"], "mrope_section": list(section), **more}}
 
 
 @dataclass(frozen=True)
@@ -115,6 +150,7 @@ _PLAIN = [
     _text(
         "cohere2_moe",
         "Cohere2MoeForCausalLM",
+        **_TIED,
         **_SLIDING,
         prefix_dense_intermediate_size=96,
         intermediate_size=32,
@@ -165,7 +201,7 @@ _PLAIN = [
     _text("kimi_linear", "KimiLinearForCausalLM", **_LATENT, **_LINEAR, q_lora_rank=None),
     _text("kolibri1", "Kolibri1ForCausalLM", **_SLIDING),
     _text("laguna", "LagunaForCausalLM", **_SLIDING),
-    _text("lfm2_moe", "Lfm2MoeForCausalLM", layer_types=["conv", "full_attention", "conv"]),
+    _text("lfm2_moe", "Lfm2MoeForCausalLM", **_TIED, layer_types=["conv", "full_attention", "conv"]),
     _text("mellum", "MellumForCausalLM", **_SLIDING),
     _text("mimo_v2_flash", "MiMoV2FlashForCausalLM", **_SLIDING),
     _text("minimax", "MiniMaxForCausalLM", **_ONLY_SPARSE, **_LINEAR, block_size=8),
@@ -181,7 +217,7 @@ _PLAIN = [
     ),
     _text("olmoe", "OlmoeForCausalLM", **_ONLY_SPARSE),
     _text("phimoe", "PhimoeForCausalLM", **_ONLY_SPARSE),
-    _text("qwen2_moe", "Qwen2MoeForCausalLM", mlp_only_layers=[1]),
+    _text("qwen2_moe", "Qwen2MoeForCausalLM", **_TIED, mlp_only_layers=[1]),
     _text("qwen3_moe", "Qwen3MoeForCausalLM"),
     _text("qwen3_next", "Qwen3NextForCausalLM", **_LINEAR),
     _text("solar_open", "SolarOpenForCausalLM"),
@@ -190,7 +226,6 @@ _PLAIN = [
     _text(
         "dbrx",
         "DbrxForCausalLM",
-        d_model=64,
         n_heads=4,
         n_layers=3,
         max_seq_len=256,
@@ -210,7 +245,236 @@ _PLAIN = [
     ),
 ]
 
-FAMILIES: dict[str, TinyFamily] = {family.name: family for family in _PLAIN}
+#: The text part of models that also see or hear: what differs from the sizes.
+_TEXT_PARTS: dict[str, dict[str, Any]] = {
+    "aria": {**_ONLY_SPARSE, "moe_topk": 2, "moe_num_shared_experts": 1},
+    "ernie4_5_vl_moe": {**_mrope(2, 2, 4), "moe_intermediate_size": [64, 32], "moe_k": 2, "moe_num_shared_experts": 1},
+    "gemma4": {
+        **_TIED,
+        **_SLIDING,
+        "enable_moe_block": True,
+        "top_k_experts": 2,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 128,
+        "attention_k_eq_v": True,
+        "global_head_dim": 32,
+        "num_global_key_value_heads": 1,
+    },
+    "glm4v_moe": _mrope(1, 1, 2, partial_rotary_factor=0.5),
+    "glm5_next": {
+        **_LATENT,
+        "qk_rope_head_dim": 0,
+        "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+        "index_kpool": 2,
+        "swiglu_limit": 1.0,
+    },
+    "inkling": {
+        "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
+        "sliding_window_size": 16,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 16,
+        "rel_extent": 32,
+        "logits_mup_width_multiplier": 1.0,
+        "route_scale": 2.0,
+    },
+    "llama4": {
+        **_ONLY_SPARSE,
+        "intermediate_size_mlp": 96,
+        "num_experts_per_tok": 1,
+        "moe_layers": [1, 2],
+        "layer_types": ["chunked_attention", "full_attention", "chunked_attention"],
+        "no_rope_layers": [1, 0, 1],
+        "attention_chunk_size": 16,
+    },
+    "minimax_m3_vl": {
+        "intermediate_size": 32,
+        "dense_intermediate_size": 96,
+        "shared_intermediate_size": 32,
+        "rotary_dim": 8,
+        "layer_types": ["full_attention", "minimax_m3_sparse", "full_attention"],
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+    },
+    "mistral4": {
+        **_LATENT,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "llama_4_scaling_beta": 0.1,
+            "partial_rotary_factor": 0.5,
+        },
+    },
+    "mistral_large4": {
+        **_INDEXED,
+        "indexer_types": ["full", "shared", "full"],
+        "no_rope_layers": [1, 0, 1],
+        "kv_source_layers": [0, 1, 0],
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 64,
+            "attention_factor": 1.0,
+        },
+    },
+    "muse_spark": {**_SLIDING, "moe_hidden_size": 32, "output_multiplier": 1.0},
+    "qwen3_5_moe": {**_LINEAR, **_mrope(2, 1, 1, partial_rotary_factor=0.25), "head_dim": 32},
+    "qwen3_omni_moe": {**_mrope(4, 2, 2), "sliding_window": None},
+    "qwen3_vl_moe": {**_mrope(4, 2, 2), "sliding_window": None},
+    "qwen4_exp": {
+        **_mrope(4, 2, 2),
+        "layer_types": ["linear_attention", "indexed_attention", "linear_attention"],
+        "hc_lowrank": 16,
+        "ple_layer_ids": [1],
+        "ple_embed_dim": 64,
+        "heads_per_ngram": 2,
+        "ngram_vocab_size_base": 64,
+        "split_ngram_parts": 2,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
+    },
+    "step3p7": {
+        **_SLIDING,
+        "share_expert_dim": 64,
+        "num_sliding_attention_heads": 2,
+        "swiglu_limits": [None, None, 1.0],
+        "swiglu_limits_shared": [None, None, 1.0],
+    },
+    "deepseek_ocr2": {},
+    "unlimited_ocr": {},
+}
+
+
+_SAM: dict[str, Any] = {
+    "output_channels": 16,
+    "downsample_channels": [32, 64],
+    "mlp_dim": 64,
+    "window_size": 2,
+    "global_attn_indexes": [1],
+}
+
+
+def _whole(
+    name: str, class_name: str, *, model_type: str | None = None, text_type: str | None = None, **config: Any
+) -> TinyFamily:
+    """A model of text and more with all its parts."""
+    text = {**_TEXT_PARTS[name], **({} if text_type is None else {"model_type": text_type})}
+    return TinyFamily(name, model_type or name, class_name, {"text_config": text, **config})
+
+
+def _part(name: str, class_name: str, model_type: str | None = None) -> TinyFamily:
+    """The text part of such a model alone; without a head where transformers has no class with one."""
+    text_type = model_type or f"{name}_text"
+    return TinyFamily(f"{name}_text", text_type, class_name, _TEXT_PARTS[name], class_name.endswith("ForCausalLM"))
+
+
+_MULTIMODAL = [
+    _whole("aria", "AriaForConditionalGeneration", vision_config={"model_type": "idefics3_vision"}),
+    _part("aria", "AriaTextForCausalLM"),
+    _whole("ernie4_5_vl_moe", "Ernie4_5_VLMoeForConditionalGeneration"),
+    _part("ernie4_5_vl_moe", "Ernie4_5_VLMoeTextModel"),
+    _whole("gemma4", "Gemma4ForConditionalGeneration", **_TIED),
+    _part("gemma4", "Gemma4ForCausalLM"),
+    _whole("glm4v_moe", "Glm4vMoeForConditionalGeneration"),
+    _part("glm4v_moe", "Glm4vMoeTextModel"),
+    _whole("glm5_next", "Glm5NextForConditionalGeneration"),
+    _part("glm5_next", "Glm5NextTextModel"),
+    _whole(
+        "inkling",
+        "InklingForConditionalGeneration",
+        model_type="inkling_mm_model",
+        vision_config={"n_layers": 3, "patch_size": 2},
+    ),
+    _part("inkling", "InklingForCausalLM"),
+    _whole(
+        "llama4",
+        "Llama4ForConditionalGeneration",
+        vision_config={
+            "intermediate_size": 256,  # four patches side by side
+            "vision_output_dim": 64,
+            "projector_input_dim": 64,
+            "projector_output_dim": 64,
+        },
+    ),
+    _part("llama4", "Llama4ForCausalLM"),
+    _whole("minimax_m3_vl", "MiniMaxM3SparseForConditionalGeneration"),
+    _part("minimax_m3_vl", "MiniMaxM3VLForCausalLM"),
+    _whole(
+        "mistral4",
+        "Mistral3ForConditionalGeneration",
+        model_type="mistral3",
+        text_type="mistral4",
+        vision_config={"model_type": "pixtral"},
+    ),
+    _part("mistral4", "Mistral4ForCausalLM", "mistral4"),
+    _whole("mistral_large4", "MistralLarge4ForConditionalGeneration", vision_config={"model_type": "pixtral"}),
+    _part("mistral_large4", "MistralLarge4TextModel"),
+    _whole(
+        "muse_spark",
+        "MuseSparkForConditionalGeneration",
+        audio_config={"num_hidden_layers": 2, "patch_sizes": [4, 4], "hidden_sizes": [16, 32]},
+        out_hidden_size=256,  # four patches side by side
+    ),
+    _part("muse_spark", "MuseSparkTextModel"),
+    _whole("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
+    _part("qwen3_5_moe", "Qwen3_5MoeForCausalLM"),
+    _whole(
+        "qwen3_omni_moe",
+        "Qwen3OmniMoeThinkerForConditionalGeneration",
+        model_type="qwen3_omni_moe_thinker",
+        vision_start_token_id=99,  # used, but not a field
+    ),
+    _part("qwen3_omni_moe", "Qwen3OmniMoeThinkerTextModel"),
+    _whole("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
+    _part("qwen3_vl_moe", "Qwen3VLMoeTextModel"),
+    _whole("qwen4_exp", "Qwen4ExpForConditionalGeneration"),
+    _part("qwen4_exp", "Qwen4ExpForCausalLM"),
+    _whole("step3p7", "Step3p7ForConditionalGeneration"),
+    _part("step3p7", "Step3p7TextModel", "step3p5"),
+    _whole("deepseek_ocr2", "DeepseekOcr2ForConditionalGeneration", vision_config={"sam_config": _SAM}),
+    _part("deepseek_ocr2", "DeepseekOcr2TextModel"),
+    _whole("unlimited_ocr", "UnlimitedOcrForConditionalGeneration", vision_config={"sam_config": _SAM}),
+    _part("unlimited_ocr", "UnlimitedOcrTextModel"),
+]
+
+#: Those that do something else than continue a text.
+_OTHER_PURPOSE = [
+    TinyFamily(
+        "openai_privacy_filter",
+        "openai_privacy_filter",
+        "OpenAIPrivacyFilterForTokenClassification",
+        {**_ONLY_SPARSE, **_PLAIN_ROPE},
+        generates=False,
+    ),
+    TinyFamily(
+        "diffusion_gemma",
+        "diffusion_gemma",
+        "DiffusionGemmaForBlockDiffusion",  # needs decoder_input_ids [batch, 8] too, else draws them
+        {
+            **_TIED,  # encoder and decoder too
+            "text_config": {
+                **_TIED,
+                **_SLIDING,
+                "top_k_experts": 2,
+                "global_head_dim": 32,
+                "num_global_key_value_heads": 1,
+            },
+            "vision_config": {"model_type": "gemma4_vision"},
+            "canvas_length": 8,
+        },
+        generates=False,
+    ),
+]
+
+FAMILIES: dict[str, TinyFamily] = {family.name: family for family in [*_PLAIN, *_MULTIMODAL, *_OTHER_PURPOSE]}
 
 
 def tiny_config(name: str, **changes: Any) -> PretrainedConfig:
@@ -237,6 +501,8 @@ def _values(config_class: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
     names = [entry.name for entry in dataclasses.fields(config_class)]
     values = {name: copy.deepcopy(_SIZES[name]) for name in names if name in _SIZES}
+    special = [name for name in names if name.endswith(("_token_id", "_token_index")) and name not in _SIZES]
+    values |= {name: _FIRST_SPECIAL + position for position, name in enumerate(special)}
     values |= copy.deepcopy(dict(given))
     for part, part_class in config_class.sub_configs.items():
         part_given = values.get(part, {})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -103,6 +103,13 @@ _SIZES: dict[str, Any] = {
     "d_model": 64,
     "output_dim": 64,
     "downsample_hidden_size": 16,
+    "thinker_hidden_size": 64,
+    "num_code_groups": 4,
+    "codebook_size": 32,
+    "num_quantizers": 4,
+    "upsample_rates": [2, 2],
+    "upsampling_ratios": [2, 2],
+    "decoder_dim": 32,
     "subsampling_conv_channels": [16, 8],
 }
 
@@ -134,12 +141,21 @@ class TinyFamily:
     config: dict[str, Any] = field(default_factory=dict)
     #: Whether ``generate`` works; else the model has another purpose, or is a body without a head.
     generates: bool = True
+    #: Path of the part that takes ``input_ids`` where the model itself does not.
+    forward: str = ""
 
 
 def _text(name: str, class_name: str, **config: Any) -> TinyFamily:
     """A family whose ``model_type`` is its name."""
     return TinyFamily(name, name, class_name, config)
 
+
+_NEMOTRON: dict[str, Any] = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "moe"],
+    "n_groups": 2,
+    "moe_shared_expert_intermediate_size": 64,
+    "use_mamba_kernels": False,
+}
 
 _PLAIN = [
     _text("afmoe", "AfmoeForCausalLM", **_SLIDING),
@@ -203,25 +219,18 @@ _PLAIN = [
     _text("laguna", "LagunaForCausalLM", **_SLIDING),
     _text("lfm2_moe", "Lfm2MoeForCausalLM", **_TIED, layer_types=["conv", "full_attention", "conv"]),
     _text("mellum", "MellumForCausalLM", **_SLIDING),
-    _text("mimo_v2_flash", "MiMoV2FlashForCausalLM", **_SLIDING),
+    _text("mimo_v2_flash", "MiMoV2FlashForCausalLM", **_SLIDING, head_dim=32),
     _text("minimax", "MiniMaxForCausalLM", **_ONLY_SPARSE, **_LINEAR, block_size=8),
     _text("minimax_m2", "MiniMaxM2ForCausalLM", **_ONLY_SPARSE),
     _text("mixtral", "MixtralForCausalLM", **_ONLY_SPARSE),
-    _text(
-        "nemotron_h",
-        "NemotronHForCausalLM",
-        layers_block_type=["linear_attention", "moe", "full_attention", "mlp", "moe"],
-        n_groups=2,
-        moe_shared_expert_intermediate_size=64,
-        use_mamba_kernels=False,
-    ),
+    _text("nemotron_h", "NemotronHForCausalLM", **_NEMOTRON),
     _text("olmoe", "OlmoeForCausalLM", **_ONLY_SPARSE),
     _text("phimoe", "PhimoeForCausalLM", **_ONLY_SPARSE),
     _text("qwen2_moe", "Qwen2MoeForCausalLM", **_TIED, mlp_only_layers=[1]),
     _text("qwen3_moe", "Qwen3MoeForCausalLM"),
     _text("qwen3_next", "Qwen3NextForCausalLM", **_LINEAR),
     _text("solar_open", "SolarOpenForCausalLM"),
-    _text("zaya", "ZayaForCausalLM", num_experts_per_tok=1, router_hidden_size=32, initializer_range=0.4),
+    _text("zaya", "ZayaForCausalLM", num_experts_per_tok=1, router_hidden_size=32, initializer_range=0.3),
     # Not decorated with use_experts_implementation.
     _text(
         "dbrx",
@@ -242,6 +251,28 @@ _PLAIN = [
         expert_ffn_hidden_size=32,
         moe_topk=2,
         zero_expert_num=4,
+    ),
+]
+
+#: Other forms of the plain ones.
+_VARIANTS = [
+    TinyFamily(
+        "deepseek_v2_lite",  # queries without a latent, no groups of experts
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        {**_LATENT, "q_lora_rank": None, "n_shared_experts": 2},
+    ),
+    TinyFamily(
+        "nemotron_h_latent",  # experts' hidden size is not the model's
+        "nemotron_h",
+        "NemotronHForCausalLM",
+        {**_NEMOTRON, "moe_latent_size": 32},
+    ),
+    TinyFamily(
+        "qwen3_next_dense",
+        "qwen3_next",
+        "Qwen3NextForCausalLM",
+        {**_LINEAR, "mlp_only_layers": [0]},
     ),
 ]
 
@@ -370,6 +401,10 @@ def _whole(
     return TinyFamily(name, model_type or name, class_name, {"text_config": text, **config})
 
 
+#: Qwen3-Omni's part that writes text. It uses a token id that is not a field.
+_THINKER: dict[str, Any] = {"text_config": _TEXT_PARTS["qwen3_omni_moe"], "vision_start_token_id": 99}
+
+
 def _part(name: str, class_name: str, model_type: str | None = None) -> TinyFamily:
     """The text part of such a model alone; without a head where transformers has no class with one."""
     text_type = model_type or f"{name}_text"
@@ -416,6 +451,7 @@ _MULTIMODAL = [
     ),
     _part("mistral4", "Mistral4ForCausalLM", "mistral4"),
     _whole("mistral_large4", "MistralLarge4ForConditionalGeneration", vision_config={"model_type": "pixtral"}),
+    # AutoModel reloads it; its own class only with config= given, since it takes config.json for that of the whole.
     _part("mistral_large4", "MistralLarge4TextModel"),
     _whole(
         "muse_spark",
@@ -426,11 +462,11 @@ _MULTIMODAL = [
     _part("muse_spark", "MuseSparkTextModel"),
     _whole("qwen3_5_moe", "Qwen3_5MoeForConditionalGeneration"),
     _part("qwen3_5_moe", "Qwen3_5MoeForCausalLM"),
-    _whole(
-        "qwen3_omni_moe",
+    TinyFamily(
+        "qwen3_omni_moe_thinker",
+        "qwen3_omni_moe_thinker",
         "Qwen3OmniMoeThinkerForConditionalGeneration",
-        model_type="qwen3_omni_moe_thinker",
-        vision_start_token_id=99,  # used, but not a field
+        _THINKER,
     ),
     _part("qwen3_omni_moe", "Qwen3OmniMoeThinkerTextModel"),
     _whole("qwen3_vl_moe", "Qwen3VLMoeForConditionalGeneration"),
@@ -447,6 +483,27 @@ _MULTIMODAL = [
 
 #: Those that do something else than continue a text.
 _OTHER_PURPOSE = [
+    # Thinker, talker (its experts are another class) and what makes sound of its codes. It has no forward.
+    TinyFamily(
+        "qwen3_omni_moe",
+        "qwen3_omni_moe",
+        "Qwen3OmniMoeForConditionalGeneration",
+        {
+            "thinker_config": _THINKER,
+            "talker_config": {
+                "text_config": {
+                    **_mrope(4, 2, 2),
+                    "sliding_window": None,
+                    "shared_expert_intermediate_size": 64,
+                },
+                "code_predictor_config": {"layer_types": ["full_attention"] * 3},
+                "accept_hidden_layer": 1,
+                "spatial_merge_size": 2,
+            },
+        },
+        generates=False,
+        forward="thinker",
+    ),
     TinyFamily(
         "openai_privacy_filter",
         "openai_privacy_filter",
@@ -474,7 +531,11 @@ _OTHER_PURPOSE = [
     ),
 ]
 
-FAMILIES: dict[str, TinyFamily] = {family.name: family for family in [*_PLAIN, *_MULTIMODAL, *_OTHER_PURPOSE]}
+#: Every class of transformers 5.22 that has the decorator use_experts_implementation, and those without it that hold
+#: experts (dbrx, jetmoe, llama4, longcat_flash, step3p7), are part of one of these; none had to be left out.
+FAMILIES: dict[str, TinyFamily] = {
+    family.name: family for family in [*_PLAIN, *_VARIANTS, *_MULTIMODAL, *_OTHER_PURPOSE]
+}
 
 
 def tiny_config(name: str, **changes: Any) -> PretrainedConfig:
@@ -521,8 +582,8 @@ def tiny_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, 
         torch.manual_seed(seed)
         model = _class(type(config), FAMILIES[name].class_name)(config)
         _disturb(model)
-    model = model.to(dtype).eval()
-    return model
+    _cast(model, dtype)
+    return model.eval()
 
 
 def write_family(folder: Path, name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, **changes: Any) -> Path:
@@ -541,22 +602,35 @@ def _class(config_class: type, class_name: str) -> Any:
     return getattr(importlib.import_module(module), class_name)
 
 
+def _stored(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters and buffers that are in checkpoints, not those that are computed; tied ones once."""
+    names = model.state_dict().keys()
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if name in names:
+            yield name, tensor
+
+
 @torch.no_grad()
 def _disturb(model: PreTrainedModel) -> None:
     """Gives everything that starts as a constant random values too.
 
     Biases start as zeros and norms as ones: one that is lost or swapped would not be noticed.
     """
-    stored = model.state_dict().keys()
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        if name not in stored:  # computed, not weights
-            continue
-        if name.endswith("tid2eid"):  # which experts a token has
+    for name, tensor in _stored(model):
+        if name.endswith("tid2eid"):  # DeepSeek V4's experts by token
             experts = model.config.n_routed_experts
             tensor.copy_(torch.stack([torch.randperm(experts)[: tensor.shape[1]] for _ in tensor]))
-        elif tensor.is_floating_point() and (tensor.dim() == 1 or tensor.std() == 0):
+        elif name.startswith("talker.") and ".experts." in name:  # transformers leaves them uninitialised
+            tensor.normal_(0.0, _SIZES["initializer_range"])
+        elif tensor.is_floating_point() and (tensor.dim() == 1 or tensor.amin() == tensor.amax()):
             tensor += 0.1 * torch.randn_like(tensor)
-        if name.endswith(
-            "balancing_biases"
-        ):  # Zaya's: from_pretrained sets the last one to this whatever the file says
+        if name.endswith("balancing_biases"):  # from_pretrained sets Zaya's last to this whatever the file says
             tensor[-1] = -1.0
+
+
+def _cast(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """As ``from_pretrained`` does: what is computed stays as it is (``model.to`` makes complex buffers real)."""
+    kept = model._keep_in_fp32_modules_strict or ()
+    for name, tensor in _stored(model):
+        if tensor.is_floating_point() and not any(f".{part}." in f".{name}." for part in kept):
+            tensor.data = tensor.data.to(dtype)

@@ -226,8 +226,8 @@ enum class Scoring : std::uint8_t { kNone, kSoftmax, kSigmoid, kSqrtSoftplus };
 struct ActivationSpec {
   Activation kind = Activation::kSilu;
   bool gated = true;
-  float alpha = 1.702f;  // kSwigluOai
-  float limit = 7.0f;    // kSwigluOai, kSwigluStep
+  float alpha = 1.702f;  // kSwigluOai; kSwigluStep: the most that silu(gate) becomes
+  float limit = 7.0f;    // kSwigluOai, kSwigluStep: of up, and of gate for the first
 };
 
 // How the bytes of one block are to be read.

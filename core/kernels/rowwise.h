@@ -97,7 +97,7 @@ inline V activation_of(V g, const ActivationSpec& spec) {
     const V bounded = min_of(V::set(spec.limit), g);
     return bounded * sigmoid_of(bounded * V::set(spec.alpha));
   } else if constexpr (kind == Activation::kSwigluStep) {
-    return min_of(V::set(spec.limit), g * sigmoid_of(g));
+    return min_of(V::set(spec.alpha), g * sigmoid_of(g));
   } else {
     return g * sigmoid_of(g);
   }

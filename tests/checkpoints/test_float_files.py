@@ -24,14 +24,15 @@ from tiny_architectures import write_float
 from torch import Tensor
 
 from cpumoe import CheckpointError, Scheme, UnsupportedScheme
-from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
+from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.expert_sources import Buffers
 from cpumoe.checkpoints.formats.compressed_storages import FORMATS, formats_of, storage_for, storage_in
 from cpumoe.checkpoints.formats.fp8 import InverseFp8Storage
 from cpumoe.checkpoints.formats.modelopt import ModeloptFp4Storage
-from cpumoe.checkpoints.linear_sources import find_linears
 from cpumoe.checkpoints.loading import experts_of, load_experts
+from cpumoe.checkpoints.model_tensors import quantized_linears
 from cpumoe.checkpoints.storage import LinearStorage
+from cpumoe.integrations.transformers.describing import describe
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.reference import dequantize
 from cpumoe.layers.scheme import INTEGERS, SCHEMES, WHOLE_FLOATS
@@ -102,7 +103,7 @@ def test_experts_are_those_of_the_file(written: Written, kind: str) -> None:
 def test_the_definition_agrees_and_nothing_is_lost_in_writing(written: Written, kind: str) -> None:
     """What ``cpumoe check`` holds against the reader, and what ``save_pretrained`` writes."""
     with Checkpoint.open(written(kind)[0]) as checkpoint:
-        for source in experts_of(checkpoint).values():
+        for source in experts_of(checkpoint, describe(checkpoint)).values():
             part = source.read(0, 2, Buffers())[1].plain()
             stored = source.stored_expert(1)
             for (name, plain), held in zip(stored.items(), (*part.gate_up.halves(), part.down), strict=True):
@@ -113,7 +114,7 @@ def test_the_definition_agrees_and_nothing_is_lost_in_writing(written: Written, 
                     continue
                 for suffix, tensor in source.storage.encode(held).items():
                     assert _same(tensor, checkpoint.read(f"{name}.{suffix}"), suffix), f"{name}.{suffix}"
-        linears = find_linears(checkpoint, TensorCheck(checkpoint))
+        linears = quantized_linears(checkpoint, describe(checkpoint))
         assert KEY in linears and (linears[KEY].rows, linears[KEY].columns) == (64, 128)
         storage, weight = linears[KEY].storage, linears[KEY].stored_weight()
         assert storage.format == KINDS[kind][0] and str(storage.scheme) == kind
@@ -394,7 +395,7 @@ def test_what_is_written_is_read_twice_the_same(storage: LinearStorage, seed: in
 
 def test_experts_are_read_some_at_a_time_and_all_the_same(written: Written) -> None:
     with Checkpoint.open(written("nvfp4")[0]) as checkpoint:
-        source = experts_of(checkpoint)["model.layers.0.mlp.experts"]
+        source = experts_of(checkpoint, describe(checkpoint))["model.layers.0.mlp.experts"]
         whole = load_experts(source, backend="reference").quantized()
         for first in range(whole.count):
             part = source.read(first, 1, Buffers()).plain()

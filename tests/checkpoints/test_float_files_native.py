@@ -13,11 +13,12 @@ from transformers import AutoModelForCausalLM
 
 import cpumoe
 from cpumoe import cli
-from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
+from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.held_scales import held_scheme
 from cpumoe.checkpoints.inspection import Survey
-from cpumoe.checkpoints.linear_sources import find_linears
 from cpumoe.checkpoints.loading import experts_of, load_experts
+from cpumoe.checkpoints.model_tensors import quantized_linears
+from cpumoe.integrations.transformers.describing import describe
 from cpumoe.layers import reference
 from cpumoe.layers.activation_rounding import held_activations
 from cpumoe.layers.experts import Experts
@@ -48,13 +49,13 @@ def folder(source: Path, tmp_path_factory: pytest.TempPathFactory, kind: str) ->
 def test_experts_and_linears_agree_with_the_plain_arithmetic(folder: Path, kind: str) -> None:
     x, ids = torch.randn(9, 128), torch.randint(0, 8, (9, 2))
     with Checkpoint.open(folder) as checkpoint:
-        for found in experts_of(checkpoint).values():
+        for found in experts_of(checkpoint, describe(checkpoint)).values():
             native, plain = (load_experts(found, backend=backend) for backend in ("native", "reference"))
             for mine, theirs in zip(expert_weights(native).values(), expert_weights(plain).values(), strict=True):
                 assert torch.equal(mine, theirs)
             truth = plain(x, ids, torch.full((9, 2), 0.5))
             assert float((native(x, ids, torch.full((9, 2), 0.5)) - truth).norm() / truth.norm()) < 2e-2
-        source = find_linears(checkpoint, TensorCheck(checkpoint))[KEY]
+        source = quantized_linears(checkpoint, describe(checkpoint))[KEY]
         stored = reference.dense(source.stored_weight())
         truth = reference.linear(x, stored, held_activations(source.storage.scheme))
         assert float((source.load()(x) - truth).norm() / truth.norm()) < 1e-3
@@ -65,8 +66,8 @@ def test_check_and_inspect_find_nothing_wrong(folder: Path, kind: str, capsys: p
     assert cli.main(["inspect", str(folder)]) == 0
     assert f"{kind}, {KINDS[kind][0]}" in capsys.readouterr().out
     with Checkpoint.open(folder) as checkpoint:
-        survey = Survey(checkpoint)
-        sizes = [load_experts(source).packed_bytes for source in experts_of(checkpoint).values()]
+        survey = Survey(checkpoint, describe)
+        sizes = [load_experts(source).packed_bytes for source in experts_of(checkpoint, describe(checkpoint)).values()]
     part = next(part for part in survey.parts if part.kind == "experts")
     assert part.memory_bytes == sum(sizes)
 

@@ -16,10 +16,11 @@ from torch import Tensor
 
 import cpumoe
 from cpumoe import CheckpointError, UnsupportedScheme
-from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
+from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.formats import parse_quantization
-from cpumoe.checkpoints.linear_sources import find_linears
 from cpumoe.checkpoints.loading import experts_of
+from cpumoe.checkpoints.model_tensors import quantized_linears
+from cpumoe.integrations.transformers.describing import describe
 
 UP = "model.layers.1.mlp.experts.3.up_proj"
 KEY = "model.layers.0.self_attn.k_proj"
@@ -139,7 +140,7 @@ def test_experts_and_linears_are_those_of_the_file(source: Path, tmp_path: Path,
     expected = {"nvfp4": 4.0, "fp8-static": 0.03}.get(scheme)  # the first divides
     assert (inputs is None) == (expected is None) and (inputs is None or torch.allclose(inputs, torch.tensor(expected)))
     with Checkpoint.open(tmp_path / "model") as checkpoint:
-        linears = find_linears(checkpoint, TensorCheck(checkpoint))
+        linears = quantized_linears(checkpoint, describe(checkpoint))
         assert str(linears[KEY].storage.scheme) == stored_scheme
         assert "lm_head" not in linears and not any(name.endswith("mlp.gate") for name in linears)
 
@@ -175,8 +176,8 @@ def test_layers_that_were_left_in_float_are_told_by_their_tensors(source: Path, 
     left = ("model.layers.0.mlp.experts", "model.layers.1.self_attn")
     write(source, tmp_path / "model", kind, left)
     with Checkpoint.open(tmp_path / "model") as checkpoint:
-        schemes = [str(source.config.scheme) for source in experts_of(checkpoint).values()]
-        linears = find_linears(checkpoint, TensorCheck(checkpoint))
+        schemes = [str(source.config.scheme) for source in experts_of(checkpoint, describe(checkpoint)).values()]
+        linears = quantized_linears(checkpoint, describe(checkpoint))
     assert schemes == ["fp32", WRITTEN[kind][3]]
     assert KEY in linears and KEY.replace("0", "1") not in linears
     floats = load_file(source / "model.safetensors")

@@ -28,11 +28,13 @@ from word_checkpoints import (
 )
 
 from cpumoe import CheckpointError, Scheme, UnsupportedScheme, cli
-from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
+from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.formats import parse_quantization
 from cpumoe.checkpoints.formats.gptq import GptqStorage, ZeroPoints
 from cpumoe.checkpoints.inspection import Survey
-from cpumoe.checkpoints.linear_sources import LinearSource, find_linears
+from cpumoe.checkpoints.linear_sources import LinearSource
+from cpumoe.checkpoints.model_tensors import quantized_linears
+from cpumoe.integrations.transformers.describing import describe
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.reference import dequantize
 
@@ -177,9 +179,11 @@ def test_biases_of_zeros_that_a_tool_has_added(symmetric: Written, tmp_path: Pat
         tensors[f"{QUERY}.bias"][5] = 0.25
 
     with Checkpoint.open(written.changed(tmp_path / "linear", damage_linear).folder) as checkpoint:
-        assert any(f"{QUERY}.bias has 0.25 for output 5" in text for text in Survey(checkpoint).problems.wrong)
+        assert any(
+            f"{QUERY}.bias has 0.25 for output 5" in text for text in Survey(checkpoint, describe).problems.wrong
+        )
         source = LinearSource(
-            checkpoint, QUERY, 64, 64, find_linears(checkpoint, TensorCheck(checkpoint))[QUERY].storage, False
+            checkpoint, QUERY, 64, 64, quantized_linears(checkpoint, describe(checkpoint))[QUERY].storage, False
         )
         with pytest.raises(CheckpointError, match=f"{QUERY}.bias has 0.25 for output 5"):
             source.load()
@@ -367,7 +371,7 @@ def test_a_module_that_a_rule_leaves_in_float_and_the_file_has_quantised(symmetr
     rules: Config = {f"-:{QUERY}": {}}
     other = symmetric.changed(tmp_path / "model", config=lambda c: c.update(dynamic=rules))
     with Checkpoint.open(other.folder) as checkpoint:
-        assert f"{QUERY}.qweight" in Survey(checkpoint).problems.unexpected
+        assert f"{QUERY}.qweight" in Survey(checkpoint, describe).problems.unexpected
 
 
 # ---- configurations ------------------------------------------------------------------------------------------------

@@ -37,6 +37,7 @@ from cpumoe.checkpoints.formats.compressed_storages import storage_for
 from cpumoe.checkpoints.linear_sources import LinearSource
 from cpumoe.checkpoints.loading import experts_of, load_experts
 from cpumoe.checkpoints.storage import LinearStorage, Quantization, StoredTensor
+from cpumoe.integrations.transformers.describing import describe
 from cpumoe.layers.packed_weights import unpack_weight
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.reference import dequantize
@@ -60,7 +61,7 @@ NAMES = sorted(path.name for path in EXAMPLES.iterdir())
 
 def load(folder: Path, backend: str | None = None, scheme: str | None = None) -> dict[str, cpumoe.Experts]:
     with Checkpoint.open(folder) as checkpoint:
-        sources = experts_of(checkpoint, None if scheme is None else Scheme.parse(scheme))
+        sources = experts_of(checkpoint, describe(checkpoint), None if scheme is None else Scheme.parse(scheme))
         return {name: load_experts(source, backend) for name, source in sources.items()}
 
 
@@ -337,7 +338,7 @@ def test_experts_under_two_spellings_are_refused(tmp_path):
     def both(tensors):
         for name in [n for n in tensors if ".block_sparse_moe.experts." in n]:
             tensors[name.replace("block_sparse_moe", "mlp")] = tensors[name].clone()
-        return "block_sparse_moe.experts.0"
+        return "experts.0"
 
     wrong = damaged(EXAMPLES / "mixtral-w4a8-channel", tmp_path / "model", both)
     with pytest.raises(CheckpointError, match="unexpected") as refusal:
@@ -621,7 +622,7 @@ def test_a_linear_of_any_width(tmp_path, columns, scheme, form):
         source = LinearSource(checkpoint, "proj", 17, columns, storage_for(Scheme.parse(scheme), form), True)
         check = TensorCheck(checkpoint)
         source.check(check)
-        check.nothing_else_under("proj.")
+        check.nothing_else_but(())
         check.raise_problems()
         linear = source.load()
     held, expected = unpack_weight(linear.weight_packed)[0], quantize_weight(weight, Scheme.parse(scheme))
@@ -679,7 +680,7 @@ class AllSideways(Quantization):
         return cls()
 
     def storage_of(self, module):
-        return Sideways(self.schemes[0], "sideways")
+        return None if module == "lm_head" else Sideways(self.schemes[0], "sideways")
 
 
 def test_a_storage_with_other_tensors_needs_nothing_but_its_row(monkeypatch, tmp_path):
@@ -748,7 +749,7 @@ def test_quantising_in_pieces_gives_the_same_bits(monkeypatch, tmp_path, archite
 def test_a_file_cut_while_its_experts_are_read_is_noticed(monkeypatch, tmp_path):
     shutil.copytree(EXAMPLES / "qwen3moe-w8a8-int8", tmp_path / "model")
     with Checkpoint.open(tmp_path / "model") as checkpoint:
-        sources = experts_of(checkpoint)
+        sources = experts_of(checkpoint, describe(checkpoint))
         os.truncate(tmp_path / "model" / "model.safetensors", 200_000)
         with pytest.raises(CheckpointError, match="ended while .*experts.* was read"):
             for source in sources.values():
@@ -764,6 +765,7 @@ import torch
 import cpumoe
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.loading import experts_of, load_experts
+from cpumoe.integrations.transformers.describing import describe
 
 def status(field):
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -773,9 +775,10 @@ scheme = cpumoe.Scheme.parse(sys.argv[2]) if len(sys.argv) > 2 else None
 torch.set_num_threads(2)
 torch.ones(1000, 1000) @ torch.ones(1000, 1000)  # the libraries have their threads and buffers
 cpumoe.Experts.quantize(torch.randn(2, 64, 64), torch.randn(2, 64, 32), "w8a8")
-before = status("VmRSS")
 with Checkpoint.open(sys.argv[1]) as checkpoint:
-    held = [load_experts(source) for source in experts_of(checkpoint, scheme).values()]
+    layout = describe(checkpoint)
+    before = status("VmRSS")
+    held = [load_experts(source) for source in experts_of(checkpoint, layout, scheme).values()]
 print(status("VmHWM") - before, sum(e.packed_bytes for e in held), len(held))
 """
 
@@ -865,6 +868,6 @@ def test_a_configuration_that_announces_far_more_than_there_is_is_refused(tmp_pa
     config.pop("num_local_experts", None)
     (folder / "config.json").write_text(json.dumps(config | {"num_experts": 8} | lie))
     with Checkpoint.open(folder) as checkpoint, pytest.raises(CheckpointError, match="config.json"):
-        experts_of(checkpoint)
+        experts_of(checkpoint, describe(checkpoint))
     with pytest.raises(CheckpointError, match="config.json"):
         cpumoe.load_model(folder, scheme="w4a8-g32")

@@ -23,6 +23,7 @@ from cpumoe.checkpoints.formats import parse_quantization
 from cpumoe.checkpoints.formats.mxfp4 import Mxfp4, Mxfp4Storage
 from cpumoe.checkpoints.fused_sources import FusedQuantized
 from cpumoe.checkpoints.loading import experts_of, load_experts
+from cpumoe.integrations.transformers.describing import describe
 from cpumoe.layers.scheme import Scheme
 
 Tensors = dict[str, Tensor]
@@ -62,7 +63,7 @@ def write_experts(folder: Path, tensors: Tensors, shards: int = 1, **config: Any
 
 def load(folder: Path, module: str = EXPERTS) -> Experts:
     with Checkpoint.open(folder) as checkpoint:
-        return load_experts(experts_of(checkpoint)[module])
+        return load_experts(experts_of(checkpoint, describe(checkpoint))[module])
 
 
 def plain_weight(tensors: Tensors, name: str, prefix: str = EXPERTS) -> Tensor:
@@ -191,7 +192,7 @@ def test_blocks_are_read_where_they_are_packed_from(tmp_path: Path) -> None:
     """Neither the whole tensor nor a copy of a part is made: a checkpoint may have 60 GB of them."""
     tensors = random_experts()
     with Checkpoint.open(write_experts(tmp_path / "m", tensors)) as checkpoint:
-        (source,) = experts_of(checkpoint).values()
+        (source,) = experts_of(checkpoint, describe(checkpoint)).values()
         assert isinstance(source, FusedQuantized)
         buffers = Buffers()
         part = source.read(1, 3, buffers)
@@ -282,7 +283,7 @@ def test_damaged_experts_are_refused_by_name(damage: str, tmp_path: Path) -> Non
         Checkpoint.open(write_experts(tmp_path / "m", tensors)) as checkpoint,
         pytest.raises(CheckpointError) as refusal,
     ):
-        experts_of(checkpoint)
+        experts_of(checkpoint, describe(checkpoint))
     for text in said:
         assert text in str(refusal.value)
 
@@ -313,7 +314,7 @@ def test_sizes_of_another_model(sizes: dict[str, int], tmp_path: Path) -> None:
     folder = write_experts(tmp_path / "m", random_experts(), **sizes)
     said = r"of another kind: .*gate_up_proj_blocks is U8 \[5, 320, 3, 16\]"
     with Checkpoint.open(folder) as checkpoint, pytest.raises(CheckpointError, match=said):
-        experts_of(checkpoint)
+        experts_of(checkpoint, describe(checkpoint))
 
 
 @pytest.mark.parametrize("model", [{"model_type": "llama4_text"}, {"model_type": "mixtral"}])
@@ -322,7 +323,7 @@ def test_another_architecture_is_refused(model: dict[str, str], tmp_path: Path) 
     folder = write_experts(tmp_path / "m", random_experts(), **model)
     said = f"'mxfp4'.*{model['model_type']}.*for gpt_oss they are"
     with Checkpoint.open(folder) as checkpoint, pytest.raises(UnsupportedScheme, match=said):
-        experts_of(checkpoint)
+        experts_of(checkpoint, describe(checkpoint))
 
 
 # ---- quantization_config ---------------------------------------------------------------------------------------------
@@ -371,7 +372,7 @@ def test_bad_lists_of_modules(value: object, said: str, tmp_path: Path) -> None:
     section = {"quant_method": "mxfp4", "modules_to_not_convert": value}
     with Checkpoint.open(write_experts(tmp_path / "m", random_experts(), quantization_config=section)) as checkpoint:
         with pytest.raises(CheckpointError) as refusal:
-            experts_of(checkpoint)
+            experts_of(checkpoint, describe(checkpoint))
         assert said in str(refusal.value)
         assert "quantization_config in config.json" in str(refusal.value)
 
@@ -491,7 +492,10 @@ def test_a_layer_whose_experts_are_float(model: Path, capsys: pytest.CaptureFixt
     assert code == 0, facts["problems"]
     assert [(part["scheme"], part["modules"]) for part in facts["parts"][:2]] == [(None, 1), ("mxfp4a16", 1)]
     with Checkpoint.open(model) as checkpoint:
-        assert [str(source.config.scheme) for source in experts_of(checkpoint).values()] == ["bf16", "mxfp4a16"]
+        assert [str(source.config.scheme) for source in experts_of(checkpoint, describe(checkpoint)).values()] == [
+            "bf16",
+            "mxfp4a16",
+        ]
 
 
 def test_quantising_it_again_is_refused(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -502,5 +506,5 @@ def test_quantising_it_again_is_refused(model: Path, tmp_path: Path, capsys: pyt
 def test_int8_activations_on_request(tmp_path: Path) -> None:
     folder = write_experts(tmp_path / "model", random_experts())
     with Checkpoint.open(folder, "int8") as checkpoint:
-        (source,) = experts_of(checkpoint).values()
+        (source,) = experts_of(checkpoint, describe(checkpoint)).values()
         assert str(source.config.scheme) == "mxfp4a16+int8"

@@ -16,10 +16,11 @@ from changed_checkpoints import CHECKPOINTS, NAMES, Config, Tensors, changed_cop
 from tiny_architectures import together, write_float, write_quantized, write_tensors
 
 from cpumoe import cli
-from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
-from cpumoe.checkpoints.linear_sources import find_linears
+from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.loading import experts_of, load_experts
+from cpumoe.checkpoints.model_tensors import quantized_linears
 from cpumoe.checkpoints.tensor_file import TensorFile
+from cpumoe.integrations.transformers.describing import describe
 from cpumoe.layers.scheme import Scheme
 from cpumoe.tables import size_text
 
@@ -80,8 +81,8 @@ def check_sizes(folder: Path, inspected: Inspected) -> None:
     code, _, facts = inspected(folder)
     assert code == 0 and facts["loads"] and not any(facts["problems"].values())
     with Checkpoint.open(folder) as checkpoint:
-        experts = [load_experts(source) for source in experts_of(checkpoint).values()]
-        linears = [source.load() for source in find_linears(checkpoint, TensorCheck(checkpoint)).values()]
+        experts = [load_experts(source) for source in experts_of(checkpoint, describe(checkpoint)).values()]
+        linears = [source.load() for source in quantized_linears(checkpoint, describe(checkpoint)).values()]
         disk = sum(checkpoint.info(n).bytes for n in checkpoint.names)
     assert part(facts, "experts")["memory_bytes"] == sum(e.packed_bytes for e in experts)
     assert part(facts, "experts")["modules"] == len(experts) == facts["experts"]["layers"]
@@ -404,7 +405,10 @@ def test_float_checkpoints(layout: str, tmp_path: Path, inspected: Inspected) ->
     assert {"w8a8", "w4a8", "w4a8-g32"} <= set(offers) and "w4a8-g128" not in offers
     for scheme, size in offers.items():
         with Checkpoint.open(folder) as checkpoint:
-            experts = [load_experts(source) for source in experts_of(checkpoint, Scheme.parse(scheme)).values()]
+            experts = [
+                load_experts(source)
+                for source in experts_of(checkpoint, describe(checkpoint), Scheme.parse(scheme)).values()
+            ]
         assert size == sum(e.packed_bytes for e in experts)
         assert f"{scheme} {size_text(size)}" in " ".join(text.split())
         _, _, chosen = inspected(folder, "--scheme", scheme)

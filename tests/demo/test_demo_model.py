@@ -17,6 +17,7 @@ from cpumoe.checkpoints.loading import experts_of
 from cpumoe.cli import main
 from cpumoe.demo import model as demo_model
 from cpumoe.evaluation.perplexity import compare
+from cpumoe.integrations.transformers.describing import describe
 from cpumoe.layers.scheme import Scheme
 from cpumoe.quantization.quantization_plan import QuantizationPlan
 
@@ -37,7 +38,7 @@ def tokenizer():
 def test_it_is_small_and_whole():
     assert sum(path.stat().st_size for path in demo_model.FOLDER.iterdir()) <= 16_000_000
     with Checkpoint.open(demo_model.FOLDER) as checkpoint:
-        sources = experts_of(checkpoint)
+        sources = experts_of(checkpoint, describe(checkpoint))
     assert {str(source.config.scheme) for source in sources.values()} == {"w4a8-g128"}
     assert len(sources) == 7
 

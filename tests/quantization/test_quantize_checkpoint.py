@@ -27,6 +27,7 @@ from cpumoe.checkpoints.formats.compressed_storages import INTEGER_FORMATS
 from cpumoe.checkpoints.loading import experts_of
 from cpumoe.cli import main
 from cpumoe.integrations.transformers import calibration
+from cpumoe.integrations.transformers.describing import describe
 from cpumoe.layers import reference
 from cpumoe.layers.rounding import quantize_weight
 from cpumoe.quantization.calibration_text import read_sequences
@@ -82,7 +83,10 @@ def test_every_architecture_is_quantised_and_loads(tmp_path, architecture, schem
     report = cpumoe.quantize_checkpoint(source, tmp_path / "q", scheme, **({} if form is None else {"format": form}))
     assert report.matrices > 0 and report.calibrated == 0
     with Checkpoint.open(source) as plain, Checkpoint.open(tmp_path / "q") as quantized:
-        floats, integers = experts_of(plain, cpumoe.Scheme.parse(scheme)), experts_of(quantized)
+        floats, integers = (
+            experts_of(plain, describe(plain), cpumoe.Scheme.parse(scheme)),
+            experts_of(quantized, describe(quantized)),
+        )
         assert floats.keys() == integers.keys()
         for name, source_of_floats in floats.items():
             gate_up, down, *biases = source_of_floats.read_float(0, source_of_floats.config.experts, Buffers())

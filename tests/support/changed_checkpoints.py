@@ -15,7 +15,7 @@ import cpumoe
 from cpumoe import CheckpointError, UnsupportedScheme
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.inspection import Survey
-from cpumoe.integrations.transformers.model_config import completed_config
+from cpumoe.integrations.transformers.describing import describe
 from cpumoe.layers.nibbles import unpack_nibbles
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.reference import dequantize
@@ -107,7 +107,7 @@ def outcome(folder: Path) -> tuple[torch.nn.Module | None, str]:
         assert said.isprintable() and len(said) < 20_000
     try:
         with Checkpoint.open(folder) as checkpoint:
-            facts = Survey(checkpoint, complete=completed_config).to_json()
+            facts = Survey(checkpoint, describe).to_json()
             json.dumps(facts)
         loads, problems = facts["loads"], facts["problems"]
     except REFUSALS as refusal:

@@ -16,8 +16,9 @@ from tiny_architectures import is_quantized
 from torch import Tensor
 
 from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
-from cpumoe.checkpoints.linear_sources import find_linears
 from cpumoe.checkpoints.loading import experts_of, load_experts
+from cpumoe.checkpoints.model_tensors import check_model, quantized_linears
+from cpumoe.integrations.transformers.describing import describe
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.reference import dequantize
 
@@ -161,17 +162,18 @@ def write_compressed(
 def checked(folder: Path) -> None:
     """All checks that a load makes before it reads weights."""
     with Checkpoint.open(folder) as checkpoint:
-        check = TensorCheck(checkpoint)
-        find_linears(checkpoint, check)
+        layout, check = describe(checkpoint), TensorCheck(checkpoint)
+        check_model(layout, experts_of(checkpoint, layout).values(), quantized_linears(checkpoint, layout), check)
         check.raise_problems()
-        experts_of(checkpoint)
 
 
 def loaded(folder: Path, layer: int = 0) -> Experts:
     """The experts of one layer, on the backend that serves everything."""
     checked(folder)
     with Checkpoint.open(folder) as checkpoint:
-        return load_experts(experts_of(checkpoint)[f"model.layers.{layer}.mlp.experts"], backend="reference")
+        return load_experts(
+            experts_of(checkpoint, describe(checkpoint))[f"model.layers.{layer}.mlp.experts"], backend="reference"
+        )
 
 
 def expert_weights(experts: Experts, layer: int = 0) -> Tensors:

@@ -11,8 +11,9 @@ from torch import Tensor
 from cpumoe import CheckpointError, UnsupportedScheme
 from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
 from cpumoe.checkpoints.inspection import Survey
-from cpumoe.checkpoints.linear_sources import find_linears
 from cpumoe.checkpoints.loading import experts_of, load_experts
+from cpumoe.checkpoints.model_tensors import check_model, quantized_linears
+from cpumoe.integrations.transformers.describing import describe
 from cpumoe.layers.packed_weights import unpack_weight
 from cpumoe.layers.reference import dequantize
 
@@ -21,13 +22,15 @@ def packed_weights(folder: Path) -> tuple[dict[str, Tensor], set[str]]:
     """Dequantised weights of all quantised linears, those of experts too, out of their packed form; their schemes."""
     weights, schemes = {}, set()
     with Checkpoint.open(folder) as checkpoint:
+        layout = describe(checkpoint)
+        experts_and_linears = experts_of(checkpoint, layout), quantized_linears(checkpoint, layout)
         check = TensorCheck(checkpoint)
-        linears = find_linears(checkpoint, check)
+        check_model(layout, experts_and_linears[0].values(), experts_and_linears[1], check)
         check.raise_problems()
-        for name, source in linears.items():
+        for name, source in experts_and_linears[1].items():
             weights[name] = dequantize(unpack_weight(source.load().weight_packed)[0])
             schemes.add(str(source.storage.scheme))
-        for source in experts_of(checkpoint).values():
+        for source in experts_and_linears[0].values():
             experts = load_experts(source)
             schemes.add(str(experts.config.scheme))
             for expert in range(experts.config.local_experts):
@@ -41,7 +44,7 @@ def packed_weights(folder: Path) -> tuple[dict[str, Tensor], set[str]]:
 def assert_loads(folder: Path, expected: dict[str, Tensor]) -> set[str]:
     """Inspection finds nothing wrong, and exactly the expected weights are packed, to the bit. Returns the schemes."""
     with Checkpoint.open(folder) as checkpoint:
-        assert not Survey(checkpoint).problems
+        assert not Survey(checkpoint, describe).problems
     found, schemes = packed_weights(folder)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], weight) for name, weight in expected.items())
@@ -54,6 +57,6 @@ def refusal(folder: Path, kind: type[Exception] = CheckpointError) -> str:
         packed_weights(folder)
     assert isinstance(refused.value, kind), refused.value
     with Checkpoint.open(folder) as checkpoint:
-        problems = Survey(checkpoint).problems
+        problems = Survey(checkpoint, describe).problems
     assert problems, f"inspection finds nothing wrong; loading says: {refused.value}"
     return str(refused.value)

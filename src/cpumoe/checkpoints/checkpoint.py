@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, KeysView, Mapping
+from collections.abc import Collection, Iterable, Iterator, KeysView, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from cpumoe.checkpoints.architectures import Architecture, ExpertsFacts, architecture_of, text_config
 from cpumoe.checkpoints.config_fields import check_fields
 from cpumoe.checkpoints.formats import CONFIG_FILES, parse_quantization
 from cpumoe.checkpoints.json_files import (
@@ -27,7 +26,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 #: The part of a name that leads to the decoder layers, and the number of the layer.
-LAYER = re.compile(r"(.*?\blayers\.)([0-9]{1,9})\.")
+LAYER = re.compile(r"(.*?\b(?:layers|blocks)\.)([0-9]{1,9})\.")
 
 _MAX_NAMES = 12  # of one kind in a message
 _MANY_LAYERS = 64
@@ -35,6 +34,12 @@ _LONGEST_NAME = 1000  # of a tensor; transformers reads the digits of names as n
 
 
 INT8_ACTIVATIONS = "int8"
+
+
+def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The part of a config.json that describes the language model (multimodal models nest it)."""
+    nested = config.get("text_config")
+    return nested if isinstance(nested, Mapping) else config
 
 
 def check_activations(activations: str | None) -> str | None:
@@ -110,19 +115,6 @@ class Checkpoint:
 
     def _shard_of(self, name: str) -> str | None:
         return self._file_of[name].path.name if name in self._file_of else None
-
-    @cached_property
-    def architecture(self) -> Architecture:
-        return architecture_of(self.text_config)
-
-    @cached_property
-    def facts(self) -> ExpertsFacts:
-        """What config.json says of the routed experts; absurd sizes are refused."""
-        try:
-            self.check_config()
-            return self.architecture.facts(self.text_config)
-        except CheckpointError as problem:
-            raise CheckpointError(f"{self.folder}: {problem}") from None
 
     def check_config(self) -> None:
         """Refuses fields of config.json that no model can have, and many more layers than the files have."""
@@ -247,11 +239,15 @@ class TensorCheck:
             except (CheckpointError, UnsupportedScheme) as problem:
                 self.wrong.append(str(problem))
 
-    def nothing_else_under(self, *prefixes: str) -> None:
-        """Every tensor whose name starts with one of the prefixes must have been expected."""
-        for name in self._checkpoint.names:
-            if name.startswith(prefixes) and name not in self.expected:
-                self.extra.append(name)
+    def expect_any(self, name: str) -> None:
+        """A tensor that must be there, whatever it is."""
+        self.expected.add(name)
+        if name not in self._checkpoint:
+            self.missing.append(name)
+
+    def nothing_else_but(self, left_out: Collection[str]) -> None:
+        """Every tensor must have been expected, or be one of those that are rightly not loaded."""
+        self.extra += [name for name in self._checkpoint.names if name not in self.expected and name not in left_out]
 
     def raise_problems(self) -> None:
         parts = [

@@ -21,7 +21,7 @@ _LEAST = {
     "num_hidden_layers": 1,
     "num_attention_heads": 1,
     "num_key_value_heads": 1,
-    "head_dim": 1,
+    "head_dim": 0,
     "max_position_embeddings": 1,
     "intermediate_size": 0,
     "intermediate_size_mlp": 0,
@@ -67,9 +67,34 @@ def check_fields(config: Mapping[str, Any]) -> None:
     for name in _SWITCHES:
         if not isinstance(config.get(name), bool | None):
             raise CheckpointError(f"config.json has {name}={config[name]!r:.80}; true or false is accepted")
+    _check_routing(config)
     vocabulary = config.get("vocab_size")
     if isinstance(vocabulary, int):
         _check_integer(config, "pad_token_id", -vocabulary, vocabulary - 1)
+
+
+_EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+
+def _check_routing(config: Mapping[str, Any]) -> None:
+    """A token goes to some of the experts; groups of them are equal, and those that are chosen hold enough."""
+    count = next((config[name] for name in _EXPERT_COUNTS if isinstance(config.get(name), int)), None)
+    topk = config.get("num_experts_per_tok")
+    if count is None or not isinstance(topk, int):
+        return
+    if topk > count > 0:
+        raise CheckpointError(f"config.json has num_experts_per_tok={topk}; 1 to {count} are accepted")
+    groups, chosen = config.get("n_group"), config.get("topk_group")
+    if not isinstance(groups, int) or not isinstance(chosen, int):
+        return
+    if count % groups != 0:
+        raise CheckpointError(f"config.json has n_group={groups}, which does not divide {count} experts")
+    if chosen > groups:
+        raise CheckpointError(f"config.json has topk_group={chosen}; 1 to {groups} are accepted")
+    in_chosen = chosen * (count // groups)
+    if topk > in_chosen:
+        text = f"num_experts_per_tok={topk}, n_group={groups} and topk_group={chosen}"
+        raise CheckpointError(f"config.json has {text}: the chosen groups hold {in_chosen} experts")
 
 
 def _check_numbers(config: Mapping[str, Any]) -> None:
@@ -89,5 +114,7 @@ def _check_numbers(config: Mapping[str, Any]) -> None:
 
 def _check_integer(config: Mapping[str, Any], name: str, least: int, most: int) -> None:
     value = config.get(name)
+    if isinstance(value, list):  # one for each group of experts, or for each layer; transformers knows which may be
+        return
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most):
         raise CheckpointError(f"config.json has {name}={value!r:.80}; {least} to {most} are accepted")

@@ -16,10 +16,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from cpumoe.checkpoints.architectures import Projections
 from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
 from cpumoe.checkpoints.held_scales import held_scheme, held_weight, is_per_tensor
 from cpumoe.checkpoints.linear_sources import added_bias, stored_weight
+from cpumoe.checkpoints.model_layout import ExpertsLayout
 from cpumoe.checkpoints.storage import LinearStorage, StoredTensor
 from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES
 from cpumoe.layers import reference
@@ -32,9 +32,15 @@ from cpumoe.layers.scheme import WHOLE_FLOATS, Scheme
 class ExpertSource(ABC):
     """The experts of one layer, somewhere on disk."""
 
-    prefix: str  # what the names of their tensors start with
+    checkpoint: Checkpoint
+    layout: ExpertsLayout  # what they are, and where
     config: MoEConfig  # of the layer that they become in memory
     storage: LinearStorage | None = None  # how each linear is stored; None for float, quantised as it is read
+
+    @property
+    def prefix(self) -> str:
+        """What messages call them."""
+        return self.layout.prefix
 
     @property
     @abstractmethod
@@ -46,9 +52,9 @@ class ExpertSource(ABC):
         """Stored scales of the first product's inputs that an expert has: 2 where those of gate and up differ."""
         return 0
 
-    @abstractmethod
-    def linear_names(self, expert: int) -> tuple[str, str, str]:
-        """Names of the gate, up and down linears of one expert, as a checkpoint with one linear each has them."""
+    def linear_names(self, expert: int) -> tuple[str, ...]:
+        """Names of one expert's gate, up and down, or up and down, as a checkpoint with one linear each has them."""
+        return self.layout.linears[expert]
 
     @abstractmethod
     def check(self, check: TensorCheck) -> None:
@@ -75,7 +81,8 @@ class FloatExpertSource(ExpertSource):
         # are there twice while they are packed.
         weights = self.config.scheme.weights
         each = weights.bits // 4 if weights.element in WHOLE_FLOATS else 16
-        return 3 * self.config.hidden_size * self.config.intermediate_size * each
+        matrices = 3 if self.config.activation.gated else 2
+        return matrices * self.config.hidden_size * self.config.intermediate_size * each
 
     def read(self, first: int, count: int, buffers: Buffers) -> QuantizedExperts:
         gate_up, down, gate_up_bias, down_bias = self.read_float(first, count, buffers)
@@ -89,16 +96,19 @@ class FloatExpertSource(ExpertSource):
     def read_float(
         self, first: int, count: int, buffers: Buffers
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-        """gate_up [count, 2 I, H] (gate rows first), down [count, H, I] and their biases, in the stored dtype."""
+        """gate_up [count, 2 I, H] (gate rows first; [count, I, H] without a gate), down [count, H, I] and their biases,
+        in the stored dtype."""
 
     def _rounded(self, floats: dict[str, tuple[Tensor, Tensor | None]]) -> dict[str, QuantizedWeight]:
-        """Gate, up and down [rows, columns] with their biases, by name, rounded to nearest.
+        """Gate, up and down, or up and down, [rows, columns] with their biases, by name, rounded to nearest.
 
         Gate and up are one matrix for what a scheme finds from all of a matrix: the global scale of nvfp4.
         """
-        (gate, up, down), scheme = floats, self.config.scheme
-        both = quantize_weight(torch.cat((floats[gate][0], floats[up][0])), scheme, f"{gate} and {up}").halves()
-        weights = {gate: both[0], up: both[1], down: quantize_weight(floats[down][0], scheme, down)}
+        (*first, down), scheme = floats, self.config.scheme
+        joined = torch.cat([floats[name][0] for name in first])
+        both = quantize_weight(joined, scheme, " and ".join(first))
+        parts = both.halves() if len(first) == 2 else (both,)
+        weights = dict(zip(first, parts, strict=True)) | {down: quantize_weight(floats[down][0], scheme, down)}
         return {name: replace(weight, bias=floats[name][1]) for name, weight in weights.items()}
 
 
@@ -122,10 +132,11 @@ class Buffers:
 
 @dataclass(frozen=True)
 class _Block:
-    """Linears of one expert that become one matrix in memory, one below the other: gate and up, or down alone."""
+    """Linears of one expert that become one matrix in memory, one below the other: gate and up, or one alone."""
 
     name: str
-    projections: tuple[str, ...]
+    linears: slice  # which of the expert's
+    count: int  # how many that are
     rows: int  # of each linear
     columns: int
     tensors: dict[str, StoredTensor]  # of each linear, by suffix
@@ -133,9 +144,7 @@ class _Block:
     def buffers(self, count: int, buffers: Buffers) -> dict[str, Tensor]:
         """Memory for ``count`` experts by suffix, [count, linears, ...]; none for what is compared and not decoded."""
         return {
-            suffix: buffers.get(
-                f"{self.name}.{suffix}", (count, len(self.projections), *stored.shape), DTYPES[stored.dtypes[0]]
-            )
+            suffix: buffers.get(f"{self.name}.{suffix}", (count, self.count, *stored.shape), DTYPES[stored.dtypes[0]])
             for suffix, stored in self.tensors.items()
             if not stored.is_known
         }
@@ -149,23 +158,18 @@ class _PerExpert(ExpertSource):
     """Experts whose linears are stored one by one: ``PREFIX.N.gate_proj.weight`` and so on."""
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        prefix: str,
-        projections: Projections,
-        config: MoEConfig,
-        storage: LinearStorage | None = None,
+        self, checkpoint: Checkpoint, layout: ExpertsLayout, config: MoEConfig, storage: LinearStorage | None = None
     ) -> None:
-        self.prefix = prefix
+        self.layout = layout
         self.config = config
         self.storage = storage
-        self._checkpoint = checkpoint
-        self._projections = projections
+        self.checkpoint = checkpoint
         self._dtypes = self._first_dtypes()
         hidden, inner = config.hidden_size, config.intermediate_size
+        first = len(layout.linears[0]) - 1
         self._blocks = (
-            _Block("gate_up", (projections.gate, projections.up), inner, hidden, self._tensors(inner, hidden)),
-            _Block("down", (projections.down,), hidden, inner, self._tensors(hidden, inner)),
+            _Block("gate_up", slice(0, first), first, inner, hidden, self._tensors(inner, hidden)),
+            _Block("down", slice(first, None), 1, hidden, inner, self._tensors(hidden, inner)),
         )
 
     def _first_dtypes(self) -> dict[str, str]:
@@ -174,7 +178,7 @@ class _PerExpert(ExpertSource):
         All others must have them too, because they are read into the same memory.
         """
         tensors = self._accepted_tensors(1, 1)
-        found = self._checkpoint.infos_of(self.linear_names(0)[0], tensors)
+        found = self.checkpoint.infos_of(self.linear_names(0)[0], tensors)
         return {suffix: info.dtype for suffix, info in found.items() if info.dtype in tensors[suffix].dtypes}
 
     def _accepted_tensors(self, rows: int, columns: int) -> dict[str, StoredTensor]:
@@ -191,21 +195,16 @@ class _PerExpert(ExpertSource):
             for suffix, stored in self._accepted_tensors(rows, columns).items()
         }
 
-    def linear_names(self, expert: int) -> tuple[str, str, str]:
-        gate, up, down = (f"{self.prefix}.{expert}.{name}" for name in self._projections)
-        return gate, up, down
-
     def check(self, check: TensorCheck) -> None:
         for expert in range(self.config.local_experts):
             for block in self._blocks:
-                for projection in block.projections:
-                    name = f"{self.prefix}.{expert}.{projection}"
+                for name in self.linear_names(expert)[block.linears]:
                     for suffix, stored in self._tensors_of(name, block).items():
                         check.expect(f"{name}.{suffix}", stored)
 
     def _tensors_of(self, name: str, block: _Block) -> dict[str, StoredTensor]:
         """The tensors of the linear ``name``, with a bias of zeros if a tool has added one."""
-        bias = None if self.config.has_bias else added_bias(self._checkpoint, name, block.rows, self.storage)
+        bias = None if self.config.has_bias else added_bias(self.checkpoint, name, block.rows, self.storage)
         return block.tensors if bias is None else {**block.tensors, "bias": bias}
 
     def _read_blocks(self, first: int, count: int, buffers: Buffers) -> list[dict[str, Tensor]]:
@@ -213,14 +212,13 @@ class _PerExpert(ExpertSource):
         read = [block.buffers(count, buffers) for block in self._blocks]
         for index in range(count):  # expert by expert, as they lie in the file
             for block, tensors in zip(self._blocks, read, strict=True):
-                for place, projection in enumerate(block.projections):
-                    name = f"{self.prefix}.{first + index}.{projection}"
+                for place, name in enumerate(self.linear_names(first + index)[block.linears]):
                     for suffix, stored in self._tensors_of(name, block).items():
                         if stored.is_known:
-                            self._checkpoint.refuse_other_contents(f"{name}.{suffix}", stored)
+                            self.checkpoint.refuse_other_contents(f"{name}.{suffix}", stored)
                             continue
                         part = tensors[suffix][index, place]
-                        self._checkpoint.read_into(f"{name}.{suffix}", part)
+                        self.checkpoint.read_into(f"{name}.{suffix}", part)
                         if stored.contents is not None:
                             stored.contents(f"{name}.{suffix}", part)
         return [block.joined(tensors) for block, tensors in zip(self._blocks, read, strict=True)]
@@ -232,22 +230,15 @@ class QuantizedPerExpert(_PerExpert):
     storage: LinearStorage
 
     def __init__(
-        self,
-        checkpoint: Checkpoint,
-        prefix: str,
-        projections: Projections,
-        config: MoEConfig,
-        storage: LinearStorage,
+        self, checkpoint: Checkpoint, layout: ExpertsLayout, config: MoEConfig, storage: LinearStorage
     ) -> None:
-        super().__init__(checkpoint, prefix, projections, config, storage)
+        super().__init__(checkpoint, layout, config, storage)
         scheme = held_scheme(storage.scheme)
         self.config = replace(config, scheme=scheme, scale_dtype=storage.scale_dtype(self._dtypes))
 
     @property
     def expert_bytes(self) -> int:
-        return sum(
-            len(block.projections) * self.storage.read_bytes(block.rows, block.columns) for block in self._blocks
-        )
+        return sum(block.count * self.storage.read_bytes(block.rows, block.columns) for block in self._blocks)
 
     def read(self, first: int, count: int, buffers: Buffers) -> QuantizedExperts:
         gate_up, down = (
@@ -259,7 +250,7 @@ class QuantizedPerExpert(_PerExpert):
     def _held(self, block: _Block, tensors: dict[str, Tensor]) -> QuantizedWeight:
         weight = replace(self.storage.decode(tensors, block.rows, block.columns), bias=tensors.get("bias"))
         weight = held_weight(weight, self.storage.scheme, block.rows)
-        if weight.input_scales is None or len(block.projections) == 1 or self.input_scales == 2:
+        if weight.input_scales is None or block.count == 1 or self.input_scales == 2:
             return weight
         return replace(weight, input_scales=weight.input_scales[..., :1])
 
@@ -268,17 +259,17 @@ class QuantizedPerExpert(_PerExpert):
         suffix = self.storage.input_scale_suffix
         if suffix is None:
             return 0
-        experts = map(self.linear_names, range(self.config.local_experts))
-        return 1 + any(self._number(f"{gate}.{suffix}") != self._number(f"{up}.{suffix}") for gate, up, _ in experts)
+        pairs = (linears[:2] for linears in self.layout.linears if len(linears) == 3)
+        return 1 + any(self._number(f"{gate}.{suffix}") != self._number(f"{up}.{suffix}") for gate, up in pairs)
 
     def _number(self, name: str) -> float | None:
         """The one number of a tensor; None if it is none, which a check of the tensors has more to say of."""
-        if name not in self._checkpoint or prod(self._checkpoint.info(name).shape) != 1:
+        if name not in self.checkpoint or prod(self.checkpoint.info(name).shape) != 1:
             return None
-        return float(self._checkpoint.read(name))
+        return float(self.checkpoint.read(name))
 
     def stored_expert(self, expert: int) -> dict[str, QuantizedWeight]:
-        weights = {name: stored_weight(self._checkpoint, name, self.storage) for name in self.linear_names(expert)}
+        weights = {name: stored_weight(self.checkpoint, name, self.storage) for name in self.linear_names(expert)}
         if is_per_tensor(self.storage.scheme):
             weights = self._with_scales_as_held(weights)
         if self.config.has_bias:
@@ -289,9 +280,9 @@ class QuantizedPerExpert(_PerExpert):
         """The definition of what ``held_weight`` does, for gate, up and down of one expert."""
         if self.config.scheme != self.storage.scheme:
             return {name: replace(w, scales=w.scales.expand(len(w.values), 1)) for name, w in weights.items()}
-        gate, up, _ = weights
-        larger = max(weights[gate].scales, weights[up].scales)
-        for name in (gate, up):
+        *first, _ = weights
+        larger = torch.stack([weights[name].scales for name in first]).amax(0)
+        for name in first:
             scaled = reference.dequantize(weights[name]) / larger.to(torch.float32)
             values = scaled.clamp(-448, 448).to(torch.float8_e4m3fn)
             weights[name] = replace(weights[name], values=values, scales=larger)
@@ -301,8 +292,8 @@ class QuantizedPerExpert(_PerExpert):
 class FloatPerExpert(_PerExpert, FloatExpertSource):
     """Float weights, one linear per projection and expert."""
 
-    def __init__(self, checkpoint: Checkpoint, prefix: str, projections: Projections, config: MoEConfig) -> None:
-        super().__init__(checkpoint, prefix, projections, config)
+    def __init__(self, checkpoint: Checkpoint, layout: ExpertsLayout, config: MoEConfig) -> None:
+        super().__init__(checkpoint, layout, config)
         self.config = replace(config, scale_dtype=scale_dtype_of_stored(self._dtypes.get("weight")))
 
     def read_float(
@@ -313,8 +304,8 @@ class FloatPerExpert(_PerExpert, FloatExpertSource):
 
     def stored_expert(self, expert: int) -> dict[str, QuantizedWeight]:
         def read(name: str) -> tuple[Tensor, Tensor | None]:
-            bias = self._checkpoint.read(f"{name}.bias") if f"{name}.bias" in self._checkpoint else None
-            return self._checkpoint.read(f"{name}.weight"), bias
+            bias = self.checkpoint.read(f"{name}.bias") if f"{name}.bias" in self.checkpoint else None
+            return self.checkpoint.read(f"{name}.weight"), bias
 
         return self._rounded({name: read(name) for name in self.linear_names(expert)})
 

@@ -1,32 +1,25 @@
 """What a checkpoint is, what of it would be loaded and into how much memory, and what would stop the load.
 
-Headers and config.json tell all of that: no weights are read, and transformers is not needed. What is wrong with
-experts and quantised linears is found by the checks that a load makes.
+Headers, config.json and the description of the model tell all of that: no weights are read. What is wrong is found by
+the checks that a load makes.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict
 from math import prod
 from typing import Any, ParamSpec, TypeVar
 
 from cpumoe import cpu
-from cpumoe.checkpoints.architectures import text_config
 from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
 from cpumoe.checkpoints.contents import Part, Problems, bits_per_weight, experts_bytes, experts_weights, offers, total
 from cpumoe.checkpoints.expert_sources import ExpertSource
-from cpumoe.checkpoints.layer_names import (
-    EXPERT,
-    architecture_if_needed,
-    check_layers_behind,
-    layers_prefix,
-    prediction_layers,
-)
-from cpumoe.checkpoints.linear_sources import find_linears
-from cpumoe.checkpoints.loading import check_experts, expert_modules, find_experts
-from cpumoe.checkpoints.model_tensors import ModelTensors
+from cpumoe.checkpoints.layer_names import EXPERT
+from cpumoe.checkpoints.loading import find_experts
+from cpumoe.checkpoints.model_layout import Describe, ModelLayout
+from cpumoe.checkpoints.model_tensors import check_model, quantized_linears
 from cpumoe.checkpoints.storage import refuse_stored_input_scales
 from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES
 from cpumoe.checkpoints.tensor_kinds import NOT_LOADED, ORDER, kinds_of
@@ -36,22 +29,17 @@ from cpumoe.layers.scheme import Scheme
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
-#: Makes the whole configuration of config.json; None where nobody can be asked, ValueError for what is wrong with it.
-CompleteConfig = Callable[[Mapping[str, Any]], dict[str, Any] | None]
-
 
 class Survey:
     """All that headers and config.json tell. What is wrong is noted and does not keep the rest from being found out."""
 
-    def __init__(
-        self, checkpoint: Checkpoint, scheme: Scheme | None = None, complete: CompleteConfig | None = None
-    ) -> None:
+    def __init__(self, checkpoint: Checkpoint, describe: Describe, scheme: Scheme | None = None) -> None:
         """Looks at everything but the weights.
 
         Args:
             checkpoint: to look at.
+            describe: finds out what its model has, and where.
             scheme: what the experts of a float checkpoint would be quantised to.
-            complete: adds to config.json what the model's class would; None to take it as it stands.
         """
         self.checkpoint = checkpoint
         self._scheme = scheme
@@ -63,20 +51,17 @@ class Survey:
         if scheme is not None:
             refuse_stored_input_scales(scheme)
         is_served = not self.is_quantized or self._try(lambda: checkpoint.quantization) is not None
-        self.architecture = self._try(architecture_if_needed, checkpoint)
         self._try(checkpoint.check_config)
-        completed = None if complete is None else self._try(complete, checkpoint.config)
-        self.config = text_config(completed or checkpoint.config)
-        self.facts = None
-        if self.architecture is not None and self._try(lambda: checkpoint.facts) is not None:
-            self.facts = self._try(self.architecture.facts, self.config)
-        self._try(layers_prefix, checkpoint)
-        self._kinds = kinds_of(checkpoint, self.architecture, self._try(prediction_layers, checkpoint) or ())
-        self.sources = self._find_experts() if is_served else {}
-        self.linears = (self._try(find_linears, checkpoint, self._check) if is_served else None) or {}
-        if is_served:
-            self._try(check_layers_behind, checkpoint, self._check)
-            self._try(self._check_tensors)
+        self.layout: ModelLayout | None = None if self._sentences and is_served else self._try(describe, checkpoint)
+        self.sources: dict[str, ExpertSource] = {}
+        self.linears = {}
+        if self.layout is not None and is_served:
+            found = {e.module: self._try(find_experts, checkpoint, e, scheme) for e in self.layout.experts}
+            self.sources = {module: source for module, source in found.items() if source is not None}
+            self.linears = self._try(quantized_linears, checkpoint, self.layout) or {}
+            self._try(check_model, self.layout, self.sources.values(), self.linears, self._check)
+        self._module_of = self._experts_tensors()
+        self._kinds = kinds_of(checkpoint, self.layout, self._module_of)
         self.parts = self._parts()
 
     def _try(self, function: Callable[_P, _T], *arguments: _P.args, **named: _P.kwargs) -> _T | None:
@@ -92,24 +77,22 @@ class Survey:
         lists = (self._check.missing, self._check.wrong, self._check.extra, self._sentences)
         return Problems(*(list(dict.fromkeys(found)) for found in lists))  # two checks may find the same
 
-    def _find_experts(self) -> dict[str, ExpertSource]:
-        """The experts of every layer that has them where they should be, by the prefix of their names on disk."""
-        if self.facts is None or self.architecture is None:
-            return {}
-        architecture, facts = self.architecture, self.facts
-        found = {
-            module: self._try(find_experts, self.checkpoint, architecture, module, facts, self._scheme)
-            for module in self._try(expert_modules, self.checkpoint, architecture, facts) or ()
-        }
-        sources = {module: source for module, source in found.items() if source is not None}
-        check_experts(architecture, sources, self._check)
-        return {source.prefix: source for source in sources.values()}
+    def _experts_tensors(self) -> dict[str, str]:
+        """Tensors of routed experts -> the module that they belong to."""
+        found: dict[str, str] = {}
+        for module, source in self.sources.items():
+            check = TensorCheck(self.checkpoint)
+            source.check(check)
+            found |= dict.fromkeys(check.expected, module)
+        for name in self.checkpoint.names:  # those of experts that were not found, or have too many tensors
+            if name not in found and self._is_of_experts(name):
+                found[name] = name[: EXPERT.search(name).end()].removesuffix(".")  # type: ignore[union-attr]
+        return found
 
-    def _check_tensors(self) -> None:
-        tensors = ModelTensors(self.checkpoint, self.config, self.architecture, self._kinds, self.linears, self._check)
-        tensors.check_modules()
-        if self.architecture is not None and self.facts is not None:
-            tensors.check_model(self.architecture, self.facts, layers_prefix(self.checkpoint))
+    def _is_of_experts(self, name: str) -> bool:
+        layout = self.layout
+        known = layout is not None and (name in layout.routers or name in layout.tensors or name in layout.left_out)
+        return not known and EXPERT.search(name) is not None
 
     # ---- what is there ---------------------------------------------------------------------------------------------
 
@@ -118,9 +101,7 @@ class Survey:
         modules: dict[tuple[str, str | None, str], set[str]] = defaultdict(set)
         float_bytes = cpu.float_dtype()[0].itemsize
         for name, kind in self._kinds.items():
-            info, module = self.checkpoint.info(name), name.rpartition(".")[0]
-            if kind == "experts" and (match := EXPERT.search(name)) is not None:
-                module = name[: match.end()].removesuffix(".")
+            info, module = self.checkpoint.info(name), self._module_of.get(name, name.rpartition(".")[0])
             key = (kind, *self._scheme_and_format(module))
             part = parts.setdefault(key, Part(*key))
             modules[key].add(module)
@@ -170,21 +151,22 @@ class Survey:
         experts = [part for part in self.parts if part.kind == "experts"]
         weights = total([part.parameters for part in experts])
         dtype, reason = cpu.float_dtype()
-        facts, problems = self.facts, self.problems
+        layout, problems, config = self.layout, self.problems, self.checkpoint.text_config
+        first = layout.experts[0] if layout is not None and layout.experts else None
         return {
             "folder": str(self.checkpoint.folder),
             "files": len(self.checkpoint.files),
-            "model_type": self.config.get("model_type"),
-            "layers": self.config.get("num_hidden_layers"),
-            "hidden_size": self.config.get("hidden_size"),
+            "model_type": config.get("model_type") if layout is None else layout.model_type,
+            "layers": config.get("num_hidden_layers") if layout is None else layout.layer_count,
+            "hidden_size": config.get("hidden_size") if layout is None else layout.hidden_size,
             "experts": None
-            if facts is None
+            if layout is None or first is None
             else {
-                "layers": len(facts.layers),
-                "count": facts.expert_count,
-                "per_token": facts.topk,
-                "intermediate_size": facts.intermediate_size,
-                "activation": str(facts.activation),
+                "layers": len(layout.experts),
+                "count": first.shape.expert_count,
+                "per_token": first.per_token,
+                "intermediate_size": first.shape.intermediate_size,
+                "activation": str(first.shape.activation),
                 "disk_bits_per_weight": bits_per_weight(sum(part.disk_bytes for part in experts), weights),
                 "memory_bits_per_weight": bits_per_weight(total([part.memory_bytes for part in experts]), weights),
             },

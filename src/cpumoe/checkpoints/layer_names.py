@@ -6,22 +6,11 @@ import re
 from collections import Counter
 from typing import TypeGuard
 
-from cpumoe.checkpoints.architectures import Architecture
-from cpumoe.checkpoints.checkpoint import LAYER, Checkpoint, TensorCheck
+from cpumoe.checkpoints.checkpoint import LAYER, Checkpoint
 from cpumoe.errors import CheckpointError
 
 #: Names of routed experts and of what is inside them; shared ones have another name.
 EXPERT = re.compile(r"(^|\.)experts(\.|$)")
-
-
-def architecture_if_needed(checkpoint: Checkpoint) -> Architecture | None:
-    """The architecture; None for one that is not in the table and has no experts, and so needs no entry there."""
-    try:
-        return checkpoint.architecture
-    except CheckpointError:
-        if any(map(EXPERT.search, checkpoint.names)):
-            raise
-        return None
 
 
 def layers_prefix(checkpoint: Checkpoint) -> str:
@@ -46,22 +35,6 @@ def prediction_layers(checkpoint: Checkpoint) -> tuple[str, ...]:
     joining = (LAYER.match(name) for name in checkpoint.names if ".eh_proj." in name)
     found = {match[0]: int(match[2]) for match in joining if match and match[1] == prefix}
     return tuple(layer for layer, number in found.items() if layers <= number < layers + further)
-
-
-def check_layers_behind(checkpoint: Checkpoint, check: TensorCheck) -> None:
-    """Adds the tensors of layers behind the last one to ``check``, except those of layers that predict further tokens.
-
-    transformers leaves out some by their number alone, and a num_hidden_layers that is too small would cut a model.
-    """
-    layers = checkpoint.text_config.get("num_hidden_layers")
-    if not _is_count(layers):
-        return
-    prefix, left_out = layers_prefix(checkpoint), prediction_layers(checkpoint)
-    for name in sorted(checkpoint.names):
-        match = LAYER.match(name)
-        behind = match is not None and match[1] == prefix and int(match[2]) >= layers
-        if behind and not name.startswith(left_out):
-            check.extra.append(name)
 
 
 def _is_count(value: object) -> TypeGuard[int]:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 
 from torch import Tensor
 
-from cpumoe.checkpoints.architectures import known_architecture
 from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck, naming
-from cpumoe.checkpoints.layer_names import EXPERT, prediction_layers
 from cpumoe.checkpoints.storage import LinearStorage, StoredTensor
 from cpumoe.checkpoints.tensor_file import FLOAT_DTYPES
 from cpumoe.errors import CheckpointError
 from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.layers.packed_weights import packed_spec
 from cpumoe.layers.quantized_experts import QuantizedWeight
-
-# A target of "Linear" in quantization_config means a class of modules, which names do not tell.
-_NOT_LINEAR = re.compile(r"vision|embed|norm$")
 
 
 class LinearSource:
@@ -99,38 +93,3 @@ def stored_weight(checkpoint: Checkpoint, name: str, storage: LinearStorage) -> 
     tensors = {suffix: checkpoint.read(f"{name}.{suffix}") for suffix in found}
     bias = tensors.pop("bias", None)
     return replace(storage.decode_plainly(tensors), bias=bias)
-
-
-def find_linears(checkpoint: Checkpoint, check: TensorCheck) -> dict[str, LinearSource]:
-    """The quantised linears that are not experts, by name: found by their tensors, with the sizes of these.
-
-    What they lack, and what they have too much, is added to ``check``. The plug-ins know a model's linears from the
-    model itself; this is for those who have the files alone.
-    """
-    quantization = checkpoint.quantization
-    if quantization is None:
-        return {}
-    architecture = known_architecture(checkpoint.config)
-    unquantized = () if architecture is None else architecture.unquantized
-    not_loaded = prediction_layers(checkpoint)
-    linears: dict[str, LinearSource] = {}
-    for tensor in checkpoint.names:
-        name, _, suffix = tensor.rpartition(".")
-        is_quantized_weight = suffix == "weight" and checkpoint.info(tensor).dtype not in FLOAT_DTYPES
-        if name in linears or not (is_quantized_weight or suffix in quantization.suffixes):
-            continue
-        storage = checkpoint.storage_of(name)
-        if storage is None or EXPERT.search(name) or _NOT_LINEAR.search(name) or name.endswith(unquantized):
-            continue
-        if name.startswith(not_loaded):
-            continue
-        rows, columns = _stored_size(checkpoint, name, storage)
-        linears[name] = LinearSource(checkpoint, name, rows, columns, storage, f"{name}.bias" in checkpoint)
-        linears[name].check(check)
-    check.nothing_else_under(*(f"{name}." for name in linears))
-    return linears
-
-
-def _stored_size(checkpoint: Checkpoint, name: str, storage: LinearStorage) -> tuple[int, int]:
-    found = checkpoint.infos_of(name, storage.tensors(1, 1))
-    return storage.size(found, lambda suffix: checkpoint.read(f"{name}.{suffix}"))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from dataclasses import replace
 
-from cpumoe.checkpoints.architectures import Architecture, ExpertsFacts, Projections
 from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck, naming
 from cpumoe.checkpoints.expert_sources import (
     FLOAT_SCHEMES,
@@ -15,9 +15,8 @@ from cpumoe.checkpoints.expert_sources import (
     FloatPerExpert,
     QuantizedPerExpert,
 )
-from cpumoe.checkpoints.formats import QUANTIZED_SUFFIXES
 from cpumoe.checkpoints.fused_sources import FusedFloat, FusedQuantized
-from cpumoe.checkpoints.layer_names import check_layers_behind, layers_prefix
+from cpumoe.checkpoints.model_layout import ExpertsLayout, FusedExperts, ModelLayout
 from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.checkpoints.tensor_file import FLOAT_DTYPES
 from cpumoe.errors import CheckpointError, UnsupportedScheme
@@ -59,46 +58,44 @@ def load_experts(source: ExpertSource, backend: str | None = None) -> Experts:
 # ---- finding them --------------------------------------------------------------------------------------------------
 
 
-def find_experts(
-    checkpoint: Checkpoint, architecture: Architecture, module: str, facts: ExpertsFacts, scheme: Scheme | None
-) -> ExpertSource:
-    """The source of a layer's experts, whatever spelling the checkpoint has them in.
+def find_experts(checkpoint: Checkpoint, layout: ExpertsLayout, scheme: Scheme | None) -> ExpertSource:
+    """The source of a layer's experts.
 
     Args:
-        checkpoint: where to look.
-        architecture: the family of the model.
-        module: name of the experts in transformers, such as ``model.layers.0.mlp.experts``.
-        facts: the sizes that config.json gives.
+        checkpoint: whose files have them.
+        layout: what they are and where.
         scheme: for float weights, what to quantise them to; None leaves them as they are, in the scheme of their dtype.
     """
-    prefixes = expert_prefixes(architecture, module)
+    shape = layout.shape
 
     def config(of: Scheme) -> MoEConfig:
-        sizes = (facts.expert_count, facts.hidden_size, facts.intermediate_size)
-        with naming(module):
-            return MoEConfig(of, *sizes, facts.activation, has_bias=architecture.has_bias)
+        sizes = (shape.expert_count, shape.hidden_size, shape.intermediate_size)
+        with naming(layout.prefix):
+            return MoEConfig(of, *sizes, shape.activation, has_bias=shape.has_bias)
 
-    whole = checkpoint.storage_of(prefixes[0])
-    if whole is not None and whole.fused:
-        if architecture.fused is None or not architecture.fused.interleaved:
-            raise UnsupportedScheme(
-                f"{module}: experts in the format {whole.format!r}, where the rows of gate and up alternate, are not "
-                f"served for the model_type {checkpoint.text_config.get('model_type')!r}; for gpt_oss they are"
-            )
-        return FusedQuantized(checkpoint, prefixes[0], config(whole.scheme), True, whole)
-    if architecture.fused is not None:
-        fused = next((prefix for prefix in prefixes if f"{prefix}.gate_up_proj" in checkpoint), None)
-        if fused is not None:
-            as_is = _float_scheme(checkpoint, f"{fused}.gate_up_proj")
-            return FusedFloat(checkpoint, fused, config(scheme or as_is), architecture.fused.interleaved)
-    spellings = [(prefix, names) for prefix in prefixes for names in architecture.projections]
-    found = (spelling for spelling in spellings if _has_experts(checkpoint, *spelling, facts.expert_count))
-    prefix, projections = next(found, spellings[0])
-    storage = _common_storage(checkpoint, prefix, projections, facts.expert_count)
+    if layout.fused is not None:
+        first = layout.fused.gate_up.tensors[0]
+        whole = checkpoint.storage_of(first.rpartition(".")[0])
+        if whole is not None and whole.fused:
+            return FusedQuantized(checkpoint, _as_quantized(layout), config(whole.scheme), whole)
+        return FusedFloat(checkpoint, layout, config(scheme or _float_scheme(checkpoint, first)))
+    storage = _common_storage(checkpoint, layout)
+    if storage is not None and storage.fused:
+        raise UnsupportedScheme(
+            f"{layout.prefix}: config.json says that all experts of a layer lie in one tensor ({storage.format!r}); "
+            "in the files each has linears of its own"
+        )
     if storage is not None:
-        return QuantizedPerExpert(checkpoint, prefix, projections, config(storage.scheme), storage)
-    as_is = _float_scheme(checkpoint, f"{prefix}.0.{projections.gate}.weight")
-    return FloatPerExpert(checkpoint, prefix, projections, config(scheme or as_is))
+        return QuantizedPerExpert(checkpoint, layout, config(storage.scheme), storage)
+    as_is = _float_scheme(checkpoint, f"{layout.linears[0][0]}.weight")
+    return FloatPerExpert(checkpoint, layout, config(scheme or as_is))
+
+
+def _as_quantized(layout: ExpertsLayout) -> ExpertsLayout:
+    """Where quantised tensors of all experts lie: outputs come before inputs, whatever float ones do."""
+    assert layout.fused is not None
+    gate_up, down = (replace(m, transposed=False) for m in (layout.fused.gate_up, layout.fused.down))
+    return replace(layout, fused=FusedExperts(gate_up, down))
 
 
 def _float_scheme(checkpoint: Checkpoint, tensor: str) -> Scheme:
@@ -107,62 +104,34 @@ def _float_scheme(checkpoint: Checkpoint, tensor: str) -> Scheme:
     return FLOAT_SCHEMES.get(dtype, FLOAT_SCHEMES[FLOAT_DTYPES[0]])
 
 
-def _has_experts(checkpoint: Checkpoint, prefix: str, projections: Projections, expert_count: int) -> bool:
-    """Whether any expert has this spelling: a tensor of the first may be the one that is missing."""
-    linears = (f"{prefix}.{expert}.{name}" for expert in range(expert_count) for name in projections)
-    return any(f"{linear}.{suffix}" in checkpoint for linear in linears for suffix in ("weight", *QUANTIZED_SUFFIXES))
-
-
-def _common_storage(
-    checkpoint: Checkpoint, prefix: str, projections: Projections, expert_count: int
-) -> LinearStorage | None:
+def _common_storage(checkpoint: Checkpoint, layout: ExpertsLayout) -> LinearStorage | None:
     """How all linears of a layer's experts are stored; a layer that mixes several is refused."""
     if checkpoint.quantization is None:
         return None
     found: dict[LinearStorage | None, str] = {}
-    for expert in range(expert_count):
-        for projection in projections:
-            name = f"{prefix}.{expert}.{projection}"
+    for linears in layout.linears:
+        for name in linears:
             found.setdefault(checkpoint.storage_of(name), name)
     if len(found) > 1:
         text = ", ".join(f"{name} {'float' if s is None else s.scheme}" for s, name in found.items())
-        raise CheckpointError(f"{prefix}: experts of one layer have different schemes ({text}); one scheme is served")
+        raise CheckpointError(
+            f"{layout.prefix}: experts of one layer have different schemes ({text}); one scheme is served"
+        )
     return next(iter(found))
 
 
-def experts_of(checkpoint: Checkpoint, scheme: Scheme | None = None) -> dict[str, ExpertSource]:
-    """The experts of every layer by their names in transformers, from what config.json says.
+def experts_of(checkpoint: Checkpoint, layout: ModelLayout, scheme: Scheme | None = None) -> dict[str, ExpertSource]:
+    """The experts of every layer by their names in the model.
 
     All tensors that belong to them are checked; raises CheckpointError with the names of those that are missing, of
     another shape, or too many. Float weights are quantised to ``scheme``, or stay as they are without one.
     """
-    architecture, facts = checkpoint.architecture, checkpoint.facts
-    sources = {
-        module: find_experts(checkpoint, architecture, module, facts, scheme)
-        for module in expert_modules(checkpoint, architecture, facts)
-    }
+    sources = {experts.module: find_experts(checkpoint, experts, scheme) for experts in layout.experts}
     check = TensorCheck(checkpoint)
-    check_experts(architecture, sources, check)
-    check_layers_behind(checkpoint, check)
-    check.raise_problems()
-    return sources
-
-
-def expert_modules(checkpoint: Checkpoint, architecture: Architecture, facts: ExpertsFacts) -> list[str]:
-    """Names of the experts of all layers, as transformers would have them inside this checkpoint."""
-    prefix = layers_prefix(checkpoint)
-    return [f"{prefix}{layer}.{architecture.experts_paths[0]}" for layer in facts.layers]
-
-
-def check_experts(architecture: Architecture, sources: Mapping[str, ExpertSource], check: TensorCheck) -> None:
-    """All that is wrong with the tensors of some layers' experts, given by module, and with what lies beside them."""
     for source in sources.values():
         source.check(check)
-    prefixes = (prefix for module in sources for prefix in expert_prefixes(architecture, module))
-    check.nothing_else_under(*(f"{prefix}." for prefix in prefixes))
-
-
-def expert_prefixes(architecture: Architecture, module: str) -> list[str]:
-    """Where files may have the experts that transformers names ``module``."""
-    layer = module.removesuffix(architecture.experts_paths[0])
-    return [layer + path for path in architecture.experts_paths]
+    linears = {name for source in sources.values() for names in source.layout.linears for name in names}
+    check.extra += layout.unexpected
+    check.extra += [n for n in checkpoint.names if n not in check.expected and n.rpartition(".")[0] in linears]
+    check.raise_problems()
+    return sources

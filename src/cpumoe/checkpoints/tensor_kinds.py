@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 
-from cpumoe.checkpoints.architectures import Architecture
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.layer_names import EXPERT
+from cpumoe.checkpoints.model_layout import ModelLayout
 
 NOT_LOADED = "not loaded"
 OTHER = "other"
-# The first pattern that fits a name decides. Routers come before these: the table of architectures has their names.
+VISION = "images and sound"
+# The first pattern that fits a name decides.
 _PATTERNS = tuple(
     (kind, re.compile(pattern))
     for kind, pattern in (
-        (NOT_LOADED, r"vision|multi_modal_projector|rotary_emb\.inv_freq$"),
+        (VISION, r"vision|visual|audio|multi_modal_projector"),
         ("experts", EXPERT.pattern),
         ("norms", r"norm\w*\.(weight|bias)$"),
         ("shared experts", r"\.shared_experts?\."),
-        ("attention", r"\.(self_attn|attn|attention)\."),
+        ("attention", r"\.(self_attn|attn|attention|linear_attn|mamba|conv)\."),
         ("dense mlp", r"\.(mlp|feed_forward|block_sparse_moe)\."),
         ("embeddings", r"(^|\.)embed_tokens\."),
         ("lm_head", r"(^|\.)lm_head\."),
@@ -33,22 +35,24 @@ ORDER = (
     "embeddings",
     "lm_head",
     "norms",
+    VISION,
     OTHER,
     NOT_LOADED,
 )
-LINEARS = ("shared experts", "attention", "dense mlp", "lm_head")  # whose weights a tool may quantise
-PER_MLP = ("shared experts", "dense mlp", "router")  # what layers with experts and layers without differ in
 
 
-def kind_of(tensor: str, architecture: Architecture | None) -> str:
-    module = tensor.rpartition(".")[0]
-    if architecture is not None and module.endswith(architecture.unquantized):
-        return "router"
-    return next((kind for kind, pattern in _PATTERNS if pattern.search(tensor)), OTHER)
+def kinds_of(checkpoint: Checkpoint, layout: ModelLayout | None, experts: Collection[str]) -> dict[str, str]:
+    """Tensor -> its kind; ``experts``: names of those that belong to routed experts."""
+    routers = frozenset() if layout is None else layout.routers
+    left_out = frozenset() if layout is None else layout.left_out
 
+    def kind(name: str) -> str:
+        if name in left_out:
+            return NOT_LOADED
+        if name in experts:
+            return "experts"
+        if name in routers:
+            return "router"
+        return next((kind for kind, pattern in _PATTERNS if pattern.search(name)), OTHER)
 
-def kinds_of(checkpoint: Checkpoint, architecture: Architecture | None, not_loaded: tuple[str, ...]) -> dict[str, str]:
-    """Tensor -> its kind. ``not_loaded``: what the names of further tensors start with that are left where they are."""
-    return {
-        name: NOT_LOADED if name.startswith(not_loaded) else kind_of(name, architecture) for name in checkpoint.names
-    }
+    return {name: kind(name) for name in checkpoint.names}

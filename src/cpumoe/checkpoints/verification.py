@@ -14,9 +14,10 @@ from torch import Tensor
 
 from cpumoe.checkpoints.checkpoint import LAYER, Checkpoint, TensorCheck
 from cpumoe.checkpoints.expert_sources import ExpertSource
-from cpumoe.checkpoints.layer_names import architecture_if_needed
-from cpumoe.checkpoints.linear_sources import LinearSource, find_linears
+from cpumoe.checkpoints.linear_sources import LinearSource
 from cpumoe.checkpoints.loading import experts_of, load_experts
+from cpumoe.checkpoints.model_layout import Describe
+from cpumoe.checkpoints.model_tensors import check_model, quantized_linears
 from cpumoe.checkpoints.storage import LinearStorage, refuse_stored_input_scales
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers import reference
@@ -62,9 +63,8 @@ class Result:
 
 
 def _packed_expert(experts: Experts, expert: int) -> list[QuantizedWeight]:
-    """Gate, up and down of one expert, out of the packed weights."""
-    part = experts.quantized(expert, 1)[0]
-    return [*part.gate_up.halves(), part.down]
+    """Gate, up and down of one expert, or up and down, out of the packed weights."""
+    return experts.quantized(expert, 1)[0].linears(gated=bool(experts.config.activation.gated))
 
 
 # ---- comparing -----------------------------------------------------------------------------------------------------
@@ -179,9 +179,7 @@ def _run(result: Result, call: Callable[[slice], Tensor], truth: Callable[[slice
         _judge(result, call(rows), truth(rows), tolerance)
 
 
-def _check_experts(
-    result: Result, checkpoint: Checkpoint, source: ExpertSource, tokens: int | None, tolerance: float | None
-) -> None:
+def _check_experts(result: Result, source: ExpertSource, tokens: int | None, tolerance: float | None) -> None:
     config = source.config
     experts: Experts | None = None
     try:
@@ -211,11 +209,12 @@ def _check_experts(
         again = expert in compared_experts
         weights = source.stored_expert(expert).values() if again else compared(expert)
         compared_experts.add(expert)
-        gate, up, down = map(reference.dense, weights)
-        return reference.expert(inputs, reference.stacked(gate, up), down, config.activation, held)
+        *first, down = map(reference.dense, weights)
+        gate_up = reference.stacked(*first) if len(first) == 2 else first[0]
+        return reference.expert(inputs, gate_up, down, config.activation, held)
 
     held = held_activations(config.scheme)
-    topk = min(config.local_experts, checkpoint.architecture.facts(checkpoint.text_config).topk)
+    topk = min(config.local_experts, source.layout.per_token)
     count = tokens or max(_FEWEST_TOKENS, 2 + math.ceil(config.local_experts / topk))  # two are special
     x, (ids, weights) = _inputs(count, config.hidden_size), _routing(count, config.local_experts, topk)
     layer = experts
@@ -255,7 +254,12 @@ Step = tuple[Result, Callable[[Result], None]]
 
 
 def checks_of(
-    checkpoint: Checkpoint, scheme: Scheme | None, tokens: int | None, tolerance: float | None, wanted: list[int] | None
+    checkpoint: Checkpoint,
+    describe: Describe,
+    scheme: Scheme | None,
+    tokens: int | None,
+    tolerance: float | None,
+    wanted: list[int] | None,
 ) -> dict[str, list[Step]]:
     """Layer -> what is to be checked in it. All tensors are known to be there when this returns."""
     is_float = checkpoint.quantization is None
@@ -267,14 +271,16 @@ def checks_of(
         raise UnsupportedScheme(f"--scheme {scheme} for a checkpoint that is quantised already; leave it out")
     if scheme is not None:
         refuse_stored_input_scales(scheme)
-    check = TensorCheck(checkpoint)
-    linears = find_linears(checkpoint, check)
+    layout, check = describe(checkpoint), TensorCheck(checkpoint)
+    sources, linears = experts_of(checkpoint, layout, scheme).values(), quantized_linears(checkpoint, layout)
+    check_model(layout, sources, linears, check)
     check.raise_problems()
     steps: dict[str, Step] = {}
-    if architecture_if_needed(checkpoint) is not None:
-        for name, source in experts_of(checkpoint, scheme).items():
-            run = partial(_check_experts, checkpoint=checkpoint, source=source, tokens=tokens, tolerance=tolerance)
-            steps[name] = (Result(name, "experts", str(source.config.scheme)), run)
+    for source in sources:
+        run = partial(_check_experts, source=source, tokens=tokens, tolerance=tolerance)
+        first = source.linear_names(0)[0]
+        name = source.prefix if source.prefix not in steps else f"{source.prefix} from {first}"
+        steps[name] = (Result(name, "experts", str(source.config.scheme)), run)
     for name, linear in linears.items():
         run = partial(_check_linear, source=linear, tokens=tokens, tolerance=tolerance)
         steps[name] = (Result(name, "linear", str(linear.storage.scheme)), run)

@@ -11,10 +11,10 @@ from pathlib import Path
 import torch
 
 from cpumoe import cpu
-from cpumoe.checkpoints.architectures import known_architecture
 from cpumoe.checkpoints.checkpoint import INT8_ACTIVATIONS, Checkpoint
 from cpumoe.checkpoints.hub import NotDownloaded, find_model
 from cpumoe.errors import UnsupportedScheme
+from cpumoe.integrations.transformers.describing import describe
 from cpumoe.layers.scheme import Scheme
 
 #: The value of ``--scheme`` and ``--linears`` that leaves weights in float.
@@ -97,9 +97,8 @@ def check_scheme_fits(option: str, scheme: Scheme, hidden: int, intermediate: in
 
 def check_scheme_fits_model(scheme: str, checkpoint: Checkpoint) -> None:
     """Refuses a scheme for experts whose sizes its groups do not divide."""
-    if known_architecture(checkpoint.config) is not None:  # other models are refused later, or have no experts
-        facts = checkpoint.facts
-        check_scheme_fits(f"--scheme {scheme}", Scheme.parse(scheme), facts.hidden_size, facts.intermediate_size)
+    for shape in {experts.shape for experts in describe(checkpoint).experts}:
+        check_scheme_fits(f"--scheme {scheme}", Scheme.parse(scheme), shape.hidden_size, shape.intermediate_size)
 
 
 def refuse_given(arguments: argparse.Namespace, reason: str, *names: str) -> None:

@@ -21,6 +21,7 @@ from cpumoe.checkpoints.verification import (
 from cpumoe.cli.arguments import add_download, add_model, find_models, instruction_set, scheme_name
 from cpumoe.errors import printable
 from cpumoe.evaluation.selftest import using_isa
+from cpumoe.integrations.transformers.describing import describe
 from cpumoe.layers.scheme import Scheme
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     scheme = None if arguments.scheme is None else Scheme.parse(arguments.scheme)
     using = nullcontext() if arguments.isa is None else using_isa(arguments.isa)
     with Checkpoint.open(arguments.model) as checkpoint, using:
-        layers = checks_of(checkpoint, scheme, arguments.tokens, arguments.tolerance, arguments.layers)
+        layers = checks_of(checkpoint, describe, scheme, arguments.tokens, arguments.tolerance, arguments.layers)
         found = []
         for layer, results in run_checks(layers):
             found.append({"layer": layer, "agrees": not any(r.problems for r in results), "modules": results})

@@ -24,6 +24,7 @@ from cpumoe.cli.arguments import (
     size_in_features,
 )
 from cpumoe.errors import NoBackend
+from cpumoe.integrations.transformers.describing import describe
 from cpumoe.layers.activation import KINDS, Activation
 from cpumoe.layers.backends import explain, select_backend, serving_matrix
 from cpumoe.layers.config import MoEConfig
@@ -110,7 +111,7 @@ def _layers(arguments: argparse.Namespace) -> dict[MoEConfig, int]:
     arguments.model = what
     find_models(arguments, "model")
     with Checkpoint.open(arguments.model, arguments.activations) as checkpoint:
-        found = Counter(source.config for source in experts_of(checkpoint).values())
+        found = Counter(source.config for source in experts_of(checkpoint, describe(checkpoint)).values())
     if not found:
         raise ValueError(f"{arguments.what} has no quantised experts; name a scheme instead, such as w4a8-g128")
     return found

@@ -10,7 +10,7 @@ from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.inspection import Survey
 from cpumoe.cli.arguments import add_download, add_model, find_models, scheme_name
 from cpumoe.errors import printable
-from cpumoe.integrations.transformers.model_config import completed_config
+from cpumoe.integrations.transformers.describing import describe
 from cpumoe.layers.scheme import Scheme
 from cpumoe.tables import aligned, size_text
 
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     find_models(arguments, "model")
     scheme = None if arguments.scheme is None else Scheme.parse(arguments.scheme)
     with Checkpoint.open(arguments.model) as checkpoint:
-        facts = Survey(checkpoint, scheme, completed_config).to_json()
+        facts = Survey(checkpoint, describe, scheme).to_json()
     print(json.dumps(facts, indent=1) if arguments.json else report(facts))
     return 0 if facts["loads"] else 1
 

@@ -12,7 +12,6 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cpumoe.checkpoints.architectures import known_architecture
 from cpumoe.checkpoints.checkpoint import read_json
 from cpumoe.cli.arguments import find_models
 from cpumoe.cli.model_arguments import add_model_arguments, load_chosen_model
@@ -151,5 +150,6 @@ def _serve(arguments: argparse.Namespace, listener: socket.socket) -> bool:
 
 
 def _has_plain_attention(folder: Path) -> bool:
-    architecture = known_architecture(read_json(folder / "config.json"))
-    return architecture is not None and architecture.plain_attention
+    from cpumoe.integrations.transformers.model_classes import config_of, has_plain_attention
+
+    return has_plain_attention(config_of(read_json(folder / "config.json")))

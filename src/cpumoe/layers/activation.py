@@ -19,13 +19,16 @@ class Activation:
     Gated: ``f(gate) * up`` with ``gate_up`` of 2I rows. Not gated: ``f(x)`` with I rows; that is what ``relu2`` and
     the names with ``_no_mul`` behind them (``silu_no_mul``, ...) mean unless ``gated`` says otherwise.
     ``alpha`` and ``limit`` belong to ``swiglu_oai`` (gate <= limit, up within +-limit,
-    ``gate * sigmoid(alpha * gate) * (up + 1)``); ``limit`` also to ``swiglu_step`` (silu(gate) and up clamped).
+    ``gate * sigmoid(alpha * gate) * (up + 1)``); ``limit`` also to ``swiglu_step`` (silu(gate) and up clamped), where
+    silu(gate) may have a ``gate_limit`` of its own. ``silu(min(gate, L))`` is ``swiglu_step`` with ``gate_limit``
+    silu(L), since silu grows where it is positive.
     """
 
     name: str = "silu"
     gated: bool | None = None  # None: as the name says
     alpha: float = 1.702
     limit: float = 7.0
+    gate_limit: float | None = None  # None: the same as limit
 
     def __post_init__(self) -> None:
         plain = self.name.removesuffix(_UNGATED_SUFFIX)
@@ -42,6 +45,10 @@ class Activation:
             raise ValueError(f"activation {self.name!r} needs a gate; gated=True is accepted")
         if not self.limit > 0:
             raise ValueError(f"activation limit={self.limit}; a positive number is accepted")
+        if self.gate_limit is not None and (self.name != "swiglu_step" or not self.gate_limit > 0):
+            raise ValueError(
+                f"activation {self.name!r} with gate_limit={self.gate_limit}; swiglu_step takes a positive one"
+            )
 
     @classmethod
     def of(cls, value: str | Activation) -> Activation:
@@ -50,6 +57,13 @@ class Activation:
     @property
     def kind(self) -> int:
         return KINDS[self.name]
+
+    @property
+    def parameters(self) -> tuple[float, float]:
+        """The two numbers that the kernel takes: alpha, or the limit of silu(gate), and the limit."""
+        if self.name == "swiglu_step":
+            return (self.limit if self.gate_limit is None else self.gate_limit), self.limit
+        return self.alpha, self.limit
 
     def gate_up_rows(self, intermediate_size: int) -> int:
         """Rows of ``gate_up`` for an intermediate size."""

@@ -180,8 +180,7 @@ class NativeBackend(Backend):
             tensors["down_packed"],
             activation.kind,
             bool(activation.gated),
-            activation.alpha,
-            activation.limit,
+            *activation.parameters,
             apply_router_weight_on_input,
             fp32_out,
         )

@@ -152,6 +152,10 @@ class QuantizedExperts:
             gate_up = replace(by_rows, **changed)
         return QuantizedExperts(gate_up, down)
 
+    def linears(self, *, gated: bool) -> list[QuantizedWeight]:
+        """Gate, up and down, or up and down, of experts whose gate rows come before their up rows."""
+        return [*(self.gate_up.halves() if gated else (self.gate_up,)), self.down]
+
     @staticmethod
     def joined(parts: list[QuantizedExperts]) -> QuantizedExperts:
         """Experts one after another; all of the same kind."""

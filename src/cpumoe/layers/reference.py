@@ -60,7 +60,7 @@ def apply_activation(h: Tensor, activation: Activation) -> Tensor:
         return gate * torch.sigmoid(activation.alpha * gate) * (up + 1)
     if activation.name == "swiglu_step":
         assert up is not None  # swiglu_step is always gated
-        return F.silu(gate).clamp(max=limit) * up.clamp(-limit, limit)
+        return F.silu(gate).clamp(max=activation.parameters[0]) * up.clamp(-limit, limit)
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "silu": F.silu,
         "gelu": F.gelu,

@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from cpumoe.checkpoints.checkpoint import INDEX_FILE, Checkpoint
 from cpumoe.checkpoints.formats.compressed_storages import INTEGER_FORMATS
+from cpumoe.checkpoints.model_layout import Describe
 from cpumoe.checkpoints.storage import refuse_stored_input_scales
 from cpumoe.checkpoints.tensor_file import TensorFile, TensorFileWriter
 from cpumoe.errors import UnsupportedScheme
@@ -75,6 +76,7 @@ def quantize_folder(
     linears: Scheme | str | None,
     format: str,
     calibration: Calibration | None,
+    describe: Describe,
 ) -> QuantizationReport:
     """Does what :func:`cpumoe.quantize_checkpoint` describes; ``calibration`` is ready to run."""
     scheme = Scheme.parse(scheme)
@@ -112,13 +114,13 @@ def quantize_folder(
                 f"{src} is quantised already; a float checkpoint is accepted: "
                 f"cpumoe quantize FLOAT_MODEL {dst} --scheme {scheme}"
             )
-        plan = QuantizationPlan(checkpoint, scheme, linear_scheme, format)
-        fused = checkpoint.architecture.fused
-        if fused is not None and fused.interleaved:
+        layout = describe(checkpoint)
+        plan = QuantizationPlan(checkpoint, layout, scheme, linear_scheme, format)
+        if any(experts.fused is not None for experts in layout.experts):
             _log.warning(
                 "transformers without cpumoe knows experts of %s in one tensor only, and would make up those of %s; "
                 "load it with cpumoe.load_model, or import cpumoe first",
-                checkpoint.text_config["model_type"],
+                layout.model_type,
                 dst,
             )
         # The text is read before anything is written: a bad text must leave no unfinished work behind.
@@ -171,8 +173,9 @@ def _quantize_layers(
         with LayerWriter(layer, path, report, watch) as writer:
             for name in layer.linears:
                 writer.quantize_linear(name, None)
-            for expert in range(layer.num_experts):
-                writer.quantize_expert(expert, None)
+            for source in layer.experts:
+                for expert in range(source.config.local_experts):
+                    writer.quantize_expert(source, expert, None)
     return report
 
 

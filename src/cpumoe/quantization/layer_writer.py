@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpumoe.checkpoints.expert_sources import Buffers
+from cpumoe.checkpoints.expert_sources import Buffers, FloatExpertSource
 from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.checkpoints.tensor_file import TensorFileWriter
 from cpumoe.layers import reference
@@ -31,7 +31,7 @@ class LayerWriter:
         self._layer = layer
         self._watch = watch
         self._report = report
-        self._counts: dict[str, Any] = {"matrices": 0, "calibrated": 0, "uncovered": []}
+        self._counts: dict[str, Any] = {"matrices": 0, "calibrated": 0, "uncovered": {}}
         self._buffers = Buffers()
         self._path = path
         self._writer = TensorFileWriter(path, layer.stored(), {"format": "pt"})
@@ -67,30 +67,30 @@ class LayerWriter:
             self._writer.write(f"{name}.bias", self._layer.checkpoint.read(f"{name}.bias"))
         return reference.dequantize(quantized)
 
-    def quantize_expert(self, expert: int, inputs: Tensor | None, others: Tensor | None = None) -> Tensor | None:
+    def quantize_expert(
+        self, source: FloatExpertSource, expert: int, inputs: Tensor | None, others: Tensor | None = None
+    ) -> Tensor | None:
         """Quantises and writes the next expert; with inputs [rows, H], returns its outputs [rows, H] fp32.
 
         ``others`` [tokens, H] are all inputs of the layer's experts: they tell what an expert with few tokens may get.
         """
-        source, storage = self._layer.expert_source, self._layer.expert_storage
-        assert source is not None  # the caller has counted its experts
-        config, inner = source.config, source.config.intermediate_size
+        storage, config, inner = self._layer.expert_storage, source.config, source.config.intermediate_size
         gate_up, down, gate_up_bias, down_bias = source.read_float(expert, 1, self._buffers)
-        gate_name, up_name, down_name = source.linear_names(expert)
+        *first_names, down_name = source.linear_names(expert)
         seen = None if inputs is None else InputStatistics(config.hidden_size)
         if seen is not None and inputs is not None:
             seen.add(inputs)
             if not seen.sufficient and takes_statistics(config.scheme):
-                self._counts["uncovered"].append(expert)
-        first = self._quantized(gate_up[0], seen, config.scheme, gate_name)
+                self._counts["uncovered"].setdefault(source.prefix, []).append(expert)
+        first = self._quantized(gate_up[0], seen, config.scheme, first_names[0])
         if others is not None:
             first = self._with_input_scale(first, others.abs().amax(), config.scheme)
         biases = None if gate_up_bias is None else gate_up_bias[0].to(torch.float32)
-        gate, up = first.halves()
-        for name, weight, rows in ((gate_name, gate, slice(0, inner)), (up_name, up, slice(inner, None))):
+        parts = first.halves() if config.activation.gated else (first,)
+        for place, (name, weight) in enumerate(zip(first_names, parts, strict=True)):
             self._write(storage, name, weight)
             if biases is not None:
-                self._writer.write(f"{name}.bias", biases[rows])
+                self._writer.write(f"{name}.bias", biases[place * inner : (place + 1) * inner])
         second_bias = None if down_bias is None else down_bias[0].to(torch.float32)
         hidden: Tensor | None = None
         if inputs is not None and seen is not None:

@@ -7,12 +7,13 @@ from typing import Any, cast
 
 import torch
 
-from cpumoe.checkpoints.checkpoint import Checkpoint
-from cpumoe.checkpoints.expert_sources import FloatExpertSource
+from cpumoe.checkpoints.checkpoint import LAYER, Checkpoint, TensorCheck
+from cpumoe.checkpoints.expert_sources import ExpertSource, FloatExpertSource
 from cpumoe.checkpoints.formats.compressed_storages import storage_for
 from cpumoe.checkpoints.formats.compressed_tensors import write_config
 from cpumoe.checkpoints.layer_names import layers_prefix
 from cpumoe.checkpoints.loading import experts_of
+from cpumoe.checkpoints.model_layout import ModelLayout
 from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES
 from cpumoe.errors import CheckpointError
@@ -57,14 +58,10 @@ class PlannedLayer:
     index: int
     prefix: str  # of its names on disk, such as "model.layers.3."
     linears: dict[str, tuple[int, int]]  # name -> rows and columns
-    expert_source: FloatExpertSource | None
+    experts: tuple[FloatExpertSource, ...]  # one, none, or several groups
     copied: tuple[str, ...]
     linear_storage: LinearStorage | None
     expert_storage: LinearStorage
-
-    @property
-    def num_experts(self) -> int:
-        return 0 if self.expert_source is None else self.expert_source.config.local_experts
 
     def stored(self) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Dtype and shape of every tensor in this layer's file, in the order in which they are written."""
@@ -75,17 +72,14 @@ class PlannedLayer:
             out |= _announced(self.linear_storage, name, rows, columns, scale)
             if f"{name}.bias" in self.checkpoint:
                 out |= _announced_copy(self.checkpoint, f"{name}.bias")
-        if self.expert_source is not None:
-            config, bias = self.expert_source.config, self.expert_source.config.has_bias
+        for source in self.experts:
+            config = source.config
             for expert in range(config.local_experts):
-                gate, up, down = self.expert_source.linear_names(expert)
-                for name, rows, columns in (
-                    (gate, config.intermediate_size, config.hidden_size),
-                    (up, config.intermediate_size, config.hidden_size),
-                    (down, config.hidden_size, config.intermediate_size),
-                ):
+                *first, down = source.linear_names(expert)
+                sizes = [(name, config.intermediate_size, config.hidden_size) for name in first]
+                for name, rows, columns in (*sizes, (down, config.hidden_size, config.intermediate_size)):
                     out |= _announced(self.expert_storage, name, rows, columns, config.scale_dtype)
-                    if bias:
+                    if config.has_bias:
                         out[f"{name}.bias"] = (torch.float32, (rows,))
         for name in self.copied:
             out |= _announced_copy(self.checkpoint, name)
@@ -95,21 +89,21 @@ class PlannedLayer:
         """Adds what was counted while this layer was quantised."""
         report.matrices += counts["matrices"]
         report.calibrated += counts["calibrated"]
-        if counts["uncovered"] and self.expert_source is not None:
-            report.uncovered[self.expert_source.prefix] = counts["uncovered"]
+        report.uncovered |= counts["uncovered"]
 
 
 class QuantizationPlan:
     """The whole checkpoint, divided into its decoder layers and the tensors outside of them."""
 
-    def __init__(self, checkpoint: Checkpoint, scheme: Scheme, linears: Scheme | None, format_name: str) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, layout: ModelLayout, scheme: Scheme, linears: Scheme | None, format_name: str
+    ) -> None:
         self.checkpoint = checkpoint
+        self.layout = layout
         self.expert_storage = storage_for(scheme, format_name)
         self.linear_storage = None if linears is None else storage_for(linears, format_name)
-        architecture = checkpoint.architecture
-        prefix = layers_prefix(checkpoint)
-        sources = {source.prefix: source for source in experts_of(checkpoint, scheme).values()}
-        count = int(checkpoint.text_config["num_hidden_layers"])
+        sources = experts_of(checkpoint, layout, scheme)
+        prefix, count = self._layers()
         by_layer: dict[int, list[str]] = {index: [] for index in range(count)}
         self.outside: list[str] = []
         for name in sorted(checkpoint.names):
@@ -123,29 +117,41 @@ class QuantizationPlan:
             layer_prefix = f"{prefix}{index}."
             if not names:
                 raise CheckpointError(f"{checkpoint.folder}: there is no tensor of layer {index} ({layer_prefix}*)")
-            source = next((s for p, s in sources.items() if p.startswith(layer_prefix)), None)
-            rest = [n for n in names if source is None or not n.startswith(f"{source.prefix}.")]
-            matrices = [n.removesuffix(".weight") for n in rest if self._is_matrix(n)]
+            experts = [source for source in sources.values() if source.prefix.startswith(layer_prefix)]
+            read = set(names) & {name for source in experts for name in _tensors_of(source)}
             chosen: dict[str, tuple[int, int]] = {}
-            for name in matrices:
-                rows, columns = checkpoint.info(f"{name}.weight").shape
-                if linears is None or name.endswith(architecture.unquantized) or not linears.fits(columns):
+            for name in (n.removesuffix(".weight") for n in names if n not in read and self._is_matrix(n)):
+                linear = layout.linears.get(name)
+                if linears is None or linear is None or not linear.may_be_packed or not linears.fits(linear.columns):
                     self.left_in_float.append(name)
                 else:
-                    chosen[name] = (rows, columns)
-            done = {f"{name}.{part}" for name in chosen for part in ("weight", "bias")}
+                    chosen[name] = (linear.rows, linear.columns)
+            done = read | {f"{name}.{part}" for name in chosen for part in ("weight", "bias")}
             self.layers.append(
                 PlannedLayer(
                     checkpoint,
                     index,
                     layer_prefix,
                     chosen,
-                    cast("FloatExpertSource | None", source),
-                    tuple(n for n in rest if n not in done),
+                    cast("tuple[FloatExpertSource, ...]", tuple(experts)),
+                    tuple(n for n in names if n not in done),
                     self.linear_storage,
                     self.expert_storage,
                 )
             )
+
+    def _layers(self) -> tuple[str, int]:
+        """What the names of the decoder layers start with in the files, and how many there are."""
+        places = [*self.layout.linears, *self.layout.tensors]
+        if self.layout.experts:
+            match = LAYER.match(self.layout.experts[0].prefix)
+            prefix = "" if match is None else match[1]
+        else:
+            prefix = layers_prefix(self.checkpoint)
+        numbers = [int(m[2]) for name in places if (m := LAYER.match(name)) is not None and m[1] == prefix]
+        if not numbers:
+            raise CheckpointError(f"{self.checkpoint.folder}: no tensor belongs to a decoder layer (model.layers.N.)")
+        return prefix, 1 + max(numbers)
 
     def _tied_heads(self, layers: str) -> list[str]:
         """Names of heads that have no tensor of their own. Other readers must be told not to quantise them either.
@@ -175,6 +181,12 @@ class QuantizationPlan:
             return write_config({"Linear": self.expert_storage}, self.left_in_float)
         storages = {"re:.*[.]experts[.]": self.expert_storage, "Linear": self.linear_storage}
         return write_config(storages, self.left_in_float)
+
+
+def _tensors_of(source: ExpertSource) -> set[str]:
+    check = TensorCheck(source.checkpoint)
+    source.check(check)
+    return check.expected
 
 
 def _announced(

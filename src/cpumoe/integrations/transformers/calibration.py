@@ -9,6 +9,7 @@ of the quantised experts, which give the inputs of the next layer.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,13 +17,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import PreTrainedModel
 
-from cpumoe.checkpoints.checkpoint import Checkpoint
+from cpumoe.checkpoints.checkpoint import LAYER, Checkpoint
+from cpumoe.checkpoints.expert_sources import FloatExpertSource
 from cpumoe.checkpoints.tensor_file import TensorFile, TensorFileWriter
 from cpumoe.errors import CheckpointError
-from cpumoe.integrations.transformers.llama4 import adapt_llama4
-from cpumoe.integrations.transformers.packed_modules import PendingModule, replace_module
+from cpumoe.integrations.transformers.disk_names import DiskNames
+from cpumoe.integrations.transformers.expert_modules import expert_modules, marks_of
+from cpumoe.integrations.transformers.model_classes import config_of, empty_model
+from cpumoe.integrations.transformers.packed_modules import PendingModule
+from cpumoe.integrations.transformers.special_experts import put_packed
 from cpumoe.integrations.transformers.tokenizer import load_tokenizer
 from cpumoe.quantization.calibration_text import read_sequences
 from cpumoe.quantization.gptq import InputStatistics
@@ -59,15 +64,15 @@ def calibration_ids(checkpoint: Checkpoint, text: Path, samples: int, length: in
 
 
 def _text_config(checkpoint: Checkpoint) -> Any:
-    return AutoConfig.from_pretrained(checkpoint.folder, local_files_only=True).get_text_config()
+    return config_of(checkpoint.config).get_text_config()
 
 
 class ExpertRecorder(PendingModule):
     """Takes the place of a layer's experts: records the calls, and later returns results that were made for them."""
 
-    def __init__(self, top_level: nn.Module) -> None:
+    def __init__(self, source: FloatExpertSource) -> None:
         super().__init__()
-        self.num_experts = getattr(top_level, "num_experts", None)
+        self.source = source
         self.recording = False
         self.inputs: list[Tensor] = []
         self.ids: list[Tensor] = []
@@ -87,7 +92,7 @@ class ExpertRecorder(PendingModule):
             self.weight_on_input = apply_router_weight_on_input
         return torch.zeros_like(hidden_states)
 
-    def compute_answers(self, expert: Callable[[int, Tensor, Tensor], Tensor], num_experts: int) -> None:
+    def compute_answers(self, expert: Callable[[int, Tensor, Tensor], Tensor]) -> None:
         """Makes the results of the recorded calls.
 
         ``expert(number, its tokens [rows, H], all tokens [tokens, H])`` gives [rows, H]. Every expert is called once,
@@ -98,7 +103,7 @@ class ExpertRecorder(PendingModule):
         self.inputs, self.ids, self.weights = [], [], []  # frees the largest tensors of all as early as possible
         x = x.to(torch.float32)
         out = torch.zeros_like(x)
-        for number in range(num_experts):
+        for number in range(self.source.config.local_experts):
             token, slot = torch.where(ids == number)
             weight = weights[token, slot].unsqueeze(-1)
             rows = x[token]
@@ -109,82 +114,105 @@ class ExpertRecorder(PendingModule):
         self.answers = list(out.split(lengths))
 
 
+class _Done(Exception):  # it is no error: all layers have run
+    """Ends a run of the model: what comes after its layers is not needed."""
+
+
 def run_calibrated(
     plan: QuantizationPlan, shards: list[Path], work: Path, report: QuantizationReport, ids: Tensor, watch: SourceWatch
 ) -> None:
     """Quantises every layer that has no file yet, using the inputs that it gets for ids [samples, length]."""
-    config = _text_config(plan.checkpoint)
     report.tokens = ids.numel()
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.eval()
-    decoder = model.model
-    decoder.rotary_emb = type(decoder.rotary_emb)(config=config)  # made again on the CPU: its buffers are in no file
-    decoder.norm = nn.Identity()  # nothing after the layers is needed
-    run = _Run(plan, shards, work, report, watch)
+    model = empty_model(config_of(plan.checkpoint.config), real_buffers=True)
+    model.config.get_text_config().use_cache = False
+    run = _Run(plan, shards, work, report, watch, model)
     with tqdm(total=len(plan.layers), desc="Calibrating", unit="layer", disable=None) as bar:
-        for index, layer in enumerate(decoder.layers):
-            layer.forward = partial(run.layer, index, layer, layer.forward, bar)
-        with torch.no_grad():
-            decoder(inputs_embeds=_embeddings(plan, ids), use_cache=False)
-
-
-def _embeddings(plan: QuantizationPlan, ids: Tensor) -> Tensor:
-    """The input of the first layer, [samples, length, H] fp32."""
-    name = next((n for n in plan.outside if n.endswith("embed_tokens.weight")), None)
-    if name is None:
-        raise CheckpointError(f"{plan.checkpoint.folder} has no embed_tokens.weight")
-    return nn.functional.embedding(ids, plan.checkpoint.read(name)).to(torch.float32)
+        run.prepare(bar)
+        with torch.no_grad(), suppress(_Done):
+            model(input_ids=ids, use_cache=False)
 
 
 class _Run:
     """The state of one pass over the layers."""
 
     def __init__(
-        self, plan: QuantizationPlan, shards: list[Path], work: Path, report: QuantizationReport, watch: SourceWatch
+        self,
+        plan: QuantizationPlan,
+        shards: list[Path],
+        work: Path,
+        report: QuantizationReport,
+        watch: SourceWatch,
+        model: PreTrainedModel,
     ) -> None:
         self._plan = plan
         self._watch = watch
         self._shards = shards
         self._work = work
         self._report = report
+        self._model = model
+        self._names = DiskNames(model, plan.checkpoint.names)
         self._done = next((i for i, path in enumerate(shards) if not path.exists()), len(shards))
+        self._experts = {source.layout.module: source for layer in plan.layers for source in layer.experts}
 
-    def layer(
-        self, index: int, layer: nn.Module, forward: Callable[..., Tensor], bar: Any, hidden: Tensor, **options: Any
-    ) -> Tensor:
-        """The forward of a decoder layer: quantises the layer and returns its output, both [samples, length, H]."""
+    def prepare(self, bar: Any) -> None:
+        """Reads what is outside of the layers, and puts ours in the place of what each layer does."""
+        in_layers = self._layers_in_model()
+        for index in range(len(self._plan.layers)):
+            layer = self._model.get_submodule(f"{in_layers}{index}")
+            layer.forward = partial(self.layer, index, f"{in_layers}{index}", layer.forward, bar)
+        _materialize(self._model, "", self._names, self._plan.checkpoint, left_out=in_layers)
+
+    def _layers_in_model(self) -> str:
+        """What the names of the decoder layers start with in the model."""
+        modules = [*self._experts, *(place.module for place in self._plan.layout.linears.values())]
+        match = next((match for name in modules if (match := LAYER.match(name)) is not None), None)
+        if match is None:
+            raise CheckpointError(f"{self._plan.checkpoint.folder}: the model has no decoder layers")
+        return match[1]
+
+    def layer(self, index: int, name: str, forward: Callable[..., Any], bar: Any, *inputs: Any, **options: Any) -> Any:
+        """The forward of a decoder layer: quantises the layer and returns its output, [samples, length, ...]."""
         bar.update()
+        hidden = inputs[0] if inputs else options["hidden_states"]
+        is_last = index == len(self._plan.layers) - 1
         if index < self._done:  # an earlier run did this layer and kept the result
-            return self._read_hidden(index) if index == self._done - 1 else hidden
-        planned = self._plan.layers[index]
-        _materialize(layer, planned)
-        recorder = self._place_recorder(layer, planned)
-        run = partial(_in_parts, forward, hidden, options)
+            result = self._read_hidden(index) if index == self._done - 1 else hidden
+        else:
+            result = self._quantize(index, name, partial(_in_parts, forward, inputs, options))
+        if is_last:
+            raise _Done
+        return result
+
+    def _quantize(self, index: int, name: str, run: Callable[[], Any]) -> Any:
+        planned, layer = self._plan.layers[index], self._model.get_submodule(name)
+        recorders = [
+            self._place_recorder(path, source) for path, source in self._experts.items() if path.startswith(f"{name}.")
+        ]
+        _materialize(layer, f"{name}.", self._names, planned.checkpoint)
         with LayerWriter(planned, self._shards[index], self._report, self._watch) as writer:
-            statistics = _observe(layer, planned, run)
-            for name in planned.linears:
-                linear = layer.get_submodule(_in_layer(planned, name))
-                linear.weight = nn.Parameter(writer.quantize_linear(name, statistics[name]), requires_grad=False)
-            if recorder is not None:
+            modules = {linear: self._plan.layout.linears[linear].module for linear in planned.linears}
+            statistics = _observe(self._model, planned, modules, run)
+            for linear, module in modules.items():
+                weight = writer.quantize_linear(linear, statistics[linear])
+                self._model.get_submodule(module).weight = nn.Parameter(weight, requires_grad=False)
+            for recorder in recorders:
                 recorder.recording = True
+            if recorders:
                 run()
+            for recorder in recorders:
                 recorder.recording = False
-                recorder.compute_answers(partial(_outputs, writer), planned.num_experts)
+                recorder.compute_answers(partial(_outputs, writer, recorder.source))
             result = run()
-            self._write_hidden(index, result)
+            self._write_hidden(index, result[0] if isinstance(result, tuple) else result)
         if index > 0:
             self._hidden_path(index - 1).unlink(missing_ok=True)
         layer.to("meta")
         return result
 
-    def _place_recorder(self, layer: nn.Module, planned: PlannedLayer) -> ExpertRecorder | None:
-        if planned.expert_source is None:
-            return None
-        experts_path = planned.checkpoint.architecture.experts_paths[0]
-        recorder = ExpertRecorder(layer.get_submodule(experts_path))
-        replace_module(layer, experts_path, recorder)
-        adapt_llama4(layer)
+    def _place_recorder(self, name: str, source: FloatExpertSource) -> ExpertRecorder:
+        recorder, marks = ExpertRecorder(source), marks_of(self._model.get_submodule(name))
+        assert marks is not None  # it was described as experts
+        put_packed(self._model, name, marks, recorder)
         return recorder
 
     def _hidden_path(self, index: int) -> Path:
@@ -200,29 +228,34 @@ class _Run:
             return file.read("hidden")
 
 
-def _outputs(writer: LayerWriter, number: int, inputs: Tensor, others: Tensor) -> Tensor:
-    out = writer.quantize_expert(number, inputs, others)
+def _outputs(writer: LayerWriter, source: FloatExpertSource, number: int, inputs: Tensor, others: Tensor) -> Tensor:
+    out = writer.quantize_expert(source, number, inputs, others)
     assert out is not None  # there are outputs whenever inputs are given
     return out
 
 
-def _in_parts(forward: Callable[..., Tensor], hidden: Tensor, options: dict[str, Any]) -> Tensor:
-    """Runs a layer on a few sequences at a time."""
-    count = hidden.shape[0]
+def _in_parts(forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """Runs a layer on a few sequences at a time; the result is what the layer gives, a tensor or a tuple of them."""
+    count = (inputs[0] if inputs else options["hidden_states"]).shape[0]
 
     def part(value: Any, rows: slice) -> Any:
+        if isinstance(value, tuple):
+            return tuple(part(one, rows) for one in value)
         per_sequence = isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] == count and count > 1
         return value[rows] if per_sequence else value
 
-    results: list[Tensor] = []
+    results: list[Any] = []
     for first in range(0, count, _SEQUENCES_AT_ONCE):
         rows = slice(first, first + _SEQUENCES_AT_ONCE)
-        result = forward(hidden[rows], **{key: part(value, rows) for key, value in options.items()})
-        results.append(result[0] if isinstance(result, tuple) else result)
-    return torch.cat(results)
+        results.append(forward(*part(inputs, rows), **{key: part(value, rows) for key, value in options.items()}))
+    if not isinstance(results[0], tuple):
+        return torch.cat(results)
+    return tuple(torch.cat(r) if isinstance(r[0], Tensor) else r[0] for r in zip(*results, strict=True))
 
 
-def _observe(layer: nn.Module, planned: PlannedLayer, run: Callable[[], Tensor]) -> dict[str, InputStatistics]:
+def _observe(
+    model: nn.Module, planned: PlannedLayer, modules: dict[str, str], run: Callable[[], Any]
+) -> dict[str, InputStatistics]:
     """Runs a layer and gathers statistics of the inputs of its linears to be quantised, by their names on disk."""
     statistics = {name: InputStatistics(columns) for name, (_, columns) in planned.linears.items()}
 
@@ -230,8 +263,7 @@ def _observe(layer: nn.Module, planned: PlannedLayer, run: Callable[[], Tensor])
         statistics[name].add(inputs[0].reshape(-1, inputs[0].shape[-1]))
 
     handles = [
-        layer.get_submodule(_in_layer(planned, name)).register_forward_pre_hook(partial(hook, name))
-        for name in planned.linears
+        model.get_submodule(module).register_forward_pre_hook(partial(hook, name)) for name, module in modules.items()
     ]
     try:
         run()
@@ -241,39 +273,29 @@ def _observe(layer: nn.Module, planned: PlannedLayer, run: Callable[[], Tensor])
     return statistics
 
 
-def _in_layer(planned: PlannedLayer, name: str) -> str:
-    """The name that transformers has inside its layer for what is called ``name`` on disk."""
-    inside = name.removeprefix(planned.prefix)
-    experts_paths = planned.checkpoint.architecture.experts_paths
-    block = experts_paths[0].rpartition(".")[0]
-    for experts_path in experts_paths[1:]:  # other names of the block that holds the experts
-        if inside.startswith(other := experts_path.rpartition(".")[0] + "."):
-            return f"{block}.{inside.removeprefix(other)}"
-    return inside
+def _materialize(
+    module: nn.Module, prefix: str, names: DiskNames, checkpoint: Checkpoint, left_out: str | None = None
+) -> None:
+    """Reads the tensors of a module into memory, as fp32. Routed experts have been taken out of it before.
 
-
-def _materialize(layer: nn.Module, planned: PlannedLayer) -> None:
-    """Reads all tensors of a layer except its routed experts into memory, as fp32."""
-    checkpoint, source = planned.checkpoint, planned.expert_source
-    names = [n for n in checkpoint.names if n.startswith(planned.prefix)]
-    if source is not None:
-        names = [n for n in names if not n.startswith(f"{source.prefix}.")]
-    for name in names:
-        owner, _, attribute = _in_layer(planned, name).rpartition(".")
-        module = layer.get_submodule(owner)
-        value = checkpoint.read(name)
-        value = value.to(torch.float32) if value.is_floating_point() else value
-        if attribute in module._parameters:
-            module._parameters[attribute] = nn.Parameter(value, requires_grad=False)
-        elif attribute in module._buffers:
-            module._buffers[attribute] = value
+    Args:
+        prefix: what the names of its tensors in the model start with.
+        left_out: what the names of tensors start with that stay as they are.
+    """
+    experts = tuple(f"{name}." for name, _ in expert_modules(module))
+    missing: list[str] = []
+    for name, tensor in module.state_dict().items():
+        if not tensor.is_meta or (left_out is not None and name.startswith(left_out)) or name.startswith(experts):
+            continue
+        value = names.read(f"{prefix}{name}", checkpoint.read)
+        owner_name, _, attribute = name.rpartition(".")
+        owner = module.get_submodule(owner_name)
+        if value is None:
+            missing.append(f"{prefix}{name}")
+        elif attribute in owner._parameters:
+            value = value.to(torch.float32) if value.is_floating_point() else value
+            owner._parameters[attribute] = nn.Parameter(value, requires_grad=False)
         else:
-            raise CheckpointError(f"{name} has no place in the layer that transformers makes")
-    experts_path = None if source is None else checkpoint.architecture.experts_paths[0]
-    missing = [
-        n
-        for n, p in layer.named_parameters()
-        if p.is_meta and not (experts_path is not None and n.startswith(f"{experts_path}."))
-    ]
-    if missing:
-        raise CheckpointError(f"{checkpoint.folder} lacks {planned.prefix}{missing[0]}")
+            owner._buffers[attribute] = value.to(torch.float32) if value.is_floating_point() else value
+    if missing and left_out is None:
+        raise CheckpointError(f"{checkpoint.folder} lacks {missing[0]}")

@@ -15,21 +15,14 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from cpumoe import ops
-from cpumoe.checkpoints.architectures import ARCHITECTURES, Architecture, ExpertsFacts, known_architecture, text_config
 from cpumoe.checkpoints.checkpoint import naming
-from cpumoe.checkpoints.formats import parse_quantization
 from cpumoe.checkpoints.storage import refuse_stored_input_scales
-from cpumoe.errors import UnsupportedScheme
 from cpumoe.integrations.transformers.decode import speed_up
-from cpumoe.integrations.transformers.llama4 import adapt_llama4
-from cpumoe.integrations.transformers.packed_modules import (
-    experts_paths,
-    float_linears,
-    model_architecture,
-    pack_float_linear,
-    replace_module,
-)
+from cpumoe.integrations.transformers.expert_modules import ExpertsModule, describe_experts, expert_modules
+from cpumoe.integrations.transformers.model_description import packable_linears
+from cpumoe.integrations.transformers.packed_modules import pack_float_linear, replace_module
 from cpumoe.integrations.transformers.plugin import DEFAULT_SCHEME, PackedConfig, PackedQuantizer
+from cpumoe.integrations.transformers.special_experts import experts_name, put_packed, wrapped
 from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.quantized_experts import QuantizedExperts
@@ -45,7 +38,7 @@ def accelerate(
     """Quantises the experts of a float model in place, layer by layer, freeing the float weights as it goes.
 
     Args:
-        model: a transformers model of a known architecture.
+        model: a transformers model.
         scheme: the scheme to quantise the experts to.
         linears: the scheme to quantise the other linears to; None leaves them in float.
 
@@ -56,23 +49,19 @@ def accelerate(
     for one in (scheme, packed_linears):
         if one is not None:
             refuse_stored_input_scales(one)
-    architecture = model_architecture(model)
-    if architecture is None:
-        raise _not_known(model.config.get_text_config().model_type)
-    names = [n for n in experts_paths(model, architecture) if not isinstance(model.get_submodule(n), Experts)]
-    if not names and packed_linears is None:
+    kinds = {name: describe_experts(module) for name, module in expert_modules(model)}
+    if not kinds and packed_linears is None:
         raise ValueError("this model has no float experts to accelerate; linears='w8a8' quantises its other linears")
-    facts = architecture.facts(text_config(model.config.to_dict()))
+    chosen = [] if packed_linears is None else list(packable_linears(model, _shapes(model)))
     quantized = False
     try:
-        for name in tqdm(names, desc="Quantising", unit="layer", disable=None):
+        for name, kind in tqdm(kinds.items(), desc="Quantising", unit="layer", disable=None):
             with naming(name):
-                module = model.get_submodule(name)
-                experts = pack_float_experts(module, architecture, scheme, facts)
-            replace_module(model, name, experts)
+                experts = pack_float_experts(model.get_submodule(name), kind, scheme)
+            put_packed(model, name, kind.marks, experts)
             quantized = True
         if packed_linears is not None:
-            _accelerate_linears(model, architecture, packed_linears)
+            _accelerate_linears(model, chosen, packed_linears)
             quantized = True
     finally:  # a model that was quantised in part must describe itself too, or it would be saved wrongly
         if quantized:
@@ -80,17 +69,17 @@ def accelerate(
     return model
 
 
-def _not_known(model_type: object) -> UnsupportedScheme:
-    known = ", ".join(ARCHITECTURES)
-    return UnsupportedScheme(
-        f"model_type {model_type!r} is not known; known are {known}. Run its experts with "
-        "experts_implementation='eager'; a model without experts has its linears quantised by "
-        "cpumoe.load_model(path, scheme='float', linears='w8a8')"
-    )
+def _shapes(model: PreTrainedModel) -> dict[str, int]:
+    """The modules with experts, packed ones too, and how many each has."""
+    found = {name: describe_experts(module).shape.expert_count for name, module in expert_modules(model)}
+    packed = {experts_name(n): m.config.experts for n, m in model.named_modules() if isinstance(m, Experts)}
+    return found | packed
 
 
-def _accelerate_linears(model: PreTrainedModel, architecture: Architecture, scheme: Scheme) -> None:
-    for name, linear in list(float_linears(model, architecture)):
+def _accelerate_linears(model: PreTrainedModel, names: list[str], scheme: Scheme) -> None:
+    for name in names:
+        linear = model.get_submodule(name)
+        assert isinstance(linear, nn.Linear)  # they were found as such
         if not scheme.fits(linear.in_features):
             _log.warning("left in float: %s has %d inputs", name, linear.in_features)
             continue
@@ -103,7 +92,6 @@ def _accelerate_linears(model: PreTrainedModel, architecture: Architecture, sche
 
 
 def _finish_acceleration(model: PreTrainedModel) -> None:
-    adapt_llama4(model)
     model.requires_grad_(False)  # there is no gradient through packed weights
     speed_up(model)
     config = PackedConfig()
@@ -117,35 +105,23 @@ def _rows(weight: Tensor, first: int, last: int) -> Tensor:
     return weight[first:last]
 
 
-def pack_float_experts(module: nn.Module, architecture: Architecture, scheme: Scheme, facts: ExpertsFacts) -> Experts:
-    """Packs the ``gate_up_proj`` and ``down_proj`` of one layer's float experts, a few experts at a time."""
+def pack_float_experts(module: nn.Module, kind: ExpertsModule, scheme: Scheme) -> Experts:
+    """Packs the weights of one layer's float experts, a few experts at a time."""
     refuse_stored_input_scales(scheme)
-    fused = architecture.fused
-    gate_up, down = module.gate_up_proj.detach(), module.down_proj.detach()  # type: ignore[operator]
-    layer = MoEConfig(
-        scheme,
-        facts.expert_count,
-        facts.hidden_size,
-        facts.intermediate_size,
-        facts.activation,
-        has_bias=architecture.has_bias,
-        scale_dtype=scale_dtype_of(gate_up.dtype),
-    )
+    shape, (gate_up, down), biases = kind.shape, kind.matrices(module), kind.biases(module)
+    sizes = (shape.expert_count, shape.hidden_size, shape.intermediate_size)
+    scale_dtype = scale_dtype_of(gate_up.dtype)
+    layer = MoEConfig(scheme, *sizes, shape.activation, has_bias=shape.has_bias, scale_dtype=scale_dtype)
 
     def chunks() -> Iterator[QuantizedExperts]:
         step = max(1, (64 << 20) // (gate_up[0].numel() * 16))
-        for first in range(0, facts.expert_count, step):
+        for first in range(0, shape.expert_count, step):
             chunk = slice(first, first + step)
-            rows, columns = gate_up[chunk], down[chunk]
-            if fused is not None:
-                rows, columns = rows.transpose(1, 2), columns.transpose(1, 2)
-            biases = (None, None)
-            if architecture.has_bias:
-                biases = module.gate_up_proj_bias.detach()[chunk], module.down_proj_bias.detach()[chunk]  # type: ignore
+            gate_up_bias, down_bias = (None if bias is None else bias[chunk] for bias in biases)
             yield QuantizedExperts(
-                replace(quantize_weight(rows, scheme, "gate_up"), bias=biases[0]),
-                replace(quantize_weight(columns, scheme, "down"), bias=biases[1]),
-                interleaved=fused is not None and fused.interleaved,
+                replace(quantize_weight(gate_up[chunk], scheme, "gate_up"), bias=gate_up_bias),
+                replace(quantize_weight(down[chunk], scheme, "down"), bias=down_bias),
+                interleaved=kind.interleaved,
             )
 
     return Experts.from_chunks(chunks(), layer)
@@ -170,11 +146,8 @@ def experts_forward(
     state = (wanted, *versions)
     state_and_packed = module.__dict__.get("_cpumoe_packed")
     if state_and_packed is None or state_and_packed[0] != state:
-        config = text_config(module.config.to_dict())  # type: ignore[union-attr, operator]
-        architecture = known_architecture(config)
-        if architecture is None:
-            raise _not_known(config.get("model_type"))
-        packed = pack_float_experts(module, architecture, Scheme.parse(wanted), architecture.facts(config))
+        kind = describe_experts(module)
+        packed = wrapped(kind.marks, module, pack_float_experts(module, kind, Scheme.parse(wanted)))
         state_and_packed = (state, packed)
         _warn_that_floats_stay(wanted)
         # In __dict__ it is no submodule, so state_dict stays the one of the float model.
@@ -216,36 +189,12 @@ def _warn_that_floats_stay(scheme: str) -> None:
 
 
 def check_experts_implementation(model: PreTrainedModel, requested: str) -> None:
-    """Refuses a scheme that the experts of a quantised checkpoint do not have; warns if the request has no effect."""
-    config = getattr(model.config, "quantization_config", None)
-    if isinstance(config, PackedConfig):
-        if config.section is not None and (scheme := requested.partition("-")[2]):
-            _refuse_other_scheme(model, config.section, scheme, requested)
-    elif not model._can_set_experts_implementation():
+    """Warns if the request has no effect. Quantised checkpoints are checked when their experts are known."""
+    quantized = isinstance(getattr(model.config, "quantization_config", None), PackedConfig)
+    if not quantized and not model._can_set_experts_implementation():
         _log.warning(
             "experts_implementation=%r has no effect on %s: transformers does not ask for it there; "
             "cpumoe.accelerate(model) does the job",
             requested,
             type(model).__name__,
-        )
-
-
-def _refuse_other_scheme(model: PreTrainedModel, section: dict[str, Any], scheme: str, requested: str) -> None:
-    config = text_config(model.config.to_dict())
-    architecture = known_architecture(config)
-    if architecture is None:
-        return
-    quantization = parse_quantization(section)
-    gate_names = (
-        f"model.layers.{layer}.{experts_path}.0.{names.gate}"
-        for layer in architecture.facts(config).layers
-        for experts_path in architecture.experts_paths
-        for names in architecture.projections
-    )
-    found = {str(storage.scheme) for name in gate_names if (storage := quantization.storage_of(name)) is not None}
-    if found and scheme not in found:
-        raise UnsupportedScheme(
-            f"experts_implementation={requested!r}, and the experts of this checkpoint are quantised to "
-            f"{' and '.join(sorted(found))}; leave experts_implementation out, or quantise the float original: "
-            f"cpumoe quantize FLOAT_MODEL DST --scheme {scheme}"
         )

@@ -21,31 +21,31 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from cpumoe import cpu
-from cpumoe.checkpoints.architectures import known_architecture, text_config
-from cpumoe.checkpoints.checkpoint import Checkpoint, check_activations, listed, read_json
+from cpumoe.checkpoints.checkpoint import Checkpoint, check_activations, listed, read_json, text_config
 from cpumoe.checkpoints.formats import parse_quantization
 from cpumoe.checkpoints.formats.compressed_tensors import QuantizationConfig
 from cpumoe.checkpoints.hub import find_model
 from cpumoe.checkpoints.packed_cache import PackedCache
 from cpumoe.errors import CheckpointError, CpumoeError, UnsupportedScheme
 from cpumoe.integrations.transformers.decode import ATTENTION, register_attention, speed_up
+from cpumoe.integrations.transformers.expert_modules import marks_of
 from cpumoe.integrations.transformers.hook import own_reader
-from cpumoe.integrations.transformers.llama4 import adapt_llama4
-from cpumoe.integrations.transformers.model_config import completed_config
+from cpumoe.integrations.transformers.model_classes import auto_class_for, config_of, has_plain_attention
 from cpumoe.integrations.transformers.packed_modules import (
-    PackedModules,
+    PackedModule,
     PendingModule,
     find_packed_modules,
     replace_module,
 )
-from cpumoe.integrations.transformers.saving import quantization_section, state_dict_for_saving
+from cpumoe.integrations.transformers.saving import keep_names_when_saved, quantization_section, state_dict_for_saving
+from cpumoe.integrations.transformers.special_experts import put_packed
 from cpumoe.integrations.transformers.stock_quantizer import CURE, guarded
 from cpumoe.layers.backends import NativeBackend
 from cpumoe.layers.experts import Experts
@@ -82,6 +82,7 @@ def load_model(
     cache: str | Path | None = None,
     activations: str | None = None,
     dtype: torch.dtype | None = None,
+    auto_class: Any = None,
     **options: Any,
 ) -> PreTrainedModel:
     """Loads a checkpoint folder as a transformers model with packed experts and linears.
@@ -99,6 +100,9 @@ def load_model(
             many tokens, and a little further from the float model. The default is the value of ``CPUMOE_ACTIVATIONS``,
             and without one what the checkpoint says.
         dtype: dtype of the float parts; the default is bf16 if this CPU computes with it, else fp32.
+        auto_class: the class of transformers to load with, such as ``AutoModelForImageTextToText`` for a model that
+            takes images too. The default is the language model alone, and the whole model where transformers has no
+            class for that.
         options: further arguments of ``from_pretrained``.
 
     Raises CheckpointError if tensors are missing, unexpected or of another shape, and UnsupportedScheme for a scheme
@@ -112,7 +116,7 @@ def load_model(
             quantized = checkpoint.quantization is not None
         except UnsupportedScheme as problem:
             raise UnsupportedScheme(f"{path}: {problem}; {CURE}") from None
-        _refuse_impossible_config(checkpoint)
+        chosen_class = auto_class or auto_class_for(_checked_config(checkpoint))
         section = checkpoint.quantization_section
     name = scheme if scheme is not None else (None if quantized else os.environ.get("CPUMOE_SCHEME"))
     if quantized and name is not None:
@@ -140,7 +144,9 @@ def load_model(
     token = _options.set(chosen)
     try:
         with _transformers_errors(path, bool(options)), _progress_on_terminals(), own_reader():
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True, **more, **options)
+            model: PreTrainedModel = chosen_class.from_pretrained(
+                path, dtype=dtype, local_files_only=True, **more, **options
+            )
         if quantized and not isinstance(getattr(model, "hf_quantizer", None), PackedQuantizer):
             raise CheckpointError(f"{path}: transformers passed over its quantization_config and made up its weights")
         return model
@@ -167,16 +173,11 @@ def _says_that_it_is_quantized(path: Path) -> bool:
     return bool(config.get("quantization_config") or text_config(config).get("quantization_config"))
 
 
-def _refuse_impossible_config(checkpoint: Checkpoint) -> None:
-    """Refuses impossible values in config.json before transformers begins to build the model."""
-    architecture = known_architecture(checkpoint.config)
-    if architecture is not None:
-        _ = checkpoint.facts
+def _checked_config(checkpoint: Checkpoint) -> PreTrainedConfig:
+    """The configuration, of which impossible values are refused before transformers begins to build the model."""
     try:
         checkpoint.check_config()
-        complete = completed_config(checkpoint.config)
-        if architecture is not None and complete is not None:
-            architecture.facts(text_config(complete))
+        return config_of(checkpoint.config)
     except CheckpointError as problem:
         raise CheckpointError(f"{checkpoint.folder}: {problem}") from None
 
@@ -292,7 +293,7 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
     def __init__(self, quantization_config: PackedConfig, **options: Any) -> None:
         super().__init__(quantization_config, **options)
         self._options = _options.get()
-        self._packed = PackedModules()
+        self._packed: dict[str, PackedModule] = {}
         self._checkpoint: Checkpoint | None = None
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
@@ -305,8 +306,7 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
 
     def update_attn_implementation(self, config: Any) -> Any:
         """Chooses our attention, unless the caller chose one or the model has a special one."""
-        architecture = known_architecture(config.to_dict())
-        if config._attn_implementation is None and architecture is not None and architecture.plain_attention:
+        if config._attn_implementation is None and has_plain_attention(config):
             config._attn_implementation = ATTENTION
         return config
 
@@ -319,16 +319,26 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         if not checkpoint_files or not all(str(f).endswith(".safetensors") for f in checkpoint_files):
             raise CheckpointError("weights come from safetensors files alone; pickles are never loaded")
         files = [Path(f) for f in checkpoint_files]
-        config = model.config.to_dict() | {"quantization_config": self.quantization_config.section}
-        self._checkpoint = Checkpoint(_folder_of(files, model.name_or_path), config, files, self._activations())
+        folder = _folder_of(files, model.name_or_path)
+        # A model may be a part of the one that config.json describes.
+        config = read_json(folder / "config.json") if (folder / "config.json").exists() else model.config.to_dict()
+        config = config | {"quantization_config": self.quantization_config.section}
+        self._checkpoint = Checkpoint(folder, config, files, self._activations())
         options = self._options
-        self._packed = find_packed_modules(
-            model, self._checkpoint, options.scheme, options.linears, leave_experts=options.leave_experts
-        )
-        for name in self._packed.modules:
-            replace_module(model, name, PendingModule())
-            model.all_tied_weights_keys.pop(f"{name}.weight", None)
-        adapt_llama4(model)
+        with torch.device("cpu"):  # the default is that of weights which are not loaded yet
+            found = find_packed_modules(
+                model, self._checkpoint, options.scheme, options.linears, leave_experts=options.leave_experts
+            )
+        for name, packed in found.items():
+            marks = marks_of(model.get_submodule(name))
+            if marks is None:
+                replace_module(model, name, PendingModule())
+                model.all_tied_weights_keys.pop(f"{name}.weight", None)
+            else:
+                # Some classes initialise the experts of a block with the block. All tensors are known to be there.
+                model.get_submodule(name.rpartition(".")[0])._is_hf_initialized = True
+                name = put_packed(model, name, marks, PendingModule())
+            self._packed[name] = packed
         self._refuse_incomplete(model)
 
     def _activations(self) -> str | None:
@@ -339,12 +349,12 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         return asked if asked is not None else os.environ.get("CPUMOE_ACTIVATIONS")
 
     def _refuse_incomplete(self, model: PreTrainedModel) -> None:
-        """Makes missing and unexpected tensors an error: transformers makes up the first and skips the second."""
+        """Makes missing tensors an error: transformers makes them up. Unexpected ones were refused before."""
         stock = model._adjust_missing_and_unexpected_keys
         shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
 
         def checked(info: Any) -> None:
-            info.unexpected_keys = {key for key in info.unexpected_keys if not self._packed.accounts_for(key)}
+            info.unexpected_keys = set()
             stock(info)
             loaded = model.state_dict()
             wrong = [
@@ -352,7 +362,7 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
                 for name, shape in shapes.items()
                 if name in loaded and loaded[name].shape != shape
             ]
-            kinds = (("missing", info.missing_keys), ("of another shape", wrong), ("unexpected", info.unexpected_keys))
+            kinds = (("missing", info.missing_keys), ("of another shape", wrong))
             parts = [f"{len(names)} {kind}: {listed(sorted(names))}" for kind, names in kinds if names]
             if parts:
                 assert self._checkpoint is not None
@@ -369,14 +379,14 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
             self._load_packed(model, self._checkpoint)
         finally:
             self._checkpoint.close()
-        if self._packed.modules:
+        if self._packed:
             model.requires_grad_(False)  # there is no gradient through packed weights
             speed_up(model)
-        if not self._packed.modules and self.quantization_config.section is None and self._options.linears is None:
+        if not self._packed and self.quantization_config.section is None and self._options.linears is None:
             self.remove_quantization_config(model)  # a float model was asked for
         elif self.quantization_config.section is None or self._options.linears is not None:
             self.describe(model)
-        self._packed = PackedModules()  # lets go of the sources, which keep the files open
+        self._packed = {}  # lets go of the sources, which keep the files open
 
     def describe(self, model: PreTrainedModel) -> None:
         """Makes the configuration that of the model as it is. A float model whose experts are packed has none."""
@@ -398,7 +408,7 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         modules = {} if cache is None else self._restored(cache)
         made: dict[str, Tensor] = {}
         native = True
-        for name, packed in tqdm(self._packed.modules.items(), desc="Packing", unit="module", disable=None):
+        for name, packed in tqdm(self._packed.items(), desc="Packing", unit="module", disable=None):
             if name not in modules:
                 modules[name] = module = packed.load()
                 native &= not isinstance(module, Experts) or isinstance(module.backend, NativeBackend)
@@ -419,22 +429,23 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         cached = cache.load()
         if cached is None:
             return {}
-        of_module: dict[str, dict[str, Tensor]] = {name: {} for name in self._packed.modules}
+        of_module: dict[str, dict[str, Tensor]] = {name: {} for name in self._packed}
         for name, tensor in cached.items():
             module, _, key = name.rpartition(".")
             of_module.setdefault(module, {})[key] = tensor
         try:
-            for name, packed in self._packed.modules.items():
+            for name, packed in self._packed.items():
                 if {
                     key for key, tensor in of_module[name].items() if tensor.dtype == torch.uint8
                 } != packed.tensor_names:
                     raise ValueError(f"{name} has not the tensors that it should have")
-            return {name: packed.restore(of_module[name]) for name, packed in self._packed.modules.items()}
+            return {name: packed.restore(of_module[name]) for name, packed in self._packed.items()}
         except ValueError as problem:
             _log.warning("%s is damaged (%s) and will be replaced", cache.path, problem)
             return {}
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
+        keep_names_when_saved(model)
         self.describe(model)
         section = self.quantization_config.section
         return state_dict_for_saving(model, None if section is None else QuantizationConfig.parse(section)), {}

@@ -1,7 +1,4 @@
-"""Quantising a checkpoint, with calibration if a text is given.
-
-transformers is imported only for calibration, so it need not be installed otherwise.
-"""
+"""Quantising a checkpoint, with calibration if a text is given."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from cpumoe.checkpoints.checkpoint import Checkpoint
+from cpumoe.integrations.transformers.describing import describe
 from cpumoe.layers.scheme import Scheme
 from cpumoe.quantization.checkpoint_quantizer import quantize_folder
 from cpumoe.quantization.quantization_plan import QuantizationPlan, QuantizationReport
@@ -49,7 +47,7 @@ def quantize_checkpoint(
     text = None
     if calibration is not None:
         text = TextCalibration(Path(calibration), calibration_samples, calibration_length)
-    return quantize_folder(Path(src), Path(dst), scheme, linears, format, text)
+    return quantize_folder(Path(src), Path(dst), scheme, linears, format, text, describe)
 
 
 @dataclass(frozen=True)
@@ -61,12 +59,8 @@ class TextCalibration:
     length: int
 
     def ids(self, checkpoint: Checkpoint) -> Tensor:
-        try:
-            from cpumoe.integrations.transformers.calibration import calibration_ids
-        except ModuleNotFoundError as problem:
-            if problem.name != "transformers":
-                raise
-            raise RuntimeError("calibration needs transformers: pip install 'cpumoe[transformers]'") from None
+        from cpumoe.integrations.transformers.calibration import calibration_ids
+
         return calibration_ids(checkpoint, self.text, self.samples, self.length)
 
     def quantize_layers(

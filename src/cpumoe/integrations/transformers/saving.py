@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    PrefixChange,
+    WeightRenaming,
+    apply_renamings,
+    revert_weight_conversion,
+)
 
-from cpumoe.checkpoints.architectures import Projections
 from cpumoe.checkpoints.formats import parse_quantization
 from cpumoe.checkpoints.formats.compressed_storages import storage_for
 from cpumoe.checkpoints.formats.compressed_tensors import QuantizationConfig, write_config
 from cpumoe.checkpoints.formats.words import copied
 from cpumoe.checkpoints.held_scales import held_scheme
-from cpumoe.checkpoints.loading import expert_prefixes
 from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.errors import UnsupportedScheme
-from cpumoe.integrations.transformers.packed_modules import experts_paths, model_architecture
+from cpumoe.integrations.transformers.disk_names import DiskNames
+from cpumoe.integrations.transformers.expert_modules import describe_experts, expert_modules
+from cpumoe.integrations.transformers.expert_places import SPELLINGS
+from cpumoe.integrations.transformers.model_classes import empty_model
+from cpumoe.integrations.transformers.special_experts import experts_name
 from cpumoe.layers.activation_rounding import needs_input_scales
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.linear import QuantizedLinear
@@ -25,6 +36,9 @@ from cpumoe.layers.packed_weights import unpack_weight
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.scheme import WHOLE_FLOATS, Scheme
 from cpumoe.ops import read_spec
+
+#: Where a model keeps what transformers did with the names in its files.
+ORIGINAL_CONVERSIONS = "_cpumoe_weight_conversions"
 
 
 def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None = None) -> dict[str, Any] | None:
@@ -36,16 +50,16 @@ def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None =
     before = None if loaded is None else parse_quantization(loaded)
     storages: dict[LinearStorage, list[str]] = {}
     ignore: list[str] = []
-    architecture = model_architecture(model)
-    float_experts = set() if architecture is None else set(experts_paths(model, architecture))
+    written = _WrittenNames(model)
+    float_experts = {name for name, _ in expert_modules(model)}
 
     def inside(name: str) -> str:
-        """A pattern for everything inside the experts at ``name``, under all names that transformers may give them."""
-        names = [name] if architecture is None else expert_prefixes(architecture, name)
-        return f"re:^({'|'.join(n.replace('.', '[.]') for n in names)})[.]"
+        """A pattern for everything inside the experts at ``name``, in the model and in files."""
+        return f"re:^({'|'.join(n.replace('.', '[.]') for n in (name, written.experts(name)))})[.]"
 
     def storage_of(scheme: Scheme, name: str, ordered: bool) -> LinearStorage:
-        was = None if before is None else before.storage_of(name)
+        found = [] if before is None else [before.storage_of(n) for n in written.all_of(name)]
+        was = next((storage for storage in found if storage is not None), None)
         if was is not None and scheme.weights in (was.scheme.weights, held_scheme(was.scheme).weights):
             if isinstance(before, QuantizationConfig):
                 return was
@@ -60,18 +74,19 @@ def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None =
     for name, module in model.named_modules():
         if isinstance(module, Experts | QuantizedLinear) and _is_float(module):
             has_packed_floats = True
-            ignore.append(inside(name) if isinstance(module, Experts) else name)
+            ignore += [inside(experts_name(name))] if isinstance(module, Experts) else written.all_of(name)
         elif isinstance(module, Experts):
             ordered = module.quantized(0, 1).gate_up.input_order is not None
-            storage = storage_of(module.config.scheme, f"{name}.0.gate_proj", ordered)
-            storages.setdefault(storage, []).append(inside(name))
+            path = experts_name(name)
+            storage = storage_of(module.config.scheme, f"{path}.0.up_proj", ordered)
+            storages.setdefault(storage, []).append(inside(path))
         elif isinstance(module, QuantizedLinear):
             ordered = read_spec(module.weight_packed).input_orders != 0
-            storages.setdefault(storage_of(module.scheme, name, ordered), []).append(name)
-        elif isinstance(module, nn.Linear):
-            ignore.append(name)
+            storages.setdefault(storage_of(module.scheme, name, ordered), []).extend(written.all_of(name))
         elif name in float_experts:
             ignore.append(inside(name))
+        elif isinstance(getattr(module, "weight", None), Tensor) and module.weight.dim() == 2:  # routers too
+            ignore += written.all_of(name)
     if not storages and has_packed_floats:
         return None
     if not storages:
@@ -79,8 +94,6 @@ def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None =
             "no module of this model can be packed: its linears have no inputs that the scheme fits; a smaller group "
             'size may: cpumoe.load_model(path, scheme="w4a8-g32", linears="w4a8-g32")'
         )
-    if architecture is not None:
-        ignore += [f"re:.*{path.replace('.', '[.]')}$" for path in architecture.unquantized]
     # The storage with the most modules is given for all linears; modules with another one are listed by name.
     commonest, *others = sorted(storages, key=lambda storage: -len(storages[storage]))
     targets = {"Linear": commonest} | {target: storage for storage in others for target in storages[storage]}
@@ -93,20 +106,19 @@ def _is_float(module: Experts | QuantizedLinear) -> bool:
 
 
 def state_dict_for_saving(model: PreTrainedModel, config: QuantizationConfig | None) -> dict[str, Tensor]:
-    """All tensors of a model as a compressed-tensors checkpoint has them, or as a float one does (None).
+    """All tensors of a model as a compressed-tensors checkpoint has them, or as a float one does (None), by the names
+    that files have for them: transformers must not rename them again.
 
     A packed head has tensors of its own, so the configuration is changed to say that the head is not tied.
     """
     if isinstance(model.get_output_embeddings(), QuantizedLinear):
         for part in (model.config, model.config.get_text_config()):
             part.tie_word_embeddings = False
-    architecture = model_architecture(model)
-    # If a family has several names for its projections, transformers itself reads the last ones.
-    projections = Projections("gate_proj", "up_proj", "down_proj")
-    if architecture is not None:
-        projections = architecture.projections[-1]
+    original = empty_model(copy.deepcopy(model.config), type(model))
+    names, written = DiskNames(original, ()), _WrittenNames(model)
     packed = {n: m for n, m in model.named_modules() if isinstance(m, Experts | QuantizedLinear)}
-    out = {k: t for k, t in model.state_dict().items() if k.rpartition(".")[0] not in packed}
+    floats = {k: t for k, t in model.state_dict().items() if k.rpartition(".")[0] not in packed}
+    out: dict[str, Tensor] = {}
 
     def add(name: str, weight: QuantizedWeight) -> None:
         storage = None if config is None else config.storage_of(name)
@@ -118,31 +130,76 @@ def state_dict_for_saving(model: PreTrainedModel, config: QuantizationConfig | N
 
     for name, module in packed.items():
         if isinstance(module, QuantizedLinear):
-            add(name, unpack_weight(module.weight_packed)[0])
-        elif architecture is not None and architecture.fused is not None and _is_float(module):
-            out |= {f"{name}.{key}": t for key, t in _fused_floats(module, architecture.fused.interleaved).items()}
-        else:
-            for expert in range(module.config.local_experts):
-                part, prefix = module.quantized(expert, 1)[0], f"{name}.{expert}"
-                gate, up = part.gate_up.halves()
-                add(f"{prefix}.{projections.gate}", gate)
-                add(f"{prefix}.{projections.up}", up)
-                add(f"{prefix}.{projections.down}", part.down)
-    return out
+            add(written.all_of(name)[-1], unpack_weight(module.weight_packed)[0])
+            continue
+        path, gated = experts_name(name), bool(module.config.activation.gated)
+        first = "gate_up_proj" if gated else "up_proj"
+        if _is_float(module):
+            floats |= {f"{path}.{k}": t for k, t in _fused_floats(module, original.get_submodule(path)).items()}
+            continue
+        leaves = [*(names.leaf_names(f"{path}.{first}") or SPELLINGS[0][:2][not gated :])]
+        leaves += names.leaf_names(f"{path}.down_proj") or SPELLINGS[0][2:]
+        for expert in range(module.config.local_experts):
+            for leaf, weight in zip(leaves, module.quantized(expert, 1)[0].linears(gated=gated), strict=True):
+                add(f"{written.experts(path)}.{expert}.{leaf}", weight)
+    original._weight_conversions = written.conversions
+    reverted: dict[str, Tensor] = revert_weight_conversion(original, floats)  # takes experts in float apart too
+    return reverted | out
 
 
-def _fused_floats(experts: Experts, interleaved: bool) -> dict[str, Tensor]:
-    """Float experts as families have them that keep all of a layer in one tensor, inputs before outputs."""
-    held = experts.quantized()
+def _fused_floats(experts: Experts, original: nn.Module) -> dict[str, Tensor]:
+    """Float experts as the module has them that they were packed from, by the names of its parameters."""
+    kind, held = describe_experts(original), experts.quantized()
 
-    def in_order(rows: Tensor) -> Tensor:  # [E, 2 I, ...], gate before up -> the same as files have it
-        return rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2) if interleaved else rows
+    def in_order(rows: Tensor) -> Tensor:  # [E, rows, ...], gate before up -> the same as the model has it
+        return rows.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2) if kind.interleaved else rows
 
-    tensors = {
-        "gate_up_proj": in_order(held.gate_up.values).transpose(1, 2).contiguous(),
-        "down_proj": held.down.values.transpose(1, 2).contiguous(),
-    }
-    if held.gate_up.bias is not None and held.down.bias is not None:
-        tensors["gate_up_proj_bias"] = in_order(held.gate_up.bias).contiguous()
-        tensors["down_proj_bias"] = held.down.bias
+    def turned(matrix: Tensor) -> Tensor:
+        return (matrix.transpose(1, 2) if kind.marks.is_transposed else matrix).contiguous()
+
+    if kind.marks.is_flat:
+        parts = [*held.gate_up.values.chunk(2, 1), held.down.values.transpose(1, 2)]
+        return {name: part.flatten(0, 1).contiguous() for name, part in zip(kind.products, parts, strict=True)}
+    first, second = turned(in_order(held.gate_up.values)), turned(held.down.values)
+    (first_name,) = kind.marks.first_names
+    if identities := len(original.get_parameter(first_name)) - len(first):  # experts without weights have a place there
+        first = torch.cat((first, first.new_zeros((identities, *first.shape[1:]))))
+    tensors = {first_name: first, kind.marks.second: second}
+    if kind.first_bias is not None and kind.second_bias is not None:
+        assert held.gate_up.bias is not None and held.down.bias is not None  # they were packed from these
+        tensors[kind.first_bias] = in_order(held.gate_up.bias).contiguous()
+        tensors[kind.second_bias] = held.down.bias
     return tensors
+
+
+class _WrittenNames:
+    """Names of modules in files that transformers writes, where they differ from those in the model."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        #: What transformers did with the files that the model was loaded from, or would do.
+        self.conversions = getattr(model, ORIGINAL_CONVERSIONS, None)
+        if self.conversions is None:
+            found = get_model_conversion_mapping(model, add_legacy=False)
+            self.conversions = [transform for transform in found if not isinstance(transform, PrefixChange)]
+        renamings = [t for t in self.conversions[::-1] if isinstance(t, WeightRenaming)]
+        self._renamings = [renaming.reverse_transform() for renaming in renamings]
+
+    def all_of(self, module: str) -> list[str]:
+        """The name of a module in the model, and the one that files have if it is another."""
+        written = apply_renamings(f"{module}.weight", self._renamings).removesuffix(".weight")
+        return list(dict.fromkeys((module, written)))
+
+    def experts(self, module: str) -> str:
+        """What the names of the linears of experts start with in files."""
+        ending = ".0.linear"  # any name: that of a linear of experts may be one that is renamed elsewhere
+        return self.all_of(f"{module}{ending}")[-1].removesuffix(ending)
+
+
+def keep_names_when_saved(model: PreTrainedModel) -> None:
+    """Lets transformers write a model's tensors under the names that we give them.
+
+    It would rename them once more, and take tensors of quantised linears for those of float ones.
+    """
+    if not hasattr(model, ORIGINAL_CONVERSIONS):
+        setattr(model, ORIGINAL_CONVERSIONS, getattr(model, "_weight_conversions", None))
+    model._weight_conversions = []

@@ -34,6 +34,7 @@ const float* load(const Kernels& k, const Floats& floats, std::int64_t count, fl
 // The sequences and tokens that are computed together: some tokens of one sequence, or all of several short ones.
 struct Round {
   std::int64_t sequence, sequences, token, tokens;
+  bool is_last;
 
   std::int64_t rows() const { return sequences * tokens; }
 };
@@ -43,7 +44,8 @@ void for_rounds(std::int64_t batch, std::int64_t tokens, Body&& body) {
   const std::int64_t together = std::max<std::int64_t>(1, kTokensAtOnce / tokens);
   for (std::int64_t b = 0; b < batch; b += together) {
     for (std::int64_t t = 0; t < tokens; t += kTokensAtOnce) {
-      body(Round{b, std::min(together, batch - b), t, std::min(kTokensAtOnce, tokens - t)});
+      const bool is_last = b + together >= batch && t + kTokensAtOnce >= tokens;
+      body(Round{b, std::min(together, batch - b), t, std::min(kTokensAtOnce, tokens - t), is_last});
     }
   }
 }
@@ -92,7 +94,7 @@ class Mamba2 {
             [&](std::int64_t i) { scan(round, i / items, i % items / parts, i % parts * rows_at_once_); });
       worker.barrier->wait();
       share(worker, round.rows(), [&](std::int64_t i) { gate(round, i); });
-      worker.barrier->wait();
+      if (!round.is_last) worker.barrier->wait();
     });
   }
 
@@ -193,7 +195,7 @@ class SelectiveScan {
       worker.barrier->wait();
       share(worker, round.sequences * parts,
             [&](std::int64_t i) { scan(round, i / parts, i % parts * kChannelsAtOnce); });
-      worker.barrier->wait();
+      if (!round.is_last) worker.barrier->wait();
     });
   }
 

@@ -210,18 +210,20 @@ def mamba2_forward(
 ) -> Tensor:
     """[B, T, H] -> [B, T, H] through a Mamba2 layer; the states in the cache go on by T tokens."""
     served = _is_served(module, hidden_states, cache_params, attention_mask, options)
-    conv_state, state = _states(module, cache_params) if served else (None, None)
-    if not served or not _can_continue(conv_state, state, hidden_states.dtype):
+    if not served:
+        return _original(module, hidden_states, cache_params, attention_mask, options)
+    conv_state, state = _states(module, cache_params)
+    real, mask = _without_padding(hidden_states, attention_mask)
+    projected = module.in_proj(real)
+    if not _can_continue(conv_state, state, projected.dtype):
         return _original(module, hidden_states, cache_params, attention_mask, options)
     # transformers limits the steps of a prompt and not those of one token behind it.
     low, high = _NO_LIMIT if state is not None and hidden_states.shape[1] == 1 else layer.step_limits
-    hidden_states, mask = _without_padding(hidden_states, attention_mask)
-    projected = module.in_proj(hidden_states)
     is_first = state is None or conv_state is None
     if is_first:
         batch = projected.shape[0]
         conv_state = projected.new_zeros((batch, layer.convolved, layer.width))
-        state = torch.zeros((batch, layer.heads, layer.head_dim, layer.depth))
+        state = torch.zeros((batch, layer.heads, layer.head_dim, layer.depth), dtype=torch.float32)
     assert conv_state is not None and state is not None
     mixed = ops.mamba2(
         projected,
@@ -261,16 +263,18 @@ def mamba_forward(
     if layer.epsilon is not None:
         b_weight, c_weight = module.b_layernorm.weight, module.c_layernorm.weight
         served = served and b_weight.dtype == c_weight.dtype == hidden_states.dtype
-    conv_state, state = _states(module, cache_params) if served else (None, None)
-    if not served or not _can_continue(conv_state, state, hidden_states.dtype):
+    if not served:
         return _original(module, hidden_states, cache_params, attention_mask, options)
-    hidden_states, mask = _without_padding(hidden_states, attention_mask)
-    projected = module.in_proj(hidden_states)
+    conv_state, state = _states(module, cache_params)
+    real, mask = _without_padding(hidden_states, attention_mask)
+    projected = module.in_proj(real)
+    if not _can_continue(conv_state, state, projected.dtype):
+        return _original(module, hidden_states, cache_params, attention_mask, options)
     is_first = state is None or conv_state is None
     if is_first:
         batch = projected.shape[0]
         conv_state = projected.new_zeros((batch, layer.channels, layer.width))
-        state = torch.zeros((batch, layer.channels, layer.depth))
+        state = torch.zeros((batch, layer.channels, layer.depth), dtype=torch.float32)
     assert conv_state is not None and state is not None
     x = ops.mamba_convolution(projected, conv_state, module.conv1d.weight, module.conv1d.bias, mask)
     parameters = module.x_proj(x)

@@ -372,6 +372,74 @@ struct NormalizeRow {
   void* dst;
 };
 
+// Channels, each convolved with its inputs up to a token's own:
+// out[t, c] = silu(bias[c] + sum over k < width of weight[c, k] * input[t - width + 1 + k, c]) * mask[t].
+// `state` holds the `width` inputs before x and then those up to the last of x: any cut of the tokens gives the same
+// bits.
+struct ConvolveChannels {
+  DType type;     // of x and state
+  const void* x;  // [tokens, channels], rows x_stride elements apart
+  std::int64_t x_stride, tokens;
+  int channels, width;  // at most kConvolvedChannels and kConvolutionWidth
+  void* state;          // [channels, width]
+  DType weight_type;
+  const void* weight;  // [channels, width]
+  DType bias_type;
+  const void* bias;   // [channels] or null
+  const float* mask;  // [tokens] or null
+  DType out_type;
+  void* out;  // [tokens, channels], rows out_stride elements apart
+  std::int64_t out_stride;
+};
+
+static constexpr int kConvolvedChannels = 64, kConvolutionWidth = 16;
+
+// Steps of a state space: steps[i] = log(1 + e^(raw[i] + bias[i])) within [low, high], and decays[i] = e^(steps[i] *
+// rates[i]) if there are rates.
+struct TimeSteps {
+  const void* raw;
+  DType type;
+  const float *bias, *rates;  // or null
+  std::int64_t count;
+  float low, high;
+  float *steps, *decays;
+};
+
+// A state space with `rows` rows of `depth` values, over tokens:
+//   state[r, n] = state[r, n] * decay + step * x[t, r] * b[t, n]
+//   out[t, r] = sum over n of state[r, n] * c[t, n] + skip * x[t, r]
+// where the sum runs in 16 interleaved lanes, which are then added in halves. The decay and the step are those of the
+// token; or, with `rates`, every row has a step of its own and decays by e^(step * rates[r, n]).
+struct ScanState {
+  float* state;  // [rows, depth]
+  std::int64_t rows, depth, tokens;
+  const float* x;  // [tokens, rows]; may be `out`
+  std::int64_t x_stride;
+  const float *b, *c;  // [tokens, depth]
+  std::int64_t bc_stride;
+  const float *steps, *decays;  // [tokens], or steps [tokens, rows] and no decays
+  std::int64_t step_stride;
+  const float* rates;  // [rows, depth] or null
+  const float* skip;   // [1] or, with rates, [rows]
+  float* out;          // [tokens, rows]
+  std::int64_t out_stride;
+};
+
+// out[i] = normed(x[i] * silu(gate[i])), or normed(x[i]) * silu(gate[i]) with `gate_last`. Every `group` values are
+// divided by the root of their mean square + epsilon and multiplied by the weight; without a weight there is no norm.
+// x is overwritten.
+struct GateRow {
+  float* x;
+  const void* gate;
+  DType type;  // of gate and out
+  std::int64_t count, group;
+  const void* weight;  // [count] or null
+  DType weight_type;
+  float epsilon;
+  bool gate_last;
+  void* out;
+};
+
 // One block's weights of up to 8 bits as they are stored, [column][input of the record]: integers, or the codes of
 // small floats. Missing inputs and columns are zero.
 using RecordValues = std::int8_t[kBlockColumns][kRecordDepth];
@@ -448,6 +516,13 @@ struct Kernels {
   void (*dot_rows)(const DotRows&);
   void (*sum_rows)(const SumRows&);
   void (*normalize_row)(const NormalizeRow&);
+
+  // State spaces (kernels/state_space.h).
+  void (*convolve_channels)(const ConvolveChannels&);
+  void (*time_steps)(const TimeSteps&);
+  void (*decay_rates)(const void* logarithms, DType type, std::int64_t count, float* rates);  // -e^x
+  void (*scan_state)(const ScanState&);
+  void (*gate_row)(const GateRow&);
 
   // The largest magnitude of a row; NaN if it holds a NaN or an infinity.
   float (*magnitude)(const void* src, DType type, std::int64_t count);

@@ -139,6 +139,43 @@ def decode_attention(
     query: Array, keys: Array, values: Array, mask: Array | None, sinks: Array | None, scale: float, out: Array
 ) -> None: ...
 def rms_norm(x: Array, weight: Array, epsilon: float, round_first: bool, out: Array) -> None: ...
+def mamba2(
+    projected: Array,
+    conv_state: Array,
+    state: Array,
+    conv_weight: Array,
+    conv_bias: Array | None,
+    dt_bias: Array,
+    A_log: Array,
+    D: Array,
+    norm_weight: Array | None,
+    mask: Array | None,
+    groups: int,
+    norm_group: int,
+    epsilon: float,
+    gate_last: bool,
+    step_low: float,
+    step_high: float,
+    out: Array,
+) -> None: ...
+def mamba_convolution(
+    projected: Array, conv_state: Array, weight: Array, bias: Array | None, mask: Array | None, out: Array
+) -> None: ...
+def selective_scan(
+    x: Array,
+    steps: Array,
+    step_bias: Array | None,
+    parameters: Array,
+    A_log: Array,
+    D: Array,
+    gate: Array,
+    state: Array,
+    b_weight: Array | None,
+    c_weight: Array | None,
+    epsilon: float,
+    out: Array,
+) -> None: ...
+def lightning_attention(qkv: Array, slopes: Array, state: Array | None, next_state: Array, out: Array) -> None: ...
 def read_rate(data: Array) -> float: ...
 def dot_rate(iterations: int, floats: bool = False) -> float: ...
 def instruction_sets() -> list[tuple[str, bool, str]]: ...

@@ -16,6 +16,7 @@ from cpumoe.ops.packing import (
 from cpumoe.ops.products import fused_experts, linear
 from cpumoe.ops.registration import refuse_gradient, wants_gradient
 from cpumoe.ops.routing import SCORING, router_logits, select_experts
+from cpumoe.ops.state_space import lightning_attention, mamba2, mamba_convolution, selective_scan
 
 __all__ = [
     "ROWS_GATE_THEN_UP",
@@ -26,7 +27,10 @@ __all__ = [
     "PackedSpec",
     "decode_attention",
     "fused_experts",
+    "lightning_attention",
     "linear",
+    "mamba2",
+    "mamba_convolution",
     "pack",
     "read_spec",
     "refuse_gradient",
@@ -35,6 +39,7 @@ __all__ = [
     "scale_dtype",
     "scales_name",
     "select_experts",
+    "selective_scan",
     "unpack",
     "wants_gradient",
 ]

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpumoe import ops
+from cpumoe.integrations.transformers.lightning_attention import speed_up_lightning_attention
+from cpumoe.integrations.transformers.state_space import speed_up_state_spaces
 from cpumoe.layers.experts import Experts
 from cpumoe.ops import SCORING, wants_gradient
 
@@ -180,6 +182,8 @@ def speed_up(model: nn.Module) -> None:
                     child.forward = make(child)
         if (round_first := _NORMS.get(type(module).__name__)) is not None:
             module.forward = partial(_norm, module, round_first)
+    speed_up_state_spaces(model)
+    speed_up_lightning_attention(model)
 
 
 def _norm(module: Any, round_first: bool, hidden_states: Tensor) -> Tensor:

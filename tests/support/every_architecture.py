@@ -580,7 +580,7 @@ def tiny_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.float32, 
     config = tiny_config(name, **changes)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _class(type(config), FAMILIES[name].class_name)(config)
+        model = family_class(name)(config)
         _disturb(model)
     _cast(model, dtype)
     return model.eval()
@@ -592,14 +592,26 @@ def write_family(folder: Path, name: str, *, seed: int = 0, dtype: torch.dtype =
     return folder
 
 
-def _class(config_class: type, class_name: str) -> Any:
-    """A model class, also one that transformers does not export."""
+def family_class(name: str) -> Any:
+    """The class of a family's model, also one that transformers does not export."""
     import transformers
 
+    class_name = FAMILIES[name].class_name
     if hasattr(transformers, class_name):
         return getattr(transformers, class_name)
-    module = config_class.__module__.replace(".configuration_", ".modeling_")
+    module = type(tiny_config(name)).__module__.replace(".configuration_", ".modeling_")
     return getattr(importlib.import_module(module), class_name)
+
+
+def logits_of(model: PreTrainedModel, name: str, ids: torch.Tensor) -> torch.Tensor:
+    """What a family's model gives for ids [batch, tokens]: logits, or hidden states if it has no head; fp32."""
+    family = FAMILIES[name]
+    part = getattr(model, family.forward) if family.forward else model
+    more = {"decoder_input_ids": ids[:, :8]} if name == "diffusion_gemma" else {}
+    with torch.no_grad():
+        out = part(input_ids=ids, **more)
+    logits = getattr(out, "logits", None)
+    return (out[0] if logits is None else logits).float()
 
 
 def _stored(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:

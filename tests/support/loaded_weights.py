@@ -11,7 +11,7 @@ from torch import Tensor
 from cpumoe import CheckpointError, UnsupportedScheme
 from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
 from cpumoe.checkpoints.inspection import Survey
-from cpumoe.checkpoints.loading import experts_of, load_experts
+from cpumoe.checkpoints.loading import find_experts, load_experts
 from cpumoe.checkpoints.model_tensors import check_model, quantized_linears
 from cpumoe.integrations.transformers.describing import describe
 from cpumoe.layers.packed_weights import unpack_weight
@@ -23,14 +23,14 @@ def packed_weights(folder: Path) -> tuple[dict[str, Tensor], set[str]]:
     weights, schemes = {}, set()
     with Checkpoint.open(folder) as checkpoint:
         layout = describe(checkpoint)
-        experts_and_linears = experts_of(checkpoint, layout), quantized_linears(checkpoint, layout)
-        check = TensorCheck(checkpoint)
-        check_model(layout, experts_and_linears[0].values(), experts_and_linears[1], check)
+        sources = [find_experts(checkpoint, experts, None) for experts in layout.experts]
+        linears, check = quantized_linears(checkpoint, layout), TensorCheck(checkpoint)
+        check_model(layout, sources, linears, check)
         check.raise_problems()
-        for name, source in experts_and_linears[1].items():
+        for name, source in linears.items():
             weights[name] = dequantize(unpack_weight(source.load().weight_packed)[0])
             schemes.add(str(source.storage.scheme))
-        for source in experts_and_linears[0].values():
+        for source in sources:
             experts = load_experts(source)
             schemes.add(str(experts.config.scheme))
             for expert in range(experts.config.local_experts):

@@ -55,7 +55,8 @@ class LinearSource:
 
     def stored_weight(self) -> QuantizedWeight:
         """What the files have, read without the code that loads it."""
-        return stored_weight(self._checkpoint, self.name, self.storage)
+        weight = stored_weight(self._checkpoint, self.name, self.storage)
+        return weight if self.has_bias else replace(weight, bias=None)  # zeros that a tool has added
 
     @property
     def packed_bytes(self) -> int:

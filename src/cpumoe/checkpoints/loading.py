@@ -77,18 +77,25 @@ def find_experts(checkpoint: Checkpoint, layout: ExpertsLayout, scheme: Scheme |
         first = layout.fused.gate_up.tensors[0]
         whole = checkpoint.storage_of(first.rpartition(".")[0])
         if whole is not None and whole.fused:
+            if not layout.fused.gate_up.interleaved:
+                raise _not_in_one_tensor(checkpoint, layout, whole)
             return FusedQuantized(checkpoint, _as_quantized(layout), config(whole.scheme), whole)
         return FusedFloat(checkpoint, layout, config(scheme or _float_scheme(checkpoint, first)))
     storage = _common_storage(checkpoint, layout)
     if storage is not None and storage.fused:
-        raise UnsupportedScheme(
-            f"{layout.prefix}: config.json says that all experts of a layer lie in one tensor ({storage.format!r}); "
-            "in the files each has linears of its own"
-        )
+        raise _not_in_one_tensor(checkpoint, layout, storage)
     if storage is not None:
         return QuantizedPerExpert(checkpoint, layout, config(storage.scheme), storage)
     as_is = _float_scheme(checkpoint, f"{layout.linears[0][0]}.weight")
     return FloatPerExpert(checkpoint, layout, config(scheme or as_is))
+
+
+def _not_in_one_tensor(checkpoint: Checkpoint, layout: ExpertsLayout, storage: LinearStorage) -> UnsupportedScheme:
+    return UnsupportedScheme(
+        f"{layout.prefix}: experts in the format {storage.format!r}, where all of a layer lie in one tensor and rows of "
+        f"gate and up alternate, are not served for the model_type {checkpoint.text_config.get('model_type')!r}; for "
+        "gpt_oss they are"
+    )
 
 
 def _as_quantized(layout: ExpertsLayout) -> ExpertsLayout:
@@ -130,8 +137,6 @@ def experts_of(checkpoint: Checkpoint, layout: ModelLayout, scheme: Scheme | Non
     check = TensorCheck(checkpoint)
     for source in sources.values():
         source.check(check)
-    linears = {name for source in sources.values() for names in source.layout.linears for name in names}
-    check.extra += layout.unexpected
-    check.extra += [n for n in checkpoint.names if n not in check.expected and n.rpartition(".")[0] in linears]
+    check.extra += [*layout.unexpected, *sorted(layout.of_experts - check.expected)]
     check.raise_problems()
     return sources

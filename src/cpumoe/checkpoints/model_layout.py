@@ -125,6 +125,7 @@ class ModelLayout:
         routers: names in the files of tensors that choose or weigh experts.
         left_out: tensors of the files that are rightly not loaded: of parts that this model does not have.
         unexpected: tensors of the files for which the model has no place at all.
+        of_experts: tensors of the files that belong to routed experts, whether they should be there or not.
     """
 
     model_type: str
@@ -136,6 +137,7 @@ class ModelLayout:
     routers: frozenset[str] = frozenset()
     left_out: frozenset[str] = frozenset()
     unexpected: tuple[str, ...] = ()
+    of_experts: frozenset[str] = frozenset()
 
 
 #: Describes a checkpoint. Those who have transformers hand it to those who work without.

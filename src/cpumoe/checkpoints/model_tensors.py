@@ -36,13 +36,13 @@ def check_model(
         experts: those that were found in the files.
         linears: those that are quantised, by name; all others are float.
     """
-    for source in experts:
-        source.check(check)
     for name, linear in layout.linears.items():
         if name in linears:
             linears[name].check(check)
         else:
             _expect_float(name, linear, check)
+    for source in experts:
+        source.check(check)
     for name, tensor in layout.tensors.items():
         if tensor.shape is not None and tensor.is_float:
             check.expect(name, StoredTensor(FLOAT_DTYPES, tensor.shape))

@@ -208,7 +208,7 @@ def _sizes(module: nn.Module, marks: Marks) -> tuple[int, int, int]:
         expected = (sizes[1], rows) if marks.is_transposed else (rows, sizes[1])
         fits = fits and first[0][1:] == expected
         fits = fits and (first[0][0] == count or marks.role is Role.WITH_IDENTITIES)
-    if not fits:
+    if not fits or min(sizes) < 1:
         raise not_served(module, f"has weights of {', '.join(str(list(shape)) for shape in (*first, second))}")
     return sizes
 

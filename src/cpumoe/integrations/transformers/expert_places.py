@@ -40,14 +40,14 @@ class ExpertPlaces:
     def layout(self, module: str, per_token: int) -> ExpertsLayout:
         """The experts of one module."""
         kind = self._modules[module]
-        if (spelled := self._spelled.get(module)) is not None:
-            return self._layout(module, per_token, self._spelled_linears(module, *spelled))
         targets = [f"{module}.{name}" for name in kind.products]
-        if not any(target in self._names.direct or self._group_of(target) is not None for target in targets):
-            prefix, projections = self._usual_spelling(module)
-            return self._layout(module, per_token, self._spelled_linears(module, prefix, projections))
+        is_there = any(target in self._names.direct or self._group_of(target) is not None for target in targets)
+        if not is_there and (spelled := self._spelled.get(module)) is not None:
+            return self._layout(module, per_token, self._spelled_linears(module, *spelled))
         if kind.marks.is_flat:
             return self._flat_layout(module, per_token)
+        if not is_there:
+            return self._absent_layout(module, per_token)
         origins = [self._origin(module, name) for name in kind.products]
         wanted = _by_projection(kind, *(origin.places for origin in origins))
         by_linear = [_linears(places, origins[place // (len(wanted) - 1)]) for place, places in enumerate(wanted)]
@@ -60,6 +60,22 @@ class ExpertPlaces:
         )
         prefix, projections = self._usual_spelling(module)
         linears = self._spelled_linears(module, prefix, projections)
+        return ExpertsLayout(module, prefix, kind.shape, linears, fused, per_token)
+
+    def _absent_layout(self, module: str, per_token: int) -> ExpertsLayout:
+        """Experts of which the files have nothing: where they should be."""
+        kind, (prefix, projections) = self._modules[module], self._usual_spelling(module)
+        linears = self._spelled_linears(module, prefix, projections)
+        if self._names.leaf_names(f"{module}.{kind.marks.second}") is not None:  # transformers merges them
+            return self._layout(module, per_token, linears)
+
+        def matrix(name: str, bias: str | None) -> FusedMatrix:
+            biases = () if bias is None else (f"{prefix}.{bias}",)
+            interleaved = kind.interleaved and name != kind.marks.second
+            return FusedMatrix((f"{prefix}.{name}",), kind.marks.is_transposed, interleaved, biases=biases)
+
+        first, second = kind.marks.first_names[0], kind.marks.second
+        fused = FusedExperts(matrix(first, kind.first_bias), matrix(second, kind.second_bias))
         return ExpertsLayout(module, prefix, kind.shape, linears, fused, per_token)
 
     def _flat_layout(self, module: str, per_token: int) -> ExpertsLayout:

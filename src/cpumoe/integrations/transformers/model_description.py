@@ -57,6 +57,7 @@ def describe_model(model: PreTrainedModel, checkpoint: Checkpoint) -> ModelLayou
     linears, tensors = _other_places(model, names, modules)
     placed = {name for layout in experts for name in _tensors_of(layout)}
     homeless = {*names.unplaced, *_of_other_experts(names, modules)} - placed
+    homeless -= {f"{name}.bias" for name in linears}  # a tool may have added zeros: the check of the linear tells
     unknown = [name for name, same in in_float.items() if same in homeless]
     left_out = {*_left_out(model, checkpoint, names, in_float, unknown), *_of_identities(names, modules, placed)}
     text = model.config.get_text_config()
@@ -70,6 +71,7 @@ def describe_model(model: PreTrainedModel, checkpoint: Checkpoint) -> ModelLayou
         frozenset(_routers(linears, tensors, modules)),
         frozenset(left_out),
         tuple(name for name in unknown if name not in left_out),
+        frozenset(name for name, same in in_float.items() if same in placed),
     )
 
 

@@ -1,0 +1,186 @@
+"""Every mixture-of-experts architecture that transformers has: found, packed, run, quantised, saved and read again."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from every_architecture import FAMILIES, family_class, logits_of, tiny_model, write_family
+from random_layers import relative_error
+from torch import nn
+
+import cpumoe
+from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
+from cpumoe.checkpoints.loading import experts_of
+from cpumoe.checkpoints.model_tensors import check_model, quantized_linears
+from cpumoe.integrations.transformers.expert_modules import Role, describe_experts, expert_modules, marks_of
+from cpumoe.integrations.transformers.model_description import describe_model
+from cpumoe.integrations.transformers.special_experts import wrapped
+from cpumoe.layers.experts import Experts
+
+#: transformers itself cannot load these from a folder with their own class: it reads the file as the whole model's.
+NOT_LOADED_ALONE = {"mistral_large4_text"}
+LOADED = [name for name in FAMILIES if name not in NOT_LOADED_ALONE]
+#: Models that are loaded in pieces of another dtype, or with parts that no one trains.
+IDS = torch.randint(3, 98, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """Folders of families, written when they are asked for and kept for the other tests of this file."""
+    root, written = tmp_path_factory.mktemp("families"), {}
+
+    def folder(name: str) -> Path:
+        if name not in written:
+            written[name] = write_family(root / name, name)
+        return written[name]
+
+    return folder
+
+
+def packed_experts(model: nn.Module) -> list[Experts]:
+    return [module for module in model.modules() if isinstance(module, Experts)]
+
+
+def assert_nothing_is_left(model: nn.Module, count: int) -> None:
+    """All experts are packed: none is left in float without a word."""
+    assert not list(expert_modules(model))
+    assert len(packed_experts(model)) == count > 0
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_experts_module_is_described_and_packed_within_three_percent(name):
+    model = tiny_model(name)
+    for path, module in expert_modules(model):
+        kind = describe_experts(module)
+        packed = Experts.quantize(
+            *kind.matrices(module),
+            "w8a8",
+            gate_up_bias=kind.biases(module)[0],
+            down_bias=kind.biases(module)[1],
+            activation=kind.shape.activation,
+            interleaved=kind.interleaved,
+        )
+        if kind.marks.arguments == 1:  # called with tokens alone: whole models tell
+            continue
+        x = torch.randn(24, kind.shape.hidden_size)
+        total = kind.shape.expert_count + (4 if kind.marks.role is Role.WITH_IDENTITIES else 0)
+        ids = torch.stack([torch.randperm(total)[:2] for _ in x])
+        weights = torch.rand(24, 2)
+        shaped = x.view(2, 12, -1) if kind.marks.role is Role.KEEPING_SEQUENCES else x
+        with torch.no_grad():
+            expected = module(shaped, ids, weights)
+            found = wrapped(marks_of(module), module, packed)(shaped, ids, weights)
+        assert found.shape == expected.shape
+        assert relative_error(found, expected) < 0.03, path
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_every_tensor_of_a_checkpoint_has_its_place(folder_of, name):
+    model = tiny_model(name)
+    with Checkpoint.open(folder_of(name)) as checkpoint:
+        layout = describe_model(model, checkpoint)
+        sources = experts_of(checkpoint, layout)
+        assert len(sources) == len(list(expert_modules(model))) > 0
+        check = TensorCheck(checkpoint)
+        check_model(layout, sources.values(), quantized_linears(checkpoint, layout), check)
+        check.raise_problems()
+        state = model.state_dict()
+        for source in sources.values():
+            kind = describe_experts(model.get_submodule(source.layout.module))
+            gate_up, down = kind.matrices(model.get_submodule(source.layout.module))
+            if kind.interleaved:
+                gate_up = torch.cat((gate_up[:, 0::2], gate_up[:, 1::2]), 1)
+            for chunk in ((0, 3), (3, kind.shape.expert_count - 3)):
+                from cpumoe.checkpoints.expert_sources import Buffers
+
+                read = source.read_float(*chunk, Buffers())
+                some = slice(chunk[0], sum(chunk))
+                assert torch.equal(read[0], gate_up[some]) and torch.equal(read[1], down[some])
+        assert state
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_a_model_is_loaded_packed_saved_and_loaded_again(folder_of, tmp_path, name):
+    folder, family = folder_of(name), family_class(name)
+    original = tiny_model(name)
+    expected, count = logits_of(original, name, IDS), len(list(expert_modules(original)))
+    in_float = cpumoe.load_model(folder, dtype=torch.float32, auto_class=family)
+    assert_nothing_is_left(in_float, count)
+    assert relative_error(logits_of(in_float, name, IDS), expected) < 1e-4
+
+    packed = cpumoe.load_model(folder, scheme="w8a8", dtype=torch.float32, auto_class=family)
+    assert_nothing_is_left(packed, count)
+    found = logits_of(packed, name, IDS)
+    assert torch.isfinite(found).all()
+    if FAMILIES[name].generates:
+        assert packed.generate(IDS, max_new_tokens=3, do_sample=False).shape == (2, 15)
+    packed.save_pretrained(tmp_path / "packed")
+    again = family.from_pretrained(tmp_path / "packed", dtype=torch.float32).eval()
+    assert_nothing_is_left(again, count)
+    assert torch.equal(logits_of(again, name, IDS), found)
+
+    in_float.save_pretrained(tmp_path / "float")  # a checkpoint that transformers reads alone
+    plain = family.from_pretrained(tmp_path / "float", dtype=torch.float32).eval()
+    assert not packed_experts(plain)
+    assert relative_error(logits_of(plain, name, IDS), expected) < 1e-5
+
+
+@pytest.mark.parametrize("name", LOADED)
+def test_a_model_is_quantised_from_disk_to_disk_and_in_place(folder_of, tmp_path, name):
+    folder, family = folder_of(name), family_class(name)
+    cpumoe.quantize_checkpoint(folder, tmp_path / "q", "w8a8", linears="float")
+    one = cpumoe.load_model(tmp_path / "q", dtype=torch.float32, auto_class=family)
+    two = family.from_pretrained(tmp_path / "q", dtype=torch.float32).eval()
+    original = tiny_model(name)
+    assert_nothing_is_left(one, len(list(expert_modules(original))))
+    assert torch.equal(logits_of(one, name, IDS), logits_of(two, name, IDS))
+    with torch.no_grad():
+        for module, float_module in zip(packed_experts(one), (m for _, m in expert_modules(original)), strict=True):
+            matrices = describe_experts(float_module).matrices(float_module)
+            for held, weight in zip((module.quantized().gate_up, module.quantized().down), matrices, strict=True):
+                rounded = cpumoe.layers.reference.dequantize(held)
+                if describe_experts(float_module).interleaved and weight is matrices[0]:
+                    weight = torch.cat((weight[:, 0::2], weight[:, 1::2]), 1)
+                assert relative_error(rounded, weight) < 0.01
+    in_place = cpumoe.accelerate(original, "w8a8")
+    loaded = cpumoe.load_model(folder, scheme="w8a8", dtype=torch.float32, auto_class=family)
+    assert torch.equal(logits_of(in_place, name, IDS), logits_of(loaded, name, IDS))
+
+
+MARKED = [name for name in LOADED if all(hasattr(m, "has_gate") for _, m in expert_modules(tiny_model(name)))]
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_experts_implementation_gives_the_bits_of_packed_experts(folder_of, name):
+    model = family_class(name).from_pretrained(
+        folder_of(name), experts_implementation="cpumoe-w8a8", dtype=torch.float32, attn_implementation="eager"
+    )
+    packed = cpumoe.accelerate(
+        family_class(name).from_pretrained(folder_of(name), dtype=torch.float32, attn_implementation="eager").eval(),
+        "w8a8",
+    )
+    found, expected = logits_of(model.eval(), name, IDS), logits_of(packed, name, IDS)
+    assert relative_error(found, expected) < 1e-4  # norms and routers of the second are in one step
+
+
+def test_no_class_of_experts_is_new():
+    """Fails with the names of classes that nobody has looked at: give them a tiny model, and see that it is served."""
+    looked_at = {type(module).__name__ for name in FAMILIES for _, module in expert_modules(tiny_model(name))}
+    found = set()
+    for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        source = path.read_text()
+        found |= set(re.findall(r"^@use_experts_implementation\b[^\n]*\nclass (\w+)", source, re.MULTILINE))
+    assert len(found) > 50
+    assert found <= looked_at, f"not looked at: {sorted(found - looked_at)}"
+
+
+def test_the_marks_that_transformers_leaves_are_still_those_that_are_known():
+    moe = importlib.import_module("transformers.integrations.moe")
+    known = {"experts_class", "experts_interface", "is_concatenated", "is_transposed", "has_bias", "has_gate"}
+    assert set(inspect.signature(moe.use_experts_implementation).parameters) == known | {"has_post_expert_norm"}

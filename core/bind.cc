@@ -13,6 +13,7 @@
 
 #include "array.h"
 #include "attention.h"
+#include "bind.h"
 #include "check.h"
 #include "dispatch.h"
 #include "formats.h"
@@ -30,12 +31,6 @@ namespace nb = nanobind;
 
 namespace cpumoe {
 namespace {
-
-// Around everything that computes: other Python threads may run, and this one computes as the team does.
-struct Computation {
-  nb::gil_scoped_release release;
-  IeeeArithmetic arithmetic;
-};
 
 PackedMatrix packed_matrix(const Array& blob) {
   blob.contiguous(1).expect<std::uint8_t>("uint8 (packed weights)");
@@ -545,6 +540,7 @@ NB_MODULE(_core, m) {
   m.def("decode_attention", &decode_attention, "query"_a, "keys"_a, "values"_a, "mask"_a.none(), "sinks"_a.none(),
         "scale"_a, "out"_a);
   m.def("rms_norm", &normalize, "x"_a, "weight"_a, "epsilon"_a, "round_first"_a, "out"_a);
+  bind_delta_rule(m);
   m.def("read_rate", &measure_reading, "data"_a);
   m.def("dot_rate", &measure_dots, "iterations"_a, "floats"_a = false);
   m.def("instruction_sets", &list_instruction_sets);

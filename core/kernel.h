@@ -12,6 +12,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "delta_kernels.h"
+
 namespace cpumoe {
 
 // A block is 32 columns (output features) of a matrix; a record is 128 consecutive inputs of a block.
@@ -448,6 +450,8 @@ struct Kernels {
   void (*dot_rows)(const DotRows&);
   void (*sum_rows)(const SumRows&);
   void (*normalize_row)(const NormalizeRow&);
+
+  DeltaKernels delta;
 
   // The largest magnitude of a row; NaN if it holds a NaN or an infinity.
   float (*magnitude)(const void* src, DType type, std::int64_t count);

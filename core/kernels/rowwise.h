@@ -544,6 +544,9 @@ constexpr void add_row_formats(Kernels& k) {
   for (int i = 0; i < kRowFormatCount; ++i) k.row_formats[i] = {static_cast<RowFormat>(i), kPrepare[i]};
 }
 
+template <class V>
+constexpr void add_delta_kernels(Kernels& k);  // delta_rule.h
+
 // The whole table of an instruction set but for what it alone has.
 template <class V, class Isa>
 constexpr Kernels kernels_of(const char* name) {
@@ -561,8 +564,11 @@ constexpr Kernels kernels_of(const char* name) {
   k.dot_rows = dot_rows<V>;
   k.sum_rows = sum_rows<V>;
   k.normalize_row = normalize_row<V>;
+  add_delta_kernels<V>(k);
   return k;
 }
 
 }  // namespace
 }  // namespace cpumoe
+
+#include "delta_rule.h"  // uses what stands above

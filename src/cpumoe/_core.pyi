@@ -139,6 +139,29 @@ def decode_attention(
     query: Array, keys: Array, values: Array, mask: Array | None, sinks: Array | None, scale: float, out: Array
 ) -> None: ...
 def rms_norm(x: Array, weight: Array, epsilon: float, round_first: bool, out: Array) -> None: ...
+def gated_delta_rule(
+    q: Array,
+    k: Array | None,
+    v: Array | None,
+    z: Array | None,
+    b: Array,
+    a: Array | None,
+    key_heads: int,
+    log_rates: Array,
+    decay_bias: Array,
+    decay_bound: float,
+    conv_weight: Array,
+    conv_bias: Array | None,
+    conv_state: Array,
+    state: Array,
+    norm_weight: Array,
+    norm_epsilon: float,
+    sigmoid_gate: bool,
+    out: Array,
+) -> None: ...
+def short_convolution(
+    projected: Array, conv_weight: Array, conv_bias: Array | None, conv_state: Array, out: Array
+) -> None: ...
 def read_rate(data: Array) -> float: ...
 def dot_rate(iterations: int, floats: bool = False) -> float: ...
 def instruction_sets() -> list[tuple[str, bool, str]]: ...

@@ -14,6 +14,7 @@ from cpumoe.ops.packing import (
     unpack,
 )
 from cpumoe.ops.products import fused_experts, linear
+from cpumoe.ops.recurrent import gated_delta_rule, short_convolution
 from cpumoe.ops.registration import refuse_gradient, wants_gradient
 from cpumoe.ops.routing import SCORING, router_logits, select_experts
 
@@ -26,6 +27,7 @@ __all__ = [
     "PackedSpec",
     "decode_attention",
     "fused_experts",
+    "gated_delta_rule",
     "linear",
     "pack",
     "read_spec",
@@ -35,6 +37,7 @@ __all__ = [
     "scale_dtype",
     "scales_name",
     "select_experts",
+    "short_convolution",
     "unpack",
     "wants_gradient",
 ]

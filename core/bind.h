@@ -1,0 +1,18 @@
+// What the files of the Python seam share.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#include "threads.h"
+
+namespace cpumoe {
+
+// Around everything that computes: other Python threads may run, and this one computes as the team does.
+struct Computation {
+  nanobind::gil_scoped_release release;
+  IeeeArithmetic arithmetic;
+};
+
+void bind_delta_rule(nanobind::module_& m);  // bind_delta_rule.cc
+
+}  // namespace cpumoe

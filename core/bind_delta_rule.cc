@@ -81,8 +81,10 @@ void delta_rule(nb::handle q_, nb::handle k_, nb::handle v_, nb::handle z_, nb::
   call.key_depth = state.dim(2);
   call.value_depth = state.dim(3);
   call.key_heads = key_heads;
-  CPUMOE_REQUIRE(key_heads >= 1 && call.heads % key_heads == 0, "key_heads=", key_heads, " for a state of ", call.heads,
-                 " heads; a divisor is accepted");
+  CPUMOE_REQUIRE(call.heads >= 1 && call.key_depth >= 1, "state is ", state.shape_text(),
+                 "; at least one head and one row is accepted");
+  CPUMOE_REQUIRE(key_heads >= 1 && key_heads <= call.heads && call.heads % key_heads == 0, "key_heads=", key_heads,
+                 " for a state of ", call.heads, " heads; a divisor is accepted");
   const std::int64_t group = call.heads / key_heads, dk = call.key_depth, dv = call.value_depth;
   const std::int64_t key_width = key_heads * dk, width = call.heads * dv;
 

@@ -203,7 +203,7 @@ void gated_delta_rule(const Kernels& kernels, const DeltaRuleCall& c) {
                  c.key_heads, " heads of keys; a multiple is accepted");
   CPUMOE_REQUIRE(c.taps >= 1 && c.taps <= kMostTaps, "conv_weight has ", c.taps, " taps; 1 to ", kMostTaps,
                  " are accepted");
-  if (c.batch * c.tokens * c.heads * c.value_depth == 0 || c.key_depth == 0) return;
+  if (c.batch * c.tokens * c.heads * c.key_depth * c.value_depth == 0) return;
   static thread_local Scratch scratch;
   const std::int64_t state_bytes = c.batch * c.heads * c.key_depth * c.value_depth * 4;
   const int threads = threads_for(2 * state_bytes * std::min<std::int64_t>(c.tokens, 16));

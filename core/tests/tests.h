@@ -25,4 +25,5 @@ void test_formats();
 void test_unpacking();
 void test_fp32_results();
 void test_measuring();
+void test_recurrent();
 }  // namespace cpumoe::tests

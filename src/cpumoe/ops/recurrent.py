@@ -94,8 +94,8 @@ def _short_convolution_fake(projected: Tensor, *_: object) -> Tensor:
 
 
 # projected [B, T, 3 channels] holds B, C and x: C * convolution(B * x) [B, T, channels], causal and of each channel by
-# itself. conv_weight [channels, 1, taps], conv_bias [channels]; conv_state [B, channels, taps], the last values of B * x,
-# is moved on in place.
+# itself. conv_weight [channels, 1, taps], conv_bias [channels]; conv_state [B, channels, taps], the last values of B *
+# x, is moved on in place.
 short_convolution = register(
     "short_convolution(Tensor projected, Tensor conv_weight, Tensor? conv_bias, Tensor(c!) conv_state) -> Tensor",
     _short_convolution,

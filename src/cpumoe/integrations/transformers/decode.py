@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpumoe import ops
+from cpumoe.integrations.transformers.linear_attention import speed_up_linear_attention
 from cpumoe.layers.experts import Experts
 from cpumoe.ops import SCORING, wants_gradient
 
@@ -180,6 +181,7 @@ def speed_up(model: nn.Module) -> None:
                     child.forward = make(child)
         if (round_first := _NORMS.get(type(module).__name__)) is not None:
             module.forward = partial(_norm, module, round_first)
+    speed_up_linear_attention(model)
 
 
 def _norm(module: Any, round_first: bool, hidden_states: Tensor) -> Tensor:

@@ -162,6 +162,26 @@ def test_a_layer_in_16_bits(family: str, dtype: torch.dtype) -> None:
     assert relative(got, expected) < (0.02 if dtype == torch.bfloat16 else 0.004)
 
 
+@pytest.mark.parametrize("family", ["qwen3_next", "qwen3_5_moe", "kimi_linear", "bailing_hybrid", "lfm2_moe"])
+def test_one_token_in_16_bits(family: str) -> None:
+    model = tiny(family).to(torch.bfloat16)
+    speed_up_linear_attention(model)
+    layer: Any = replaced(model)[0]
+    caches = linear_cache(layer), linear_cache(layer)
+    with torch.no_grad():
+        for tokens in (4, 1, 1):
+            x = torch.randn(1, tokens, 48).bfloat16()
+            got, expected = layer(x, caches[0]), type(layer).forward(layer, x, caches[1])
+            assert got.shape == expected.shape
+            assert relative(got, expected) < 0.03
+        seen: list[nn.Module] = []
+        for child in layer.modules():
+            if isinstance(child, nn.Linear):
+                child.register_forward_hook(lambda module, *_: seen.append(module))
+        layer(x, caches[0])
+    assert len(seen) == sum(isinstance(child, nn.Linear) for child in layer.modules())
+
+
 def linear_cache(layer: Any) -> Any:
     from transformers.cache_utils import Cache, LinearAttentionLayer
 

@@ -200,6 +200,18 @@ def test_opcheck() -> None:
     torch.library.opcheck(torch.ops.cpumoe.short_convolution.default, arguments, test_utils=utils)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_the_product_of_one_token(dtype: torch.dtype) -> None:
+    x, weight, bias = torch.randn(1, 1, 50).to(dtype), torch.randn(70, 50).to(dtype), torch.randn(70)
+    got = ops.token_linear(x, weight, bias)
+    assert got.shape == (1, 1, 70) and got.dtype == dtype
+    tolerance = {torch.float32: 1e-6, torch.bfloat16: 3e-3, torch.float16: 4e-4}[dtype]
+    assert relative(got, F.linear(x.double(), weight.double(), bias.double())) < tolerance
+    torch.library.opcheck(torch.ops.cpumoe.token_linear.default, (x, weight, None))
+    with pytest.raises(ValueError, match="50"):
+        ops.token_linear(torch.randn(2, 50).to(dtype), weight, None)
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "key_heads": ({"key_heads": 4}, "key_heads=4 for a state of 6 heads; a divisor"),
     "k": ({"k": torch.zeros(2, 5, 47)}, r"k is \[2, 5, 47\]; \[2, 5, 48\] is accepted"),

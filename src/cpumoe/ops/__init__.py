@@ -1,6 +1,7 @@
 """The operators: ``torch.ops.cpumoe.*`` and what calls them from Python. Nothing else computes with the core."""
 
 from cpumoe.ops.attention import decode_attention, rms_norm
+from cpumoe.ops.float_products import token_linear
 from cpumoe.ops.packing import (
     ROWS_GATE_THEN_UP,
     ROWS_GATE_UP_INTERLEAVED,
@@ -38,6 +39,7 @@ __all__ = [
     "scales_name",
     "select_experts",
     "short_convolution",
+    "token_linear",
     "unpack",
     "wants_gradient",
 ]

@@ -541,6 +541,7 @@ NB_MODULE(_core, m) {
         "scale"_a, "out"_a);
   m.def("rms_norm", &normalize, "x"_a, "weight"_a, "epsilon"_a, "round_first"_a, "out"_a);
   bind_state_space(m);
+  bind_delta_rule(m);
   m.def("read_rate", &measure_reading, "data"_a);
   m.def("dot_rate", &measure_dots, "iterations"_a, "floats"_a = false);
   m.def("instruction_sets", &list_instruction_sets);

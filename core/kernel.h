@@ -12,6 +12,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "delta_kernels.h"
+
 namespace cpumoe {
 
 // A block is 32 columns (output features) of a matrix; a record is 128 consecutive inputs of a block.
@@ -523,6 +525,7 @@ struct Kernels {
   void (*decay_rates)(const void* logarithms, DType type, std::int64_t count, float* rates);  // -e^x
   void (*scan_state)(const ScanState&);
   void (*gate_row)(const GateRow&);
+  DeltaKernels delta;
 
   // The largest magnitude of a row; NaN if it holds a NaN or an infinity.
   float (*magnitude)(const void* src, DType type, std::int64_t count);

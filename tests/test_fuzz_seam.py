@@ -379,6 +379,8 @@ def test_any_arguments(things: list[Any], numbers: list[int], flag: bool, form: 
         lambda: core.router_logits(*things[:4]),
         lambda: core.decode_attention(*things[:5], 0.5, things[5]),
         lambda: core.rms_norm(things[0], things[1], 1e-6, flag, things[2]),
+        lambda: core.gated_delta_rule(*things[:6], numbers[0], *things[6:8], -1.0, *things[:5], 1e-6, flag, things[5]),
+        lambda: core.short_convolution(*things[:5]),
         lambda: core.read_rate(things[0]),
         lambda: core.advise_huge_pages(things[0]),
     ]

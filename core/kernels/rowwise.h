@@ -7,6 +7,7 @@
 #pragma once
 
 #include "../kernel.h"
+#include "delta_rule.h"
 #include "elementary.h"
 #include "functions.h"
 #include "prepare_floats.h"
@@ -475,6 +476,7 @@ constexpr Kernels kernels_of(const char* name) {
   k.sum_rows = sum_rows<V>;
   k.normalize_row = normalize_row<V>;
   add_state_space<V>(k);
+  add_delta_kernels<V>(k);
   return k;
 }
 

@@ -33,7 +33,7 @@ int main(int argc, char** argv) {
       {"fp32", test_fp32_results},    {"measuring", test_measuring},
       {"floats", test_float_rows},    {"refused", test_refused_weights},
       {"order", test_order_of_tiles}, {"threads", test_threads_of_linears},
-      {"states", test_state_spaces}};
+      {"states", test_state_spaces},  {"recurrent", test_recurrent}};
   for (const auto& [name, test] : tests) {
     if (only.empty() || only == name) test();
   }

@@ -26,4 +26,5 @@ void test_unpacking();
 void test_fp32_results();
 void test_measuring();
 void test_state_spaces();
+void test_recurrent();
 }  // namespace cpumoe::tests

@@ -176,6 +176,29 @@ def selective_scan(
     out: Array,
 ) -> None: ...
 def lightning_attention(qkv: Array, slopes: Array, state: Array | None, next_state: Array, out: Array) -> None: ...
+def gated_delta_rule(
+    q: Array,
+    k: Array | None,
+    v: Array | None,
+    z: Array | None,
+    b: Array,
+    a: Array | None,
+    key_heads: int,
+    log_rates: Array,
+    decay_bias: Array,
+    decay_bound: float,
+    conv_weight: Array,
+    conv_bias: Array | None,
+    conv_state: Array,
+    state: Array,
+    norm_weight: Array,
+    norm_epsilon: float,
+    sigmoid_gate: bool,
+    out: Array,
+) -> None: ...
+def short_convolution(
+    projected: Array, conv_weight: Array, conv_bias: Array | None, conv_state: Array, out: Array
+) -> None: ...
 def read_rate(data: Array) -> float: ...
 def dot_rate(iterations: int, floats: bool = False) -> float: ...
 def instruction_sets() -> list[tuple[str, bool, str]]: ...

@@ -1,6 +1,7 @@
 """The operators: ``torch.ops.cpumoe.*`` and what calls them from Python. Nothing else computes with the core."""
 
 from cpumoe.ops.attention import decode_attention, rms_norm
+from cpumoe.ops.float_products import token_linear
 from cpumoe.ops.packing import (
     ROWS_GATE_THEN_UP,
     ROWS_GATE_UP_INTERLEAVED,
@@ -14,6 +15,7 @@ from cpumoe.ops.packing import (
     unpack,
 )
 from cpumoe.ops.products import fused_experts, linear
+from cpumoe.ops.recurrent import gated_delta_rule, short_convolution
 from cpumoe.ops.registration import refuse_gradient, wants_gradient
 from cpumoe.ops.routing import SCORING, router_logits, select_experts
 from cpumoe.ops.state_space import lightning_attention, mamba2, mamba_convolution, selective_scan
@@ -27,6 +29,7 @@ __all__ = [
     "PackedSpec",
     "decode_attention",
     "fused_experts",
+    "gated_delta_rule",
     "lightning_attention",
     "linear",
     "mamba2",
@@ -40,6 +43,8 @@ __all__ = [
     "scales_name",
     "select_experts",
     "selective_scan",
+    "short_convolution",
+    "token_linear",
     "unpack",
     "wants_gradient",
 ]

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from cpumoe import ops
 from cpumoe.integrations.transformers.lightning_attention import speed_up_lightning_attention
+from cpumoe.integrations.transformers.linear_attention import speed_up_linear_attention
 from cpumoe.integrations.transformers.state_space import speed_up_state_spaces
 from cpumoe.layers.experts import Experts
 from cpumoe.ops import SCORING, wants_gradient
@@ -184,6 +185,7 @@ def speed_up(model: nn.Module) -> None:
             module.forward = partial(_norm, module, round_first)
     speed_up_state_spaces(model)
     speed_up_lightning_attention(model)
+    speed_up_linear_attention(model)
 
 
 def _norm(module: Any, round_first: bool, hidden_states: Tensor) -> Tensor:

@@ -1,0 +1,79 @@
+// All of a gated delta net, or of Kimi delta attention, between its projections; and short convolutions.
+//
+// Token after token rather than in chunks. With the state [dk, dv] of a head in fp32, a token takes 4 dk dv vector
+// operations (decay, update, recall, and the next token's read of the new state, all in one pass), a chunk of C tokens
+// in matrix products 3 dk dv + C (2.5 dk + 1.5 dv) for each of them: at dk = dv = 128 that is 65,500 and 81,900 with C
+// = 64, 57,300 with C = 16. 32 columns of a state and all that a token needs stay in L1, so nothing is gained in bytes
+// either. And however a text is cut into calls, every token gets the same bits.
+#pragma once
+
+#include <cstdint>
+
+#include "kernel.h"
+
+namespace cpumoe {
+
+// A vector of parameters in a type of its own.
+struct Parameters {
+  const void* data = nullptr;
+  DType type{};
+
+  const void* at(std::int64_t index) const {  // null where there are none
+    return data == nullptr ? nullptr : static_cast<const std::uint8_t*>(data) + index * size_of(type);
+  }
+};
+
+// Where the heads of all tokens stand, in elements: head h of token t at t * token_stride + h / group * group_stride +
+// h % group * head_stride.
+struct HeadRows {
+  const void* data = nullptr;
+  std::int64_t token_stride = 0, group = 1, group_stride = 0, head_stride = 0;
+
+  const void* at(std::int64_t token, std::int64_t head, DType type) const {
+    const std::int64_t offset = token * token_stride + head / group * group_stride + head % group * head_stride;
+    return static_cast<const std::uint8_t*>(data) + offset * size_of(type);
+  }
+};
+
+struct DeltaRuleCall {
+  DType type;  // of the projections, the convolution's state and out
+  std::int64_t batch, tokens, key_heads, heads, key_depth, value_depth;  // heads / key_heads neighbours share a key
+  HeadRows queries, keys, values, gates;                                 // [batch * tokens]
+  HeadRows betas;                                                        // one value for each head
+  HeadRows decays;  // likewise, or key_depth of them with decay_of_channels
+  bool decay_of_channels;
+  Parameters log_rates;   // [heads]
+  Parameters decay_bias;  // [heads], or [heads, key_depth]
+  float decay_bound;      // see DecayRow
+  int taps;
+  Parameters conv_weight;  // [channels, taps]; channels: queries, keys, values
+  Parameters conv_bias;    // [channels], or null
+  void* conv_state;        // [batch, channels, taps], moved on
+  float* state;            // [batch, heads, key_depth, value_depth], moved on
+  Parameters norm_weight;  // [value_depth]
+  float norm_epsilon;
+  bool sigmoid_gate;  // else silu
+  void* out;          // [batch, tokens, heads, value_depth]
+
+  std::int64_t channels() const { return 2 * key_heads * key_depth + heads * value_depth; }
+};
+
+// Convolution and silu of queries, keys and values; queries and keys to length 1 (1e-6 under the root) and queries
+// times 1 / sqrt(key_depth); the gated delta rule with beta = sigmoid; norm and gate. The same bits for any number of
+// threads and however the tokens come.
+void gated_delta_rule(const Kernels& kernels, const DeltaRuleCall& call);
+
+// out = C * convolution(B * x).
+struct ShortConvolutionCall {
+  DType type;
+  std::int64_t batch, tokens, channels;
+  const void* projected;  // [batch, tokens, 3, channels]: B, C, x
+  int taps;
+  Parameters weight, bias;  // [channels, taps], [channels] or null
+  void* state;              // [batch, channels, taps], moved on
+  void* out;                // [batch, tokens, channels]
+};
+
+void short_convolution(const Kernels& kernels, const ShortConvolutionCall& call);
+
+}  // namespace cpumoe

@@ -91,10 +91,10 @@ def find_experts(checkpoint: Checkpoint, layout: ExpertsLayout, scheme: Scheme |
 
 
 def _not_in_one_tensor(checkpoint: Checkpoint, layout: ExpertsLayout, storage: LinearStorage) -> UnsupportedScheme:
+    model_type = checkpoint.text_config.get("model_type")
     return UnsupportedScheme(
-        f"{layout.prefix}: experts in the format {storage.format!r}, where all of a layer lie in one tensor and rows of "
-        f"gate and up alternate, are not served for the model_type {checkpoint.text_config.get('model_type')!r}; for "
-        "gpt_oss they are"
+        f"{layout.prefix}: experts in the format {storage.format!r}, where all of a layer lie in one tensor and rows "
+        f"of gate and up alternate, are not served for the model_type {model_type!r}; for gpt_oss they are"
     )
 
 

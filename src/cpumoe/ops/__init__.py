@@ -1,6 +1,7 @@
 """The operators: ``torch.ops.cpumoe.*`` and what calls them from Python. Nothing else computes with the core."""
 
 from cpumoe.ops.attention import decode_attention, rms_norm
+from cpumoe.ops.latent_attention import latent_attention
 from cpumoe.ops.packing import (
     ROWS_GATE_THEN_UP,
     ROWS_GATE_UP_INTERLEAVED,
@@ -26,6 +27,7 @@ __all__ = [
     "PackedSpec",
     "decode_attention",
     "fused_experts",
+    "latent_attention",
     "linear",
     "pack",
     "read_spec",

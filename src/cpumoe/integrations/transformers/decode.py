@@ -35,7 +35,7 @@ def register_attention() -> None:
 
 
 #: Options that transformers passes to every attention and this one may ignore, each with the reason.
-_PASSED_OVER = {
+PASSED_OVER = {
     "sliding_window": "is in the mask",
     "position_ids": "are in queries, keys and the mask",
     "cache_position": "is in the mask",
@@ -78,7 +78,7 @@ def attention_forward(
     refused by name.
     """
     for name, option in options.items():
-        if name not in _PASSED_OVER and option is not None and option is not False:
+        if name not in PASSED_OVER and option is not None and option is not False:
             raise _not_served(module, name, option)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     shared_mask = attention_mask is None or attention_mask.shape[1:3] == (1, 1)
@@ -94,7 +94,7 @@ def attention_forward(
         for name, option in (("position_bias", position_bias), ("cache", cache)):
             if option is not None:
                 raise _not_served(module, f"s_aux with {name}", option)
-        return _with_sinks(query, key, value, attention_mask, s_aux, dropout, scale, causal), None
+        return attention_with_sinks(query, key, value, attention_mask, s_aux, dropout, scale, causal), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     extras = {"position_bias": position_bias, "cache": cache}  # older releases of transformers know neither of them
@@ -121,7 +121,7 @@ def _not_served(module: nn.Module, name: str, value: object) -> ValueError:
     )
 
 
-def _with_sinks(
+def attention_with_sinks(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -164,7 +164,11 @@ def _with_sinks(
 
 def _additive(mask: Tensor, batch: int, tokens: int) -> Tensor:
     """A mask [B or 1, 1, 1, S] of booleans (True: look) or numbers to add -> fp32 [B, S]."""
-    mask = mask[:, 0, 0, :tokens].expand(batch, tokens)
+    return additive_mask(mask[:, 0, 0, :tokens].expand(batch, tokens))
+
+
+def additive_mask(mask: Tensor) -> Tensor:
+    """A mask of booleans (True: look) or numbers to add -> numbers to add, fp32 and contiguous."""
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
     return mask.to(torch.float32).contiguous()
@@ -180,6 +184,9 @@ def speed_up(model: nn.Module) -> None:
                     child.forward = make(child)
         if (round_first := _NORMS.get(type(module).__name__)) is not None:
             module.forward = partial(_norm, module, round_first)
+    from cpumoe.integrations.transformers.latent_attention import absorb_latents  # which needs what is above
+
+    absorb_latents(model)
 
 
 def _norm(module: Any, round_first: bool, hidden_states: Tensor) -> Tensor:

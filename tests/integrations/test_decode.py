@@ -151,7 +151,7 @@ def test_options_that_are_not_known_are_refused_by_name(tokens):
         bias = torch.zeros(1, 4, tokens, 5)
         decode.attention_forward(module, query, kv, kv, mask, s_aux=torch.zeros(4), position_bias=bias)
     expected = decode.attention_forward(module, query, kv, kv, mask)[0]
-    harmless = dict.fromkeys(decode._PASSED_OVER, 1) | {"a_new_one": None, "output_attentions": False}
+    harmless = dict.fromkeys(decode.PASSED_OVER, 1) | {"a_new_one": None, "output_attentions": False}
     assert torch.equal(decode.attention_forward(module, query, kv, kv, mask, **harmless)[0], expected)
     bias = torch.randn(1, 4, tokens, 5)
     biased = decode.attention_forward(module, query, kv, kv, mask, position_bias=bias)[0]

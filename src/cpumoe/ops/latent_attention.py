@@ -31,7 +31,8 @@ def _latent_attention(
 
 def _sequences(rows: Tensor) -> Tensor:
     """[batch, 1, tokens, D], each sequence in one piece; a cache with room for more tokens is so already."""
-    return rows if rows.is_contiguous() or rows[0].is_contiguous() else rows.contiguous()
+    _, _, row, number = rows.stride()
+    return rows if number == 1 and row == rows.shape[3] else rows.contiguous()
 
 
 def _latent_attention_fake(query: Tensor, latents: Tensor, rotated: Tensor, weight: Tensor, *_: object) -> Tensor:

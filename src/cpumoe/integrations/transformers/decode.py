@@ -45,6 +45,7 @@ PASSED_OVER = {
     "max_length_k": "likewise",
     "seq_idx": "likewise",
     "deterministic": "this attention always is",
+    "input_ids": "are for the model",
     "use_cache": "is for the model",
     "output_hidden_states": "is for the model",
     "output_router_logits": "is for the model",
@@ -183,13 +184,14 @@ def speed_up(model: nn.Module) -> None:
                 if (make := _ROUTERS.get(type(child).__name__)) is not None:
                     child.forward = make(child)
         if (round_first := _NORMS.get(type(module).__name__)) is not None:
-            module.forward = partial(_norm, module, round_first)
+            module.forward = partial(rms_norm, module, round_first)
     from cpumoe.integrations.transformers.latent_attention import absorb_latents  # which needs what is above
 
     absorb_latents(model)
 
 
-def _norm(module: Any, round_first: bool, hidden_states: Tensor) -> Tensor:
+def rms_norm(module: Any, round_first: bool, hidden_states: Tensor) -> Tensor:
+    """The forward of a root-mean-square norm in one operator."""
     # With two dtypes the product with the weight has the wider one, which our operator does not imitate.
     if hidden_states.dtype != module.weight.dtype or wants_gradient(hidden_states, module.weight):
         normed: Tensor = type(module).forward(module, hidden_states)
@@ -197,6 +199,28 @@ def _norm(module: Any, round_first: bool, hidden_states: Tensor) -> Tensor:
     out = ops.rms_norm(hidden_states, module.weight, module.variance_epsilon, round_first)
     return out
 
+
+def rounding_of_norm(module: Any) -> bool | None:
+    """How a norm rounds, if it is a root-mean-square norm by its parts and by what it gives for random input.
+
+    True: the normalised row is rounded to its dtype before it is multiplied by the weight. None: it is another module.
+    """
+    weight, epsilon = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(epsilon, float) or not weight.is_cpu:
+        return None
+    if weight.dtype not in _NORM_TOLERANCES or len(list(module.parameters())) != 1:
+        return None
+    with torch.no_grad():
+        x = torch.randn((4, len(weight)), generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+        expected = module(x)
+        results = {round_first: ops.rms_norm(x, weight, epsilon, round_first) for round_first in (True, False)}
+    best = max(results, key=lambda round_first: int((results[round_first] == expected).sum()))
+    limit = _NORM_TOLERANCES[weight.dtype]
+    return best if torch.allclose(results[best], expected, rtol=limit, atol=limit * 0.01) else None
+
+
+#: How far a norm may be from ours to be the same: the last bit, and what another order of sums does to fp32.
+_NORM_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 #: The norms that are replaced. True: the normalised row is rounded to its dtype before it is multiplied by the weight.
 _NORMS = {

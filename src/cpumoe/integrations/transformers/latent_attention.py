@@ -10,7 +10,9 @@ and so does what is in the cache.
 
 from __future__ import annotations
 
+import inspect
 import logging
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
@@ -19,7 +21,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpumoe import ops
-from cpumoe.integrations.transformers.decode import ATTENTION, PASSED_OVER, additive_mask, attention_with_sinks
+from cpumoe.integrations.transformers.decode import (
+    ATTENTION,
+    PASSED_OVER,
+    additive_mask,
+    attention_with_sinks,
+    rms_norm,
+    rounding_of_norm,
+)
+from cpumoe.integrations.transformers.growing_cache import GrowingCache
 from cpumoe.integrations.transformers.latent_check import first_difference, kind_of
 from cpumoe.integrations.transformers.module_view import ModuleView
 from cpumoe.layers.linear import QuantizedLinear
@@ -68,10 +78,14 @@ def absorb_latents(model: nn.Module) -> None:
 
 def _replace(module: Any) -> None:
     module.forward = partial(_forward, AbsorbedAttention(module))
-    linears: list[Any] = [child for child in module.modules() if type(child) is nn.Linear]
-    for linear in linears:
-        if "forward" not in vars(linear):
-            linear.forward = partial(_linear, linear)
+    child: Any
+    for child in module.modules():
+        if "forward" in vars(child):
+            continue
+        if type(child).forward is nn.Linear.forward:
+            child.forward = partial(_linear, child)
+        elif (round_first := rounding_of_norm(child)) is not None:
+            child.forward = partial(rms_norm, child, round_first)
 
 
 def _is_latent_attention(module: nn.Module) -> bool:
@@ -124,6 +138,11 @@ class AbsorbedAttention(ModuleView):
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"_unpacked": None}
 
+    def run(self, *arguments: Any, **options: Any) -> Any:
+        if (held := options.get("past_key_values")) is not None:
+            options["past_key_values"] = GrowingCache(held)
+        return super().run(*arguments, **options)
+
     def expand_kv(self, latents: Tensor, rotated: Tensor) -> tuple[Latents, None]:
         """[B, 1, S, rank] and [B, 1, S, rotary], as they come from the cache."""
         module = self.module
@@ -147,7 +166,9 @@ def _forward(view: AbsorbedAttention, *arguments: Any, **options: Any) -> Any:
     """The forward of a latent attention: its own code, on ``view`` where that serves the call."""
     module = view.module
     hidden_states = arguments[0] if arguments else options.get("hidden_states")
-    return type(module).forward(view if _is_served(module, hidden_states, options) else module, *arguments, **options)
+    if _is_served(module, hidden_states, options):
+        return view.run(*arguments, **options)
+    return type(module).forward(module, *arguments, **options)
 
 
 def _is_served(module: Any, hidden_states: Any, options: dict[str, Any]) -> bool:
@@ -160,7 +181,9 @@ def _is_served(module: Any, hidden_states: Any, options: dict[str, Any]) -> bool
         and _is_plain_weight(weight)
         and not wants_gradient(hidden_states, *module._parameters.values(), getattr(weight, "weight", None))
         and not torch.compiler.is_compiling()
-        and not any(name not in _OPTIONS and _is_set(option) for name, option in options.items())
+        and not any(
+            name not in _options_of(type(module).forward) and _is_set(option) for name, option in options.items()
+        )
         and not _wants_attention_weights()
         and _registered()
     )
@@ -170,18 +193,10 @@ def _is_set(option: object) -> bool:
     return option is not None and option is not False
 
 
-#: What a forward takes itself, besides the options that every attention may pass over.
-_OPTIONS = frozenset(
-    (
-        "hidden_states",
-        "position_embeddings",
-        "attention_mask",
-        "past_key_values",
-        "shared_kv_states",
-        "prev_topk_indices",
-        *PASSED_OVER,
-    )
-)
+@cache
+def _options_of(forward: Callable[..., Any]) -> frozenset[str]:
+    """What a forward takes itself, and the options that every attention may pass over."""
+    return frozenset((*inspect.signature(forward).parameters, *PASSED_OVER))
 
 
 def _wants_attention_weights() -> bool:

@@ -84,7 +84,7 @@ def _compare(model: nn.Module, name: str, module: Any, absorbed: AbsorbedAttenti
 def _run(view: ModuleView, arguments: dict[str, Any], cache: Any) -> Tensor:
     shared = arguments.get("shared_kv_states")
     own = {"past_key_values": cache} | ({} if shared is None else {"shared_kv_states": dict(shared)})
-    result = type(view.module).forward(view, **(arguments | own))
+    result = view.run(**(arguments | own))
     output: Tensor = result[0]
     return output
 

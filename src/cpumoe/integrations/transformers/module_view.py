@@ -33,3 +33,7 @@ class ModuleView:
         if isinstance(method, FunctionType) and name not in vars(self.module):
             return MethodType(method, self)
         return getattr(self.module, name)
+
+    def run(self, *arguments: Any, **options: Any) -> Any:
+        """The module's own forward on this view of it."""
+        return type(self.module).forward(self, *arguments, **options)

@@ -188,6 +188,9 @@ int sum_for_many(const SumRows& a, int first) {
 
 template <class V, DType type>
 void sum_rows_typed(const SumRows& a) {
+  for (int query = 0; a.count == 0 && query < a.query_count; ++query) {
+    for (int column = a.first; column < a.last; ++column) a.out[query * a.out_stride + column] = 0.0f;
+  }
   constexpr int kMany = 8;
   constexpr bool kWide = V::kWidth >= 16;
   SumRows rest = a;

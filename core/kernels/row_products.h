@@ -33,6 +33,16 @@ struct LaneSum {
   }
 };
 
+// Fetches, in the order of memory, as much as is read meanwhile, `done` bytes of rows from `start` on having been read.
+// Rows that end after a page or less, several at once, are no stream that the hardware would find. To L2: L1 has too
+// few misses in flight for it (Zen 4: 33 of 36 GB/s, instead of 24).
+template <int bytes>
+inline void fetch_ahead(const void* start, std::int64_t done) {
+  constexpr int kAhead = 16384, kToL2 = 2;
+  const auto* at = static_cast<const char*>(start) + kAhead + done;
+  for (int line = 0; line < bytes; line += 64) __builtin_prefetch(at + line, 0, kToL2);
+}
+
 template <class V, DType type, int queries, int rows, bool fetch = false>
 void dot_tile(const DotRows& a, int first_query, std::int64_t first_row) {
   using Element = typename V::template Element<type>;
@@ -52,10 +62,9 @@ void dot_tile(const DotRows& a, int first_query, std::int64_t first_row) {
   };
   const std::int64_t whole = a.depth / kLanes * kLanes;
   for (std::int64_t i = 0; i < whole; i += kLanes) {
-    if constexpr (fetch) {  // as much as is read in the meantime, in the order of memory
-      constexpr int kStep = rows * kLanes * static_cast<int>(sizeof(Element)), kAhead = 8192;
-      const auto* ahead = reinterpret_cast<const char*>(row) + kAhead + i / kLanes * kStep;
-      for (int line = 0; line < kStep; line += 64) __builtin_prefetch(ahead + line);
+    if constexpr (fetch) {
+      constexpr int kStep = rows * kLanes * static_cast<int>(sizeof(Element));
+      fetch_ahead<kStep>(row, i / kLanes * kStep);
     }
     add(query + i, a.query_stride, row + i, a.depth);
   }
@@ -83,7 +92,6 @@ void dot_queries(const DotRows& a, int query, std::int64_t first, std::int64_t l
 template <class V, DType type>
 void dot_rows_typed(const DotRows& a) {
   constexpr bool kWide = V::kWidth >= 16;
-  // A stream that ends after a page is too short for the hardware to find; several long ones at once are found by it.
   const bool short_rows = a.depth * size_of(type) <= 4096;
   constexpr std::int64_t kRowsAtOnce = 16;  // read once from farther away and then met by all queries
   for (std::int64_t first = a.first; first < a.last; first += kRowsAtOnce) {
@@ -131,18 +139,15 @@ template <class V, DType type, int queries, int vectors>
 int sum_columns(const SumRows& a, int query, int first) {
   using Element = typename V::template Element<type>;
   constexpr int kColumns = vectors * V::kWidth, kRowsAtOnce = 8;
-  constexpr auto kLine = static_cast<int>(64 / sizeof(Element));
+  constexpr int kBytes = kRowsAtOnce * kColumns * static_cast<int>(sizeof(Element));
   const int last = first + (a.last - first) / kColumns * kColumns;
   if (first == last) return last;
+  const bool whole = first == 0 && last == a.depth;
   for (std::int64_t r = 0; r < a.count; r += kRowsAtOnce) {
     const std::int64_t count = a.count - r < kRowsAtOnce ? a.count - r : kRowsAtOnce;
     const Element* rows = static_cast<const Element*>(a.rows) + r * a.depth;
     for (int column = first; column < last; column += kColumns) {
-      for (int line = column; line < column + kColumns; line += kLine) {
-        for (int next = 0; next < kRowsAtOnce; ++next) {
-          __builtin_prefetch(rows + (kRowsAtOnce + next) * a.depth + line);
-        }
-      }
+      if (whole) fetch_ahead<kBytes>(rows, column / kColumns * kBytes);
       sum_tile<V, type, queries, vectors>(a.weights + query * a.weight_stride + r, a.weight_stride, rows + column,
                                           a.depth, count, r > 0, a.out + query * a.out_stride + column, a.out_stride);
     }

@@ -73,6 +73,20 @@ Array::Array(nb::handle object, const char* name) : name_(name) {
 }
 
 const Array& Array::contiguous(int rank) const {
+  check_layout(rank, 0);
+  return *this;
+}
+
+std::int64_t Array::contiguous_but_first(int rank) const {
+  check_layout(rank, 1);
+  std::int64_t dense = 1;
+  for (int i = 1; i < rank; ++i) dense *= shape_[i];
+  if (strides_ == nullptr || shape_[0] <= 1 || size() == 0) return dense;
+  CPUMOE_REQUIRE(strides_[0] >= 0, name_, " has a negative stride; use its .clone()");
+  return strides_[0];
+}
+
+void Array::check_layout(int rank, int first) const {
   CPUMOE_REQUIRE(device_ == nb::device::cpu::value, name_, " is not in CPU memory; only CPU tensors are accepted");
   CPUMOE_REQUIRE(rank_ == rank, name_, " has ", rank_, " dimensions; ", rank, " are accepted");
   // Products of sizes, times the 2^18 bytes that the longest row takes, stay below 2^63.
@@ -80,17 +94,16 @@ const Array& Array::contiguous(int rank) const {
   std::int64_t room = kMostElements;
   for (int i = 0; i < rank; ++i) room /= std::max<std::int64_t>(shape_[i], 1);
   CPUMOE_REQUIRE(room > 0, name_, " is ", shape_text(), "; sizes with a product of up to 2^44 are accepted");
-  if (size() == 0) return *this;
+  if (size() == 0) return;
   const std::uintptr_t bytes = dtype_.bits / 8u;
   CPUMOE_REQUIRE(bytes == 0 || reinterpret_cast<std::uintptr_t>(data_) % bytes == 0, name_,
                  " does not begin at a multiple of ", bytes, " bytes in memory; use its .clone()");
-  if (strides_ == nullptr) return *this;
+  if (strides_ == nullptr) return;
   std::int64_t expected = 1;
-  for (int i = rank; i-- > 0;) {
+  for (int i = rank; i-- > first;) {
     CPUMOE_REQUIRE(shape_[i] == 1 || strides_[i] == expected, name_, " is not contiguous");
     expected *= shape_[i];
   }
-  return *this;
 }
 
 const Array& Array::writable() const {

@@ -23,6 +23,8 @@ class Array {
   // Refuses other devices, other ranks, strides that are not those of a contiguous array, sizes that no memory has (an
   // array without elements may claim them), and elements that do not lie at multiples of their size.
   const Array& contiguous(int rank) const;
+  // The same, but whatever the stride of the first dimension, which it gives, in elements.
+  std::int64_t contiguous_but_first(int rank) const;
   // Refuses memory that must not be written.
   const Array& writable() const;
 
@@ -51,6 +53,8 @@ class Array {
   }
 
  private:
+  void check_layout(int rank, int first) const;  // strides from dimension `first` on
+
   const char* name_;
   void* data_ = nullptr;
   nanobind::dlpack::dtype dtype_{};

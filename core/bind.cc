@@ -17,6 +17,7 @@
 #include "check.h"
 #include "dispatch.h"
 #include "formats.h"
+#include "latent_attention.h"
 #include "linear.h"
 #include "mapped_file.h"
 #include "measure.h"
@@ -469,6 +470,64 @@ void decode_attention(nb::handle query_, nb::handle keys_, nb::handle values_, n
   attend(active_kernels(), call);
 }
 
+// latents and rotated: [batch, 1, tokens, ..], sequences any distance apart, as in a cache that has room for more.
+void latent_attention(nb::handle query_, nb::handle latents_, nb::handle rotated_, nb::handle weight_, nb::handle mask_,
+                      nb::handle sinks_, float scale, nb::handle out_) {
+  const Array query(query_, "query"), latents(latents_, "latents"), rotated(rotated_, "rotated");
+  const Array weight(weight_, "weight"), out(out_, "out");
+  LatentAttentionCall call{};
+  call.type = query.contiguous(4).float_type();
+  call.batch = query.dim(0);
+  call.heads = query.dim(1);
+  call.queries = query.dim(2);
+  call.latent_stride = latents.contiguous_but_first(4);
+  call.rotated_stride = rotated.contiguous_but_first(4);
+  for (const Array* array : {&latents, &rotated}) {
+    CPUMOE_REQUIRE(array->same_type(query), array->name(), " is ", array->dtype_text(), "; that of query, ",
+                   query.dtype_text(), ", is accepted");
+    CPUMOE_REQUIRE(array->dim(0) == call.batch && array->dim(1) == 1 && array->dim(2) == latents.dim(2), array->name(),
+                   " is ", array->shape_text(), "; [", call.batch, ", 1, ", latents.dim(2), ", ..] is accepted");
+  }
+  call.tokens = latents.dim(2);
+  call.rank = latents.dim(3);
+  call.rotary = rotated.dim(3);
+  call.nope = query.dim(3) - call.rotary;
+  CPUMOE_REQUIRE(call.nope >= 0, "query has rows of ", query.dim(3), ", shorter than the ", call.rotary, " of rotated");
+  CPUMOE_REQUIRE(out.writable().contiguous(4).same_type(query), "out must have the dtype of query");
+  call.value_depth = out.dim(3);
+  CPUMOE_REQUIRE(out.dim(0) == call.batch && out.dim(1) == call.queries && out.dim(2) == call.heads, "out is ",
+                 out.shape_text(), "; [", call.batch, ", ", call.queries, ", ", call.heads, ", ..] is accepted");
+  CPUMOE_REQUIRE(weight.contiguous(2).same_type(query), "weight is ", weight.dtype_text(), "; that of query, ",
+                 query.dtype_text(), ", is accepted");
+  const std::int64_t rows = call.heads * (call.nope + call.value_depth);
+  CPUMOE_REQUIRE(weight.dim(0) == rows && weight.dim(1) == call.rank, "weight is ", weight.shape_text(), "; [", rows,
+                 ", ", call.rank, "] is accepted");
+  std::optional<Array> mask;
+  if (!mask_.is_none()) {
+    mask.emplace(mask_, "mask");
+    mask->contiguous(3).expect<float>("float32");
+    CPUMOE_REQUIRE(mask->dim(0) == call.batch && mask->dim(1) == call.queries && mask->dim(2) == call.tokens,
+                   "mask is ", mask->shape_text(), "; [", call.batch, ", ", call.queries, ", ", call.tokens,
+                   "] is accepted");
+    call.mask = mask->data<float>();
+  }
+  std::optional<Array> sinks;
+  if (!sinks_.is_none()) {
+    sinks.emplace(sinks_, "sinks");
+    sinks->contiguous(1).expect<float>("float32");
+    CPUMOE_REQUIRE(sinks->dim(0) == call.heads, "sinks has ", sinks->dim(0), " values for ", call.heads, " heads");
+    call.sinks = sinks->data<float>();
+  }
+  call.scale = scale;
+  call.query = query.data();
+  call.latents = latents.data();
+  call.rotated = rotated.data();
+  call.weight = weight.data();
+  call.out = out.data();
+  const Computation computation;
+  attend_latents(active_kernels(), call);
+}
+
 // Rows are few in decode: the calling thread does them, unless there is work for several.
 void normalize(nb::handle x_, nb::handle weight_, float epsilon, bool round_first, nb::handle out_) {
   const Array x(x_, "x"), weight(weight_, "weight"), out(out_, "out");
@@ -539,6 +598,8 @@ NB_MODULE(_core, m) {
   m.def("router_logits", &logits_of_router, "x"_a, "weight"_a, "bias"_a.none(), "logits"_a);
   m.def("decode_attention", &decode_attention, "query"_a, "keys"_a, "values"_a, "mask"_a.none(), "sinks"_a.none(),
         "scale"_a, "out"_a);
+  m.def("latent_attention", &latent_attention, "query"_a, "latents"_a, "rotated"_a, "weight"_a, "mask"_a.none(),
+        "sinks"_a.none(), "scale"_a, "out"_a);
   m.def("rms_norm", &normalize, "x"_a, "weight"_a, "epsilon"_a, "round_first"_a, "out"_a);
   bind_state_space(m);
   bind_delta_rule(m);

@@ -347,6 +347,7 @@ struct DotRows {
   std::int64_t depth, first, last;
   float* out;
   std::ptrdiff_t out_stride;
+  bool add = false;  // to what is in `out`
 };
 
 // out[query * out_stride + column] = sum over rows of weights[query * weight_stride + row] * rows[row * depth +

@@ -158,7 +158,11 @@ class TokenRouter {
 
 void router_logits(const Kernels& k, const LogitsCall& c) {
   if (c.tokens * c.experts == 0) return;
-  constexpr std::int64_t kExpertsAtOnce = 16;  // of one work item
+  // Of one work item: rows in one piece of 128 KB, so that reading ahead is seldom in vain.
+  const std::int64_t at_once =
+      std::max<std::int64_t>((128 << 10) / (std::max<std::int64_t>(c.depth, 1) * size_of(c.type)) / 16, 1) * 16;
+  const std::int64_t rows_at_once =
+      std::min(at_once, std::max<std::int64_t>(c.experts / (4 * thread_count()) / 16, 1) * 16);
   static thread_local Buffer query_buffer, logits_buffer;
   auto* query = query_buffer.get<float>(c.tokens * c.depth + 32);
   auto* logits = logits_buffer.get<float>(c.tokens * c.experts);
@@ -166,13 +170,13 @@ void router_logits(const Kernels& k, const LogitsCall& c) {
     k.load_row(static_cast<const std::uint8_t*>(c.x) + t * c.depth * size_of(c.type), c.type, static_cast<int>(c.depth),
                query + t * c.depth);
   }
-  const std::int64_t items = (c.experts + kExpertsAtOnce - 1) / kExpertsAtOnce;
+  const std::int64_t items = (c.experts + rows_at_once - 1) / rows_at_once;
   std::atomic<std::int64_t> next{0};
   run_on_threads(static_cast<int>(std::min<std::int64_t>(thread_count(), items)), [&](Worker&) {
     for (std::int64_t i = next.fetch_add(1); i < items; i = next.fetch_add(1)) {
-      const std::int64_t first = i * kExpertsAtOnce;
+      const std::int64_t first = i * rows_at_once;
       k.dot_rows({query, static_cast<int>(c.tokens), c.depth, c.weight, c.type, c.depth, first,
-                  std::min(first + kExpertsAtOnce, c.experts), logits, c.experts});
+                  std::min(first + rows_at_once, c.experts), logits, c.experts});
     }
   });
   if (c.bias != nullptr) {

@@ -378,6 +378,7 @@ def test_any_arguments(things: list[Any], numbers: list[int], flag: bool, form: 
         ),
         lambda: core.router_logits(*things[:4]),
         lambda: core.decode_attention(*things[:5], 0.5, things[5]),
+        lambda: core.latent_attention(*things[:6], 0.5, things[6]),
         lambda: core.rms_norm(things[0], things[1], 1e-6, flag, things[2]),
         lambda: core.gated_delta_rule(*things[:6], numbers[0], *things[6:8], -1.0, *things[:5], 1e-6, flag, things[5]),
         lambda: core.short_convolution(*things[:5]),
@@ -480,10 +481,14 @@ def test_what_surrounds_the_experts(
         core.rms_norm(some(batch, depth), some(depth), 1e-6, masked, normed)
         sinks = some(heads) if sunk else None
         core.decode_attention(some(batch, heads, depth), keys, values, mask, sinks, 0.3, out)
+        latents, rotated = some(batch, 1, tokens, depth + 1), some(batch, 1, tokens, share)
+        weight, made = some(heads * 2 * value_depth, depth + 1), some(batch, 1, heads, value_depth)
+        query, rows = some(batch, heads, 1, value_depth + share), None if mask is None else mask[:, None]
+        core.latent_attention(query, latents, rotated, weight, rows, sinks, 0.3, made)
     except ValueError:
         assert kv_heads == 0 or tokens == 0 or shift % 4 != 0
         return
     finally:
         core.use_isa("")
         core.set_thread_count(0)
-    assert np.isfinite(out).all() and np.isfinite(logits).all() and np.isfinite(normed).all()
+    assert all(np.isfinite(array).all() for array in (out, logits, normed, made))

@@ -12,6 +12,7 @@
 #include "functions.h"
 #include "prepare_floats.h"
 #include "prepare_integers.h"
+#include "row_products.h"
 #include "state_space.h"
 #include "vector_scalar.h"
 
@@ -211,6 +212,22 @@ inline V sqrt_softplus_of(V x) {
   return V::select_less(x, V::set(-87.0f), quarter * quarter, V::square_root(softplus_of(x)));
 }
 
+// The highest of `count` scores, a multiple of 16; a NaN may be passed over.
+template <class V>
+inline float highest_of(const float* scores, int count) {
+  constexpr int kLanes = LaneSum<V>::kLanes;
+  V part[kLanes / V::kWidth];
+  for (int p = 0; p < kLanes / V::kWidth; ++p) part[p] = V::load(scores + p * V::kWidth);
+  for (int i = kLanes; i < count; i += kLanes) {
+    for (int p = 0; p < kLanes / V::kWidth; ++p) part[p] = max_of(V::load(scores + i + p * V::kWidth), part[p]);
+  }
+  float lanes[kLanes];
+  for (int p = 0; p < kLanes / V::kWidth; ++p) V::store(lanes + p * V::kWidth, part[p]);
+  float highest = lanes[0];
+  for (int i = 1; i < kLanes; ++i) highest = lanes[i] > highest ? lanes[i] : highest;
+  return highest;
+}
+
 template <class V>
 void score_logits(float* scores, int count, Scoring scoring) {
   if (scoring == Scoring::kNone) return;
@@ -222,10 +239,10 @@ void score_logits(float* scores, int count, Scoring scoring) {
     }
     return;
   }
-  float highest = scores[0];
-  for (int i = 1; i < count; ++i) highest = scores[i] > highest ? scores[i] : highest;
-  const int padded = (count + LaneSum<V>::kLanes - 1) / LaneSum<V>::kLanes * LaneSum<V>::kLanes;
+  constexpr int kLanes = LaneSum<V>::kLanes;
+  const int padded = (count + kLanes - 1) / kLanes * kLanes;
   for (int i = count; i < padded; ++i) scores[i] = -__builtin_inff();
+  const float highest = highest_of<V>(scores, padded);
   LaneSum<V> sum;
   for (int i = 0; i < padded; i += V::kWidth) {
     const V x = V::load(scores + i) - V::set(highest);
@@ -288,106 +305,6 @@ void normalize_row(const NormalizeRow& a) {
     case DType::kF32: return normalize_typed<V, DType::kF32>(a);
     case DType::kBF16: return normalize_typed<V, DType::kBF16>(a);
     case DType::kF16: return normalize_typed<V, DType::kF16>(a);
-  }
-}
-
-// Several queries share each row that is loaded.
-constexpr int kQueriesAtOnce = 4;
-
-template <class V, DType type>
-void dot_rows_typed(const DotRows& a) {
-  using Element = typename V::template Element<type>;
-  constexpr int kLanes = LaneSum<V>::kLanes, kParts = kLanes / V::kWidth;
-  const std::int64_t whole = a.depth / kLanes * kLanes;
-  for (std::int64_t r = a.first; r < a.last; ++r) {
-    const Element* row = static_cast<const Element*>(a.rows) + r * a.depth;
-    Element row_rest[kLanes] = {};
-    for (std::int64_t i = whole; i < a.depth; ++i) row_rest[i - whole] = row[i];
-    for (int first = 0; first < a.query_count; first += kQueriesAtOnce) {
-      const float* query[kQueriesAtOnce];
-      for (int q = 0; q < kQueriesAtOnce; ++q) {  // the last query again where there are fewer
-        const int index = first + q < a.query_count ? first + q : a.query_count - 1;
-        query[q] = a.queries + index * a.query_stride;
-      }
-      LaneSum<V> sum[kQueriesAtOnce];
-      for (std::int64_t i = 0; i < whole; i += kLanes) {
-        for (int p = 0; p < kParts; ++p) {
-          const V value = V::template load_as<type>(row + i + p * V::kWidth);
-          for (int q = 0; q < kQueriesAtOnce; ++q) {
-            sum[q].part[p] = V::fma(V::load(query[q] + i + p * V::kWidth), value, sum[q].part[p]);
-          }
-        }
-      }
-      for (int q = 0; q < kQueriesAtOnce && first + q < a.query_count; ++q) {
-        if (whole < a.depth) {
-          float query_rest[kLanes] = {};
-          for (std::int64_t i = whole; i < a.depth; ++i) query_rest[i - whole] = query[q][i];
-          for (int p = 0; p < kParts; ++p) {
-            const V value = V::template load_as<type>(row_rest + p * V::kWidth);
-            sum[q].part[p] = V::fma(V::load(query_rest + p * V::kWidth), value, sum[q].part[p]);
-          }
-        }
-        a.out[(first + q) * a.out_stride + r] = sum[q].total();
-      }
-    }
-  }
-}
-
-// Columns [first, last), a multiple of `columns` apart; each sum has its own order, so any width gives the same bits.
-template <class V, DType type, int columns>
-int sum_columns(const SumRows& a, int first) {
-  using Element = typename V::template Element<type>;
-  constexpr int kParts = columns / V::kWidth;
-  for (; first + columns <= a.last; first += columns) {
-    for (int base = 0; base < a.query_count; base += kQueriesAtOnce) {
-      const float* weight[kQueriesAtOnce];
-      for (int q = 0; q < kQueriesAtOnce; ++q) {
-        const int index = base + q < a.query_count ? base + q : a.query_count - 1;
-        weight[q] = a.weights + index * a.weight_stride;
-      }
-      V sum[kQueriesAtOnce][kParts];
-      for (auto& parts : sum) {
-        for (V& part : parts) part = V::set(0.0f);
-      }
-      const Element* row = static_cast<const Element*>(a.rows) + first;
-      for (std::int64_t r = 0; r < a.count; ++r, row += a.depth) {
-        for (int p = 0; p < kParts; ++p) {
-          const V value = V::template load_as<type>(row + p * V::kWidth);
-          for (int q = 0; q < kQueriesAtOnce; ++q) sum[q][p] = V::fma(V::set(weight[q][r]), value, sum[q][p]);
-        }
-      }
-      for (int q = 0; q < kQueriesAtOnce && base + q < a.query_count; ++q) {
-        for (int p = 0; p < kParts; ++p) {
-          V::store(a.out + (base + q) * a.out_stride + first + p * V::kWidth, sum[q][p]);
-        }
-      }
-    }
-  }
-  return first;
-}
-
-template <class V, DType type>
-void sum_rows_typed(const SumRows& a) {
-  int first = a.first;
-  if constexpr (V::kWidth > 1) first = sum_columns<V, type, 16>(a, first);
-  sum_columns<F32x1, type, 1>(a, first);
-}
-
-template <class V>
-void dot_rows(const DotRows& a) {
-  switch (a.type) {
-    case DType::kF32: return dot_rows_typed<V, DType::kF32>(a);
-    case DType::kBF16: return dot_rows_typed<V, DType::kBF16>(a);
-    case DType::kF16: return dot_rows_typed<V, DType::kF16>(a);
-  }
-}
-
-template <class V>
-void sum_rows(const SumRows& a) {
-  switch (a.type) {
-    case DType::kF32: return sum_rows_typed<V, DType::kF32>(a);
-    case DType::kBF16: return sum_rows_typed<V, DType::kBF16>(a);
-    case DType::kF16: return sum_rows_typed<V, DType::kF16>(a);
   }
 }
 

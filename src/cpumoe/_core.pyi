@@ -138,6 +138,16 @@ def router_logits(x: Array, weight: Array, bias: Array | None, logits: Array) ->
 def decode_attention(
     query: Array, keys: Array, values: Array, mask: Array | None, sinks: Array | None, scale: float, out: Array
 ) -> None: ...
+def latent_attention(
+    query: Array,
+    latents: Array,
+    rotated: Array,
+    weight: Array,
+    mask: Array | None,
+    sinks: Array | None,
+    scale: float,
+    out: Array,
+) -> None: ...
 def rms_norm(x: Array, weight: Array, epsilon: float, round_first: bool, out: Array) -> None: ...
 def mamba2(
     projected: Array,

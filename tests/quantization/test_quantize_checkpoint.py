@@ -184,12 +184,12 @@ _RUN_AND_WAIT = """
 import time
 from cpumoe.quantization.layer_writer import LayerWriter
 quantize_expert = LayerWriter.quantize_expert
-def wait_in_second_layer(self, expert, *inputs):
+def wait_in_second_layer(self, source, expert, *inputs):
     if self._layer.index == 1 and expert == 2:
         self._writer._file.flush()
         print("waiting", flush=True)
         time.sleep(600)
-    return quantize_expert(self, expert, *inputs)
+    return quantize_expert(self, source, expert, *inputs)
 LayerWriter.quantize_expert = wait_in_second_layer
 """
 
@@ -349,10 +349,10 @@ def test_a_source_that_changes_meanwhile_is_noticed(tmp_path, monkeypatch, name,
     source = write_tiny_model(tmp_path / "float")
     quantize_expert = LayerWriter.quantize_expert
 
-    def meanwhile(self, number, *inputs):
+    def meanwhile(self, experts, number, *inputs):
         if (self._layer.index, number) == (layer, expert) and not changed:
             changed.append(change(source / name))
-        return quantize_expert(self, number, *inputs)
+        return quantize_expert(self, experts, number, *inputs)
 
     changed = []
     monkeypatch.setattr(LayerWriter, "quantize_expert", meanwhile)

@@ -2,6 +2,7 @@
 
 from cpumoe.ops.attention import decode_attention, rms_norm
 from cpumoe.ops.float_products import token_linear
+from cpumoe.ops.latent_attention import latent_attention
 from cpumoe.ops.packing import (
     ROWS_GATE_THEN_UP,
     ROWS_GATE_UP_INTERLEAVED,
@@ -30,6 +31,7 @@ __all__ = [
     "decode_attention",
     "fused_experts",
     "gated_delta_rule",
+    "latent_attention",
     "lightning_attention",
     "linear",
     "mamba2",

@@ -38,7 +38,7 @@ def register_attention() -> None:
 
 
 #: Options that transformers passes to every attention and this one may ignore, each with the reason.
-_PASSED_OVER = {
+PASSED_OVER = {
     "sliding_window": "is in the mask",
     "position_ids": "are in queries, keys and the mask",
     "cache_position": "is in the mask",
@@ -48,6 +48,7 @@ _PASSED_OVER = {
     "max_length_k": "likewise",
     "seq_idx": "likewise",
     "deterministic": "this attention always is",
+    "input_ids": "are for the model",
     "use_cache": "is for the model",
     "output_hidden_states": "is for the model",
     "output_router_logits": "is for the model",
@@ -81,7 +82,7 @@ def attention_forward(
     refused by name.
     """
     for name, option in options.items():
-        if name not in _PASSED_OVER and option is not None and option is not False:
+        if name not in PASSED_OVER and option is not None and option is not False:
             raise _not_served(module, name, option)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     shared_mask = attention_mask is None or attention_mask.shape[1:3] == (1, 1)
@@ -97,7 +98,7 @@ def attention_forward(
         for name, option in (("position_bias", position_bias), ("cache", cache)):
             if option is not None:
                 raise _not_served(module, f"s_aux with {name}", option)
-        return _with_sinks(query, key, value, attention_mask, s_aux, dropout, scale, causal), None
+        return attention_with_sinks(query, key, value, attention_mask, s_aux, dropout, scale, causal), None
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     extras = {"position_bias": position_bias, "cache": cache}  # older releases of transformers know neither of them
@@ -124,7 +125,7 @@ def _not_served(module: nn.Module, name: str, value: object) -> ValueError:
     )
 
 
-def _with_sinks(
+def attention_with_sinks(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -167,7 +168,11 @@ def _with_sinks(
 
 def _additive(mask: Tensor, batch: int, tokens: int) -> Tensor:
     """A mask [B or 1, 1, 1, S] of booleans (True: look) or numbers to add -> fp32 [B, S]."""
-    mask = mask[:, 0, 0, :tokens].expand(batch, tokens)
+    return additive_mask(mask[:, 0, 0, :tokens].expand(batch, tokens))
+
+
+def additive_mask(mask: Tensor) -> Tensor:
+    """A mask of booleans (True: look) or numbers to add -> numbers to add, fp32 and contiguous."""
     if mask.dtype == torch.bool:
         return torch.zeros(mask.shape, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
     return mask.to(torch.float32).contiguous()
@@ -182,13 +187,17 @@ def speed_up(model: nn.Module) -> None:
                 if (make := _ROUTERS.get(type(child).__name__)) is not None:
                     child.forward = make(child)
         if (round_first := _NORMS.get(type(module).__name__)) is not None:
-            module.forward = partial(_norm, module, round_first)
+            module.forward = partial(rms_norm, module, round_first)
     speed_up_state_spaces(model)
     speed_up_lightning_attention(model)
     speed_up_linear_attention(model)
+    from cpumoe.integrations.transformers.latent_attention import absorb_latents  # which needs what is above
+
+    absorb_latents(model)
 
 
-def _norm(module: Any, round_first: bool, hidden_states: Tensor) -> Tensor:
+def rms_norm(module: Any, round_first: bool, hidden_states: Tensor) -> Tensor:
+    """The forward of a root-mean-square norm in one operator."""
     # With two dtypes the product with the weight has the wider one, which our operator does not imitate.
     if hidden_states.dtype != module.weight.dtype or wants_gradient(hidden_states, module.weight):
         normed: Tensor = type(module).forward(module, hidden_states)
@@ -196,6 +205,28 @@ def _norm(module: Any, round_first: bool, hidden_states: Tensor) -> Tensor:
     out = ops.rms_norm(hidden_states, module.weight, module.variance_epsilon, round_first)
     return out
 
+
+def rounding_of_norm(module: Any) -> bool | None:
+    """How a norm rounds, if it is a root-mean-square norm by its parts and by what it gives for random input.
+
+    True: the normalised row is rounded to its dtype before it is multiplied by the weight. None: it is another module.
+    """
+    weight, epsilon = getattr(module, "weight", None), getattr(module, "variance_epsilon", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or not isinstance(epsilon, float) or not weight.is_cpu:
+        return None
+    if weight.dtype not in _NORM_TOLERANCES or len(list(module.parameters())) != 1:
+        return None
+    with torch.no_grad():
+        x = torch.randn((4, len(weight)), generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+        expected = module(x)
+        results = {round_first: ops.rms_norm(x, weight, epsilon, round_first) for round_first in (True, False)}
+    best = max(results, key=lambda round_first: int((results[round_first] == expected).sum()))
+    limit = _NORM_TOLERANCES[weight.dtype]
+    return best if torch.allclose(results[best], expected, rtol=limit, atol=limit * 0.01) else None
+
+
+#: How far a norm may be from ours to be the same: the last bit, and what another order of sums does to fp32.
+_NORM_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 
 #: The norms that are replaced. True: the normalised row is rounded to its dtype before it is multiplied by the weight.
 _NORMS = {

@@ -16,6 +16,7 @@ from torch import nn
 
 import cpumoe
 from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
+from cpumoe.checkpoints.expert_sources import Buffers
 from cpumoe.checkpoints.loading import experts_of
 from cpumoe.checkpoints.model_tensors import check_model, quantized_linears
 from cpumoe.integrations.transformers.expert_modules import Role, describe_experts, expert_modules, marks_of
@@ -26,7 +27,6 @@ from cpumoe.layers.experts import Experts
 #: transformers itself cannot load these from a folder with their own class: it reads the file as the whole model's.
 NOT_LOADED_ALONE = {"mistral_large4_text"}
 LOADED = [name for name in FAMILIES if name not in NOT_LOADED_ALONE]
-#: Models that are loaded in pieces of another dtype, or with parts that no one trains.
 IDS = torch.randint(3, 98, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
@@ -90,19 +90,15 @@ def test_every_tensor_of_a_checkpoint_has_its_place(folder_of, name):
         check = TensorCheck(checkpoint)
         check_model(layout, sources.values(), quantized_linears(checkpoint, layout), check)
         check.raise_problems()
-        state = model.state_dict()
         for source in sources.values():
             kind = describe_experts(model.get_submodule(source.layout.module))
             gate_up, down = kind.matrices(model.get_submodule(source.layout.module))
             if kind.interleaved:
                 gate_up = torch.cat((gate_up[:, 0::2], gate_up[:, 1::2]), 1)
             for chunk in ((0, 3), (3, kind.shape.expert_count - 3)):
-                from cpumoe.checkpoints.expert_sources import Buffers
-
                 read = source.read_float(*chunk, Buffers())
                 some = slice(chunk[0], sum(chunk))
                 assert torch.equal(read[0], gate_up[some]) and torch.equal(read[1], down[some])
-        assert state
 
 
 @pytest.mark.parametrize("name", LOADED)
@@ -131,7 +127,7 @@ def test_a_model_is_loaded_packed_saved_and_loaded_again(folder_of, tmp_path, na
     assert relative_error(logits_of(plain, name, IDS), expected) < 1e-5
 
 
-@pytest.mark.parametrize("name", LOADED)
+@pytest.mark.parametrize("name", [name for name in LOADED if name != "diffusion_gemma"])
 def test_a_model_is_quantised_from_disk_to_disk_and_in_place(folder_of, tmp_path, name):
     folder, family = folder_of(name), family_class(name)
     cpumoe.quantize_checkpoint(folder, tmp_path / "q", "w8a8", linears="float")
@@ -153,20 +149,29 @@ def test_a_model_is_quantised_from_disk_to_disk_and_in_place(folder_of, tmp_path
     assert torch.equal(logits_of(in_place, name, IDS), logits_of(loaded, name, IDS))
 
 
+def test_experts_that_two_modules_share_are_not_quantised_from_disk_to_disk(folder_of, tmp_path):
+    with pytest.raises(cpumoe.UnsupportedScheme, match=r"have the same experts.*load_model"):
+        cpumoe.quantize_checkpoint(folder_of("diffusion_gemma"), tmp_path / "q", "w8a8")
+
+
 MARKED = [name for name in LOADED if all(hasattr(m, "has_gate") for _, m in expert_modules(tiny_model(name)))]
 
 
 @pytest.mark.parametrize("name", MARKED)
 def test_experts_implementation_gives_the_bits_of_packed_experts(folder_of, name):
-    model = family_class(name).from_pretrained(
-        folder_of(name), experts_implementation="cpumoe-w8a8", dtype=torch.float32, attn_implementation="eager"
+    model = (
+        family_class(name)
+        .from_pretrained(folder_of(name), experts_implementation="cpumoe-w8a8", dtype=torch.float32)
+        .eval()
     )
-    packed = cpumoe.accelerate(
-        family_class(name).from_pretrained(folder_of(name), dtype=torch.float32, attn_implementation="eager").eval(),
-        "w8a8",
-    )
-    found, expected = logits_of(model.eval(), name, IDS), logits_of(packed, name, IDS)
-    assert relative_error(found, expected) < 1e-4  # norms and routers of the second are in one step
+    packed = cpumoe.accelerate(tiny_model(name), "w8a8")
+    for path, module in expert_modules(model):
+        kind = describe_experts(module)
+        x, ids = torch.randn(9, kind.shape.hidden_size), torch.randint(kind.shape.expert_count, (9, 2))
+        weights = torch.rand(9, 2)
+        with torch.no_grad():
+            assert torch.equal(module(x, ids, weights), packed.get_submodule(path)(x, ids, weights))
+    assert torch.isfinite(logits_of(model, name, IDS)).all()
 
 
 def test_no_class_of_experts_is_new():

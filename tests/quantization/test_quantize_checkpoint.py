@@ -301,6 +301,8 @@ def test_memory_stays_below_two_layers(tmp_path):
         "def memory(key):\n"
         "    lines = Path('/proc/self/status').read_text().splitlines()\n"
         "    return next(int(line.split()[1]) for line in lines if line.startswith(key))\n"
+        "import cpumoe.integrations.transformers.model_description, transformers\n"
+        "transformers.Qwen3MoeForCausalLM, cpumoe.quantize_checkpoint\n"
         "before = memory('VmRSS')\n"
         "cpumoe.quantize_checkpoint(sys.argv[1], sys.argv[2], 'w4a8-g32')\n"
         "print(memory('VmHWM') - before)"

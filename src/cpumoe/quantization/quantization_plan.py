@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from cpumoe.checkpoints.loading import experts_of
 from cpumoe.checkpoints.model_layout import ModelLayout
 from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES
-from cpumoe.errors import CheckpointError
+from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers.rounding import scale_dtype_of
 from cpumoe.layers.scheme import Scheme
 
@@ -103,6 +104,7 @@ class QuantizationPlan:
         self.expert_storage = storage_for(scheme, format_name)
         self.linear_storage = None if linears is None else storage_for(linears, format_name)
         sources = experts_of(checkpoint, layout, scheme)
+        _refuse_tied_experts(sources)
         prefix, count = self._layers()
         by_layer: dict[int, list[str]] = {index: [] for index in range(count)}
         self.outside: list[str] = []
@@ -181,6 +183,18 @@ class QuantizationPlan:
             return write_config({"Linear": self.expert_storage}, self.left_in_float)
         storages = {"re:.*[.]experts[.]": self.expert_storage, "Linear": self.linear_storage}
         return write_config(storages, self.left_in_float)
+
+
+def _refuse_tied_experts(sources: Mapping[str, ExpertSource]) -> None:
+    """Experts that two modules share would be written for one of them."""
+    owners: dict[str, str] = {}
+    for module, source in sources.items():
+        other = owners.setdefault(min(_tensors_of(source)), module)
+        if other != module:
+            raise UnsupportedScheme(
+                f"{module} and {other} have the same experts, which is not served from disk to disk; quantise them while "
+                f"they are loaded: cpumoe.load_model(path, scheme={str(source.config.scheme)!r})"
+            )
 
 
 def _tensors_of(source: ExpertSource) -> set[str]:

@@ -59,6 +59,7 @@ class DiskNames:
         self._model = model
         self._base = model.base_model_prefix
         self._state = model.state_dict()
+        self._tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
         #: Name in the model -> name in the files, where a tensor is loaded as it is.
         self.direct: dict[str, str] = {}
         #: Name in the model -> tensors that a converter makes it of.
@@ -97,8 +98,18 @@ class DiskNames:
         prefix = f"{self._base}."
         return (name, name.removeprefix(prefix) if name.startswith(prefix) else prefix + name)
 
+    def stored_as(self, target: str) -> str:
+        """The tensor of the model under whose name files have ``target``: another one if they are tied."""
+        is_there = target in self.direct or target in self.groups
+        return target if is_there else self._tied.get(target, target)
+
+    def tied_to(self, target: str) -> list[str]:
+        """Tensors of the model that are the same as ``target``."""
+        return [other for pair in self._tied.items() if target in pair for other in pair if other != target]
+
     def sources_of(self, target: str) -> list[str]:
         """Names in the files of all that a tensor of the model is made of."""
+        target = self.stored_as(target)
         if target in self.direct:
             return [self.direct[target]]
         group = self.groups.get(target)

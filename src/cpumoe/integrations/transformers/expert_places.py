@@ -9,6 +9,7 @@ from math import gcd
 import torch
 from torch import Tensor
 
+from cpumoe.checkpoints.checkpoint import LAYER
 from cpumoe.checkpoints.model_layout import ExpertsLayout, FusedExperts, FusedMatrix
 from cpumoe.errors import CheckpointError
 from cpumoe.integrations.transformers.disk_names import DiskNames, Group, Origin, expected_names, is_merged, trace
@@ -40,9 +41,9 @@ class ExpertPlaces:
     def layout(self, module: str, per_token: int) -> ExpertsLayout:
         """The experts of one module."""
         kind = self._modules[module]
-        targets = [f"{module}.{name}" for name in kind.products]
+        targets = [self._names.stored_as(f"{module}.{name}") for name in kind.products]
         is_there = any(target in self._names.direct or self._group_of(target) is not None for target in targets)
-        if not is_there and (spelled := self._spelled.get(module)) is not None:
+        if not is_there and (spelled := self._spelling_of(module)) is not None:
             return self._layout(module, per_token, self._spelled_linears(module, *spelled))
         if kind.marks.is_flat:
             return self._flat_layout(module, per_token)
@@ -114,6 +115,12 @@ class ExpertPlaces:
             for module, (prefix, written) in found.items()
         }
 
+    def _spelling_of(self, module: str) -> tuple[str, tuple[str, ...]] | None:
+        """Prefix and names of the linears of a module's experts, or of one that it is tied to."""
+        second = self._modules[module].marks.second
+        tied = [other.removesuffix(f".{second}") for other in self._names.tied_to(f"{module}.{second}")]
+        return next((self._spelled[name] for name in (module, *tied) if name in self._spelled), None)
+
     def _spelled_linears(self, module: str, prefix: str, spelling: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
         shape = self._modules[module].shape
         projections = spelling if shape.activation.gated else spelling[1:]
@@ -139,6 +146,11 @@ class ExpertPlaces:
                 if disk.endswith(f".{inside}"):
                     yield f"{disk.removesuffix(inside)}{module.rpartition('.')[2]}"
                     break
+        if in_layer := LAYER.match(module):
+            for other, disk in self._names.direct.items():  # or its layer has
+                if other.startswith(in_layer[0]) and (match := LAYER.match(disk)) is not None:
+                    yield match[0] + module.removeprefix(in_layer[0])
+                    break
         yield from self._names.possible_names(module)
 
     # ---- what transformers merges, or takes as it is ---------------------------------------------------------------
@@ -151,7 +163,7 @@ class ExpertPlaces:
 
     def _origin(self, module: str, parameter: str) -> Origin:
         """Where a parameter of an experts module comes from."""
-        target, kind = f"{module}.{parameter}", self._modules[module]
+        target, kind = self._names.stored_as(f"{module}.{parameter}"), self._modules[module]
         unit = gcd(kind.shape.hidden_size, kind.shape.intermediate_size)
         unit = unit // 2 if unit % 2 == 0 else unit
         group = self._group_of(target)

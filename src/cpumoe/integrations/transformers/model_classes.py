@@ -29,6 +29,12 @@ _TABLES = (
 )
 
 
+#: Code that asks for the name of the attention, other than transformers' own list of them does.
+_ASKS_FOR_NAME = re.compile(
+    r"\b_attn_implementation\s*(==|!=|in\b|not in\b)|(?<!ALL_ATTENTION_FUNCTIONS)\[[\w.]*\b_attn_implementation\]"
+)
+
+
 def config_of(config: Mapping[str, Any]) -> PreTrainedConfig:
     """The configuration object of a config.json, without what it says of quantisation.
 
@@ -71,15 +77,15 @@ def auto_class_for(config: PreTrainedConfig) -> Any:
 def has_plain_attention(config: PreTrainedConfig) -> bool:
     """Whether the attention of a model is softmax over the keys and nothing else, so that ours may compute it.
 
-    Models with sinks or soft-capping say that they do not take PyTorch's; those with sparse attention do something else
-    for each name that an attention may have.
+    Models with sinks or soft-capping say that they do not take PyTorch's; those with sparse attention, and some others,
+    do something else for each name that an attention may have.
     """
     try:
         chosen = model_class(config)
     except CheckpointError:
         return False
     source = inspect.getsource(sys.modules[chosen.__module__])
-    return bool(chosen._supports_sdpa) and not re.search(r"\b_attn_implementation\s*(==|!=|in\b|not in\b)", source)
+    return bool(chosen._supports_sdpa) and not _ASKS_FOR_NAME.search(source)
 
 
 def _in_table(table: str, config: PreTrainedConfig) -> type[PreTrainedModel] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -81,13 +82,15 @@ def find_packed_modules(
     quantized = quantized_linears(checkpoint, layout)
     found: dict[str, PackedModule] = {}
     sources = [find_experts(checkpoint, experts, scheme) for experts in layout.experts]
+    packed: dict[object, PackedModule] = {}  # tied experts are packed once
     for source in sources:
         if checkpoint.quantization is not None and source.storage is None:
             _log.info(
                 "%s is in float in this quantised checkpoint, and runs so (%s)", source.prefix, source.config.scheme
             )
         if not leave_experts:
-            found[source.layout.module] = _packed_experts(source)
+            places = (source.layout.linears, source.layout.fused)
+            found[source.layout.module] = packed.setdefault(places, _packed_experts(source))
     for name, linear in layout.linears.items():
         if name in quantized:
             found[linear.module] = PackedModule(quantized[name].load, _restored_linear, _LINEAR_TENSORS)
@@ -105,7 +108,7 @@ def _packed_experts(source: ExpertSource) -> PackedModule:
     def restore(tensors: dict[str, Tensor]) -> nn.Module:
         return Experts.from_packed(**tensors, activation=activation)
 
-    return PackedModule(lambda: load_experts(source), restore, frozenset({"gate_up_packed", "down_packed"}))
+    return PackedModule(cache(lambda: load_experts(source)), restore, frozenset({"gate_up_packed", "down_packed"}))
 
 
 def _restored_linear(tensors: dict[str, Tensor]) -> nn.Module:

@@ -337,6 +337,9 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
             else:
                 # Some classes initialise the experts of a block with the block. All tensors are known to be there.
                 model.get_submodule(name.rpartition(".")[0])._is_hf_initialized = True
+                for pair in list(model.all_tied_weights_keys.items()):
+                    if any(one.startswith(f"{name}.") for one in pair):
+                        del model.all_tied_weights_keys[pair[0]]
                 name = put_packed(model, name, marks, PendingModule())
             self._packed[name] = packed
         self._refuse_incomplete(model)

@@ -529,7 +529,7 @@ void latent_attention(nb::handle query_, nb::handle latents_, nb::handle rotated
 }
 
 // Rows are few in decode: the calling thread does them, unless there is work for several.
-void normalize(nb::handle x_, nb::handle weight_, float epsilon, bool round_first, nb::handle out_) {
+void normalize(nb::handle x_, nb::handle weight_, float epsilon, bool round_first, bool plus_one, nb::handle out_) {
   const Array x(x_, "x"), weight(weight_, "weight"), out(out_, "out");
   NormCall call{};
   call.type = x.contiguous(2).float_type();
@@ -543,6 +543,7 @@ void normalize(nb::handle x_, nb::handle weight_, float epsilon, bool round_firs
   call.weight = weight.data();
   call.epsilon = epsilon;
   call.round_first = round_first;
+  call.plus_one = plus_one;
   call.out = out.data();
   const Computation computation;
   rms_norm(active_kernels(), call);
@@ -600,7 +601,7 @@ NB_MODULE(_core, m) {
         "scale"_a, "out"_a);
   m.def("latent_attention", &latent_attention, "query"_a, "latents"_a, "rotated"_a, "weight"_a, "mask"_a.none(),
         "sinks"_a.none(), "scale"_a, "out"_a);
-  m.def("rms_norm", &normalize, "x"_a, "weight"_a, "epsilon"_a, "round_first"_a, "out"_a);
+  m.def("rms_norm", &normalize, "x"_a, "weight"_a, "epsilon"_a, "round_first"_a, "plus_one"_a, "out"_a);
   bind_state_space(m);
   bind_delta_rule(m);
   m.def("read_rate", &measure_reading, "data"_a);

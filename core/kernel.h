@@ -364,14 +364,15 @@ struct SumRows {
   std::ptrdiff_t out_stride;
 };
 
-// dst[i] = src[i] / sqrt(mean of squares + epsilon) * weight[i]; with `round_first` rounded to the type before the
-// product with the weight too, as models do whose norm is computed in fp32 and scaled in their own type.
+// dst[i] = src[i] / sqrt(mean of squares + epsilon) * weight[i], with `plus_one` times 1 + weight[i]; with
+// `round_first` rounded to the type before the product with the weight too, as models do whose norm is computed in fp32
+// and scaled in their own type.
 struct NormalizeRow {
   const void *src, *weight;
   DType type;
   std::int64_t count;
   float epsilon;
-  bool round_first;
+  bool round_first, plus_one;
   void* dst;
 };
 

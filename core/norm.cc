@@ -16,7 +16,7 @@ void rms_norm(const Kernels& kernels, const NormCall& c) {
   const auto normalize = [&](std::int64_t first, std::int64_t last) {
     for (std::int64_t r = first; r < last; ++r) {
       kernels.normalize_row(
-          {x + r * row_bytes, c.weight, c.type, c.width, c.epsilon, c.round_first, out + r * row_bytes});
+          {x + r * row_bytes, c.weight, c.type, c.width, c.epsilon, c.round_first, c.plus_one, out + r * row_bytes});
     }
   };
   if (c.rows * c.width < kValuesForThreads) return normalize(0, c.rows);

@@ -12,8 +12,8 @@ struct NormCall {
   std::int64_t rows, width;
   const void *x, *weight;  // [rows, width], [width]
   float epsilon;
-  bool round_first;  // see NormalizeRow
-  void* out;         // [rows, width]
+  bool round_first, plus_one;  // see NormalizeRow
+  void* out;                   // [rows, width]
 };
 
 void rms_norm(const Kernels& kernels, const NormCall& call);

@@ -227,7 +227,7 @@ class SelectiveScan {
       const void* values = at(both, which * c_.depth, c_.type);
       if (weights[which] != nullptr) {
         void* dst = at(normed, which * c_.depth, c_.type);
-        k_.normalize_row({values, weights[which], c_.type, c_.depth, c_.epsilon, true, dst});
+        k_.normalize_row({values, weights[which], c_.type, c_.depth, c_.epsilon, true, false, dst});
         values = dst;
       }
       k_.load_row(values, c_.type, static_cast<int>(c_.depth), bc_ + (i * 2 + which) * c_.depth);

@@ -379,7 +379,7 @@ def test_any_arguments(things: list[Any], numbers: list[int], flag: bool, form: 
         lambda: core.router_logits(*things[:4]),
         lambda: core.decode_attention(*things[:5], 0.5, things[5]),
         lambda: core.latent_attention(*things[:6], 0.5, things[6]),
-        lambda: core.rms_norm(things[0], things[1], 1e-6, flag, things[2]),
+        lambda: core.rms_norm(things[0], things[1], 1e-6, flag, not flag, things[2]),
         lambda: core.gated_delta_rule(*things[:6], numbers[0], *things[6:8], -1.0, *things[:5], 1e-6, flag, things[5]),
         lambda: core.short_convolution(*things[:5]),
         lambda: core.read_rate(things[0]),
@@ -478,7 +478,7 @@ def test_what_surrounds_the_experts(
     core.set_thread_count(threads)
     try:
         core.router_logits(some(batch, depth), some(tokens, depth), some(tokens) if masked else None, logits)
-        core.rms_norm(some(batch, depth), some(depth), 1e-6, masked, normed)
+        core.rms_norm(some(batch, depth), some(depth), 1e-6, masked, not masked, normed)
         sinks = some(heads) if sunk else None
         core.decode_attention(some(batch, heads, depth), keys, values, mask, sinks, 0.3, out)
         latents, rotated = some(batch, 1, tokens, depth + 1), some(batch, 1, tokens, share)

@@ -281,6 +281,7 @@ void normalize_typed(const NormalizeRow& a) {
   add(x_rest);
   const float mean = squares.total() / static_cast<float>(a.count);
   const V factor = V::divide(V::set(1.0f), V::square_root(V::set(mean + a.epsilon)));
+  const V offset = V::set(a.plus_one ? 1.0f : 0.0f);
   const auto scale = [&](const Element* from, const Element* weight, Element* to) {
     for (int i = 0; i < kLanes; i += V::kWidth) {
       V v = V::template load_as<type>(from + i) * factor;
@@ -289,7 +290,7 @@ void normalize_typed(const NormalizeRow& a) {
         V::template store_as<type>(rounded, v);
         v = V::template load_as<type>(rounded);
       }
-      V::template store_as<type>(to + i, v * V::template load_as<type>(weight + i));
+      V::template store_as<type>(to + i, v * (V::template load_as<type>(weight + i) + offset));
     }
   };
   for (std::int64_t i = 0; i < whole; i += kLanes) scale(x + i, w + i, out + i);

@@ -132,10 +132,11 @@ void test_norms() {
       std::vector<std::uint8_t> xs(bytes), ws(bytes), expected(bytes), out(bytes);
       scalar().store_row(x.data(), count, type, xs.data());
       scalar().store_row(w.data(), count, type, ws.data());
+      const bool plus_one = count % 2 == 0;
       for (const bool round_first : {false, true}) {
-        scalar().normalize_row({xs.data(), ws.data(), type, count, 1e-6f, round_first, expected.data()});
+        scalar().normalize_row({xs.data(), ws.data(), type, count, 1e-6f, round_first, plus_one, expected.data()});
         for (const Kernels* k : other_kernels()) {
-          k->normalize_row({xs.data(), ws.data(), type, count, 1e-6f, round_first, out.data()});
+          k->normalize_row({xs.data(), ws.data(), type, count, 1e-6f, round_first, plus_one, out.data()});
           check(out == expected, std::string(k->name) + " norm of " + std::to_string(count));
         }
       }
@@ -146,7 +147,7 @@ void test_norms() {
         float got;
         std::memcpy(&got, expected.data() + i * 4, 4);
         const auto at = static_cast<std::size_t>(i);
-        worst = std::max(worst, std::fabs(got - x[at] / std::sqrt(mean + 1e-6) * w[at]));
+        worst = std::max(worst, std::fabs(got - x[at] / std::sqrt(mean + 1e-6) * (w[at] + (plus_one ? 1.0 : 0.0))));
       }
       check(worst < 1e-5, "a norm is " + std::to_string(worst) + " from the truth");
     }
@@ -157,11 +158,11 @@ void test_norms() {
   std::vector<float> expected(x.size()), out(x.size());
   for (std::int64_t r = 0; r < rows; ++r) {
     scalar().normalize_row(
-        {x.data() + r * width, w.data(), DType::kF32, width, 1e-6f, false, expected.data() + r * width});
+        {x.data() + r * width, w.data(), DType::kF32, width, 1e-6f, false, false, expected.data() + r * width});
   }
   for (const int threads : {1, 2, 3}) {
     set_thread_count(threads);
-    rms_norm(scalar(), {DType::kF32, rows, width, x.data(), w.data(), 1e-6f, false, out.data()});
+    rms_norm(scalar(), {DType::kF32, rows, width, x.data(), w.data(), 1e-6f, false, false, out.data()});
     check(out == expected, "norms on " + std::to_string(threads) + " threads");
   }
   set_thread_count(0);

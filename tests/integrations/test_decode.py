@@ -12,7 +12,7 @@ from tiny_architectures import ARCHITECTURES, write_float
 from tiny_models import ARCHITECTURES as TINY
 
 import cpumoe
-from cpumoe.integrations.transformers import decode, plugin
+from cpumoe.integrations.transformers import attention, plugin
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = {
@@ -83,7 +83,7 @@ def steps(model: torch.nn.Module, mask: torch.Tensor | None, **cache: object) ->
 
 @pytest.mark.parametrize("at_once", [1 << 24, 1000])
 def test_gpt_oss_keeps_its_sinks(at_once, monkeypatch):
-    monkeypatch.setattr(decode, "_MASK_ELEMENTS", at_once)  # the second: a few queries at a time
+    monkeypatch.setattr(attention, "_MASK_ELEMENTS", at_once)  # the second: a few queries at a time
     eager, ours = (tiny("gpt_oss", attention) for attention in ("eager", "cpumoe"))
     padded = torch.ones(2, 43, dtype=torch.long)
     padded[0, :9] = 0
@@ -146,15 +146,15 @@ def test_options_that_are_not_known_are_refused_by_name(tokens):
     mask = torch.zeros(1, 1, tokens, 5)
     for options in ({"indices": torch.zeros(1, 4)}, {"output_attentions": True}, {"a_new_one": 0}):
         with pytest.raises(ValueError, match=f"does not serve {next(iter(options))}=.*attn_implementation='eager'"):
-            decode.attention_forward(module, query, kv, kv, mask, **options)
+            attention.attention_forward(module, query, kv, kv, mask, **options)
     with pytest.raises(ValueError, match="does not serve s_aux with position_bias=a tensor"):
         bias = torch.zeros(1, 4, tokens, 5)
-        decode.attention_forward(module, query, kv, kv, mask, s_aux=torch.zeros(4), position_bias=bias)
-    expected = decode.attention_forward(module, query, kv, kv, mask)[0]
-    harmless = dict.fromkeys(decode.PASSED_OVER, 1) | {"a_new_one": None, "output_attentions": False}
-    assert torch.equal(decode.attention_forward(module, query, kv, kv, mask, **harmless)[0], expected)
+        attention.attention_forward(module, query, kv, kv, mask, s_aux=torch.zeros(4), position_bias=bias)
+    expected = attention.attention_forward(module, query, kv, kv, mask)[0]
+    harmless = dict.fromkeys(attention.PASSED_OVER, 1) | {"a_new_one": None, "output_attentions": False}
+    assert torch.equal(attention.attention_forward(module, query, kv, kv, mask, **harmless)[0], expected)
     bias = torch.randn(1, 4, tokens, 5)
-    biased = decode.attention_forward(module, query, kv, kv, mask, position_bias=bias)[0]
+    biased = attention.attention_forward(module, query, kv, kv, mask, position_bias=bias)[0]
     torch.testing.assert_close(biased.transpose(1, 2), F.scaled_dot_product_attention(query, kv, kv, bias))
 
 
@@ -214,12 +214,14 @@ def test_the_same_bits_on_every_instruction_set_and_thread_count(isa):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("plus_one", [False, True])
 @pytest.mark.parametrize("round_first", [False, True])
-def test_norms(dtype, round_first):
+def test_norms(dtype, round_first, plus_one):
     x, weight = torch.randn(5, 3, 100).to(dtype), torch.randn(100).to(dtype)
-    got = torch.ops.cpumoe.rms_norm(x, weight, 1e-5, round_first)
+    got = torch.ops.cpumoe.rms_norm(x, weight, 1e-5, round_first, plus_one)
     normed = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + 1e-5)
-    expected = weight * normed.to(dtype) if round_first else (weight.float() * normed).to(dtype)
+    factor = weight.float() + plus_one
+    expected = ((normed.to(dtype).float() if round_first else normed) * factor).to(dtype)
     torch.testing.assert_close(got, expected)
 
 

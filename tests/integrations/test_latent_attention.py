@@ -14,12 +14,12 @@ from torch import nn
 from transformers import DynamicCache, StaticCache
 
 from cpumoe import ops
-from cpumoe.integrations.transformers import decode, latent_attention
+from cpumoe.integrations.transformers import attention, latent_attention
 from cpumoe.integrations.transformers.growing_cache import GrowingCache
 from cpumoe.integrations.transformers.latent_attention import absorb_latents
 from cpumoe.layers.linear import QuantizedLinear
 
-decode.register_attention()
+attention.register_attention()
 
 CLOSE = {"rtol": 1e-4, "atol": 1e-4}
 

@@ -35,18 +35,21 @@ decode_attention = register(
 )
 
 
-def _rms_norm(x: Tensor, weight: Tensor, epsilon: float, round_first: bool) -> Tensor:
+def _rms_norm(x: Tensor, weight: Tensor, epsilon: float, round_first: bool, plus_one: bool = False) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     if x.dim() == 2:
-        _core.rms_norm(x, weight, epsilon, round_first, out)
+        _core.rms_norm(x, weight, epsilon, round_first, plus_one, out)
     else:
         width = x.shape[-1]
-        _core.rms_norm(x.view(-1, width), weight, epsilon, round_first, out.view(-1, width))
+        _core.rms_norm(x.view(-1, width), weight, epsilon, round_first, plus_one, out.view(-1, width))
     return out
 
 
-# [..., H] and weight [H] -> [..., H]; round_first: rounded to the dtype of x before the product with the weight too.
+# [..., H] and weight [H] -> [..., H]; round_first: rounded to the dtype of x before the product with the weight too;
+# plus_one: the factor is 1 + weight, in fp32.
 rms_norm = register(
-    "rms_norm(Tensor x, Tensor weight, float epsilon, bool round_first) -> Tensor", _rms_norm, like_first
+    "rms_norm(Tensor x, Tensor weight, float epsilon, bool round_first, bool plus_one=False) -> Tensor",
+    _rms_norm,
+    like_first,
 )

@@ -192,8 +192,8 @@ def _refuse_tied_experts(sources: Mapping[str, ExpertSource]) -> None:
         other = owners.setdefault(min(_tensors_of(source)), module)
         if other != module:
             raise UnsupportedScheme(
-                f"{module} and {other} have the same experts, which is not served from disk to disk; quantise them while "
-                f"they are loaded: cpumoe.load_model(path, scheme={str(source.config.scheme)!r})"
+                f"{module} and {other} have the same experts, which is not served from disk to disk; they can be "
+                f"quantised when loaded: cpumoe.load_model(path, scheme={str(source.config.scheme)!r})"
             )
 
 

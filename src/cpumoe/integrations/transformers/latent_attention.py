@@ -21,17 +21,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpumoe import ops
-from cpumoe.integrations.transformers.decode import (
-    ATTENTION,
-    PASSED_OVER,
-    additive_mask,
-    attention_with_sinks,
-    rms_norm,
-    rounding_of_norm,
-)
+from cpumoe.integrations.transformers.attention import ATTENTION, PASSED_OVER, additive_mask, attention_with_sinks
 from cpumoe.integrations.transformers.growing_cache import GrowingCache
 from cpumoe.integrations.transformers.latent_check import first_difference, kind_of
 from cpumoe.integrations.transformers.module_view import ModuleView
+from cpumoe.integrations.transformers.norms import find_form, rms_norm
 from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.layers.packed_weights import unpack_weight
 from cpumoe.layers.reference import dequantize
@@ -84,8 +78,8 @@ def _replace(module: Any) -> None:
             continue
         if type(child).forward is nn.Linear.forward:
             child.forward = partial(_linear, child)
-        elif (round_first := rounding_of_norm(child)) is not None:
-            child.forward = partial(rms_norm, child, round_first)
+        elif (form := find_form(child)) is not None:
+            child.forward = partial(rms_norm, child, form)
 
 
 def _is_latent_attention(module: nn.Module) -> bool:

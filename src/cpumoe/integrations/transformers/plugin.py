@@ -34,7 +34,8 @@ from cpumoe.checkpoints.formats.compressed_tensors import QuantizationConfig
 from cpumoe.checkpoints.hub import find_model
 from cpumoe.checkpoints.packed_cache import PackedCache
 from cpumoe.errors import CheckpointError, CpumoeError, UnsupportedScheme
-from cpumoe.integrations.transformers.decode import ATTENTION, register_attention, speed_up
+from cpumoe.integrations.transformers.attention import ATTENTION, register_attention
+from cpumoe.integrations.transformers.decode import speed_up
 from cpumoe.integrations.transformers.expert_modules import marks_of
 from cpumoe.integrations.transformers.hook import own_reader
 from cpumoe.integrations.transformers.model_classes import auto_class_for, config_of, has_plain_attention

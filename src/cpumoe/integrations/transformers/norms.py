@@ -1,0 +1,90 @@
+"""Root-mean-square norms of a model in one operator each, known by their parts and by what they compute."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Hashable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cpumoe import ops
+from cpumoe.ops import wants_gradient
+
+#: How far a norm may be from ours to be the same: the last bit, and what another order of sums does to fp32.
+_TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
+
+
+class NormForm(NamedTuple):
+    """How a root-mean-square norm computes.
+
+    ``round_first``: the normalised row is rounded to its dtype before it is multiplied by the weight; ``plus_one``: it
+    is multiplied by 1 + weight.
+    """
+
+    round_first: bool
+    plus_one: bool
+
+
+_FORMS = [NormForm(*flags) for flags in ((True, False), (False, False), (False, True), (True, True))]
+
+_EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
+
+
+def speed_up_norms(model: nn.Module) -> None:
+    """Gives the norms of a model one operator each, where it computes what they compute."""
+    known: dict[Hashable, NormForm | None] = {}
+    for module in model.modules():
+        epsilon = _epsilon(module)
+        if epsilon is None or "forward" in vars(module):  # the second: somebody else has replaced it
+            continue
+        key = (type(module), epsilon, module.weight.dtype, module.weight.shape)
+        if key not in known:
+            known[key] = find_form(module)
+        if (form := known[key]) is not None:
+            module.forward = partial(rms_norm, module, form)
+
+
+def rms_norm(module: Any, form: NormForm, hidden_states: Tensor) -> Tensor:
+    """The forward of a root-mean-square norm in one operator."""
+    # With two dtypes the product with the weight has the wider one, which our operator does not imitate.
+    if hidden_states.dtype != module.weight.dtype or wants_gradient(hidden_states, module.weight):
+        normed: Tensor = type(module).forward(module, hidden_states)
+        return normed
+    epsilon = _epsilon(module)
+    assert epsilon is not None  # it was there when the forward was replaced
+    return ops.rms_norm(hidden_states, module.weight, epsilon, *form)
+
+
+def find_form(module: Any) -> NormForm | None:
+    """How a norm computes, if it is a root-mean-square norm by its parts and by what it gives for random input."""
+    epsilon = _epsilon(module)
+    if epsilon is None:
+        return None
+    weight = module.weight
+    with torch.no_grad():
+        x = torch.randn((4, len(weight)), generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+        try:
+            expected = module(x)
+        except Exception:  # a module that has a weight and an epsilon and is called in another way
+            return None
+        if not isinstance(expected, Tensor) or expected.shape != x.shape or expected.dtype != x.dtype:
+            return None
+        results = {form: ops.rms_norm(x, weight, epsilon, *form) for form in _FORMS}
+    best = max(results, key=lambda form: int((results[form] == expected).sum()))
+    limit = _TOLERANCES[weight.dtype]
+    return best if torch.allclose(results[best], expected, rtol=limit, atol=limit * 0.01) else None
+
+
+def _epsilon(module: Any) -> float | None:
+    """What a norm adds to the mean square; None for a module that has other parts than such a norm."""
+    weight = getattr(module, "weight", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 1 or not weight.is_cpu or weight.dtype not in _TOLERANCES:
+        return None
+    if isinstance(module, nn.LayerNorm | nn.modules.batchnorm._NormBase | nn.GroupNorm):
+        return None
+    if len(list(module.parameters())) != 1 or len(inspect.signature(type(module).forward).parameters) != 2:
+        return None  # the second: some take a gate as well
+    return next((value for name in _EPSILONS if isinstance(value := getattr(module, name, None), float)), None)

@@ -1,0 +1,197 @@
+"""Routers of a model in two operators each, whatever their class: the form that gives what a router gives is taken.
+
+transformers writes a router as a dozen of PyTorch operators, which for one token take longer than the products of small
+experts. Families differ in how scores are made of logits, in what is chosen by and in what weights become; all of that
+is found by comparing the forms that we have with what the router itself gives for random input.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Hashable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cpumoe import ops
+from cpumoe.integrations.transformers.replacement_check import twin_of
+from cpumoe.layers.experts import Experts
+from cpumoe.ops import SCORING, wants_gradient
+
+_log = logging.getLogger("cpumoe")
+
+_FEW_TOKENS = 8  # up to here our router is faster, which reads the whole weight for each token; PyTorch reads it once
+_TOKENS = 24  # of random input: some of them differ wherever two forms do
+
+_SCALES = ("routed_scaling_factor", "router_scaling_factor", "output_multiplier")
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_TOLERANCE = 1e-4  # relative, of fp32 sums in another order
+_BLOCK_TOLERANCE = 0.02  # of a token's result in 16 bits
+
+
+@dataclass(frozen=True)
+class RouterForm:
+    """How a router makes weights of logits, in the words of our operators.
+
+    ``keeps_dtypes``: weights and ids get the dtypes that the router itself gives, for blocks that need them.
+    """
+
+    scoring: str
+    score_chosen: bool
+    renormalize: bool
+    in_fp32: bool
+    groups: tuple[int, int]
+    scale: float
+    keeps_dtypes: bool = False
+
+
+def speed_up_routers(model: nn.Module) -> None:
+    """Gives the routers in front of packed experts their one-step form, where one does what they do."""
+    forms: dict[Hashable, RouterForm | None] = {}
+    for name, block in model.named_modules():
+        if not any(isinstance(child, Experts) for child in block.children()):
+            continue
+        for child_name, router in block.named_children():
+            if not _is_router(router) or "forward" in vars(router):
+                continue
+            facts = {
+                k: v for k, v in vars(router).items() if isinstance(v, int | float | str) and not k.startswith("_")
+            }
+            key = (type(block), type(router), *sorted(facts.items()), router.weight.dtype, router.weight.shape)
+            if key not in forms:
+                forms[key] = _form_for_block(block, router)
+                if forms[key] is None:
+                    _log.info("%s.%s (%s) keeps its own code", name, child_name, type(router).__name__)
+            if (form := forms[key]) is not None:
+                router.forward = partial(route, router, form)
+
+
+def _is_router(module: Any) -> bool:
+    weight, top_k = getattr(module, "weight", None), getattr(module, "top_k", None)
+    if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_cpu or weight.dtype not in _DTYPES:
+        return False
+    return isinstance(top_k, int) and 1 <= top_k <= weight.shape[0]
+
+
+def find_form(router: Any) -> RouterForm | None:
+    """The form that gives what a router gives; None if none does.
+
+    It is tried on a twin in fp32, where no two experts have the same score; the router itself tells in which dtype its
+    logits are.
+    """
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        twin = twin_of(router, {})
+        x = _random_tokens(router.weight)
+        try:
+            own, expected = router(x), twin(x.float())
+        except Exception:  # it is called in another way
+            return None
+        if not _is_routing(own, router) or not _is_routing(expected, router):
+            return None
+        in_fp32 = own[0].dtype == torch.float32 != router.weight.dtype
+        if own[0].dtype not in (router.weight.dtype, torch.float32):
+            return None
+        return next((form for form in _forms(router, in_fp32) if _agree(route(twin, form, x.float()), expected)), None)
+
+
+def _is_routing(found: Any, router: Any) -> bool:
+    """Whether a router gives logits [tokens, experts], weights and ids [tokens, K]."""
+    if not isinstance(found, tuple) or len(found) != 3 or not all(isinstance(t, Tensor) for t in found):
+        return False
+    shapes = [(_TOKENS, router.weight.shape[0]), *[(_TOKENS, router.top_k)] * 2]
+    return [t.shape for t in found] == shapes and not found[2].is_floating_point()
+
+
+def _forms(router: Any, in_fp32: bool) -> Iterator[RouterForm]:
+    groups, chosen = getattr(router, "num_group", 0), getattr(router, "topk_group", 0)
+    limited = [(groups, chosen)] if isinstance(groups, int) and isinstance(chosen, int) and groups > 1 else []
+    scales = [float(v) for name in _SCALES if isinstance(v := getattr(router, name, None), int | float)]
+    choices = product(("softmax", "sigmoid", "sqrt_softplus"), (False, True), (True, False))
+    for scoring, score_chosen, renormalize in choices:
+        for some_groups, scale in product((*limited, (0, 0)), dict.fromkeys((*scales, 1.0))):
+            yield RouterForm(scoring, score_chosen, renormalize, in_fp32, some_groups, scale)
+
+
+def _agree(found: tuple[Tensor, Tensor, Tensor], expected: tuple[Tensor, Tensor, Tensor]) -> bool:
+    """Whether two results are the same but for rounding and for the order of a token's experts."""
+    if not torch.allclose(found[0], expected[0].float(), rtol=_TOLERANCE, atol=_TOLERANCE):
+        return False
+    sorted_ids = [ids.long().sort(-1) for ids in (found[2], expected[2])]
+    if not torch.equal(sorted_ids[0].values, sorted_ids[1].values):
+        return False
+    weights = [w.float().gather(-1, o.indices) for w, o in zip((found[1], expected[1]), sorted_ids, strict=True)]
+    return torch.allclose(weights[0], weights[1], rtol=_TOLERANCE, atol=_TOLERANCE * 0.1)
+
+
+def _form_for_block(block: nn.Module, router: Any) -> RouterForm | None:
+    """The form of a router; it keeps the router's dtypes unless the block is seen to do without."""
+    form = find_form(router)
+    if form is None:
+        return None
+    kept = replace(form, keeps_dtypes=True)
+    parameters = inspect.signature(block.forward).parameters.values()
+    required = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if len(required) != 1:
+        return kept
+    x = _random_tokens(router.weight).unsqueeze(0)
+    try:
+        with torch.no_grad():
+            expected = block(x)
+            router.forward = partial(route, router, form)
+            found = block(x)
+    except Exception:  # it needs what it was not given here, or the dtypes of the router
+        return kept
+    finally:
+        vars(router).pop("forward", None)
+    expected, found = (out[0] if isinstance(out, tuple) else out for out in (expected, found))
+    if found.dtype != expected.dtype or found.shape != expected.shape:
+        return kept
+    # In 16 bits an expert may change places with one of the same score, so that a token's result is another.
+    errors = (found - expected).float().flatten(0, -2).norm(dim=-1)
+    sizes = expected.float().flatten(0, -2).norm(dim=-1)
+    return form if bool(((errors / sizes) < _BLOCK_TOLERANCE).float().mean() > 0.5) else kept
+
+
+def _random_tokens(weight: Tensor) -> Tensor:
+    """Hidden states for which the logits of random weights are of the size that they have in models."""
+    x: Tensor = torch.randn((_TOKENS, weight.shape[1]), generator=torch.Generator().manual_seed(0))
+    scale = 4.0 / math.sqrt(weight.shape[1])
+    return (x * scale).to(weight.dtype)
+
+
+def route(module: Any, form: RouterForm, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[..., H] -> logits [tokens, experts], weights and ids [tokens, K], computed from the router's own tensors."""
+    weight, bias = module.weight, getattr(module, "bias", None)
+    if wants_gradient(hidden_states, weight, bias):  # our operators have no gradient, the replaced code has
+        routed: tuple[Tensor, Tensor, Tensor] = type(module).forward(module, hidden_states)
+        return routed
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
+    if x.shape[0] <= _FEW_TOKENS and x.dtype == weight.dtype:
+        bias32 = None if bias is None else bias.to(torch.float32)
+        logits = ops.router_logits(x, weight, bias32, form.in_fp32)
+    elif form.in_fp32:
+        bias32 = None if bias is None else bias.to(torch.float32)
+        logits = nn.functional.linear(x.to(torch.float32), weight.to(torch.float32), bias32)
+    else:
+        logits = nn.functional.linear(x, weight, bias)
+    correction = getattr(module, "e_score_correction_bias", None)
+    weights, ids = ops.select_experts(
+        logits,
+        module.top_k,
+        SCORING[form.scoring],
+        form.score_chosen,
+        None if correction is None else correction.to(torch.float32).flatten(),
+        *form.groups,
+        form.renormalize,
+        form.scale,
+    )
+    if form.keeps_dtypes:
+        return logits, weights.to(logits.dtype), ids.long()
+    return logits, weights, ids

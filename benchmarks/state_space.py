@@ -185,7 +185,7 @@ def one_token(name: str, rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("shapes", nargs="*", default=list(SHAPES), choices=[*SHAPES, []], metavar="shape")
+    parser.add_argument("shapes", nargs="*", metavar="shape", help=f"of {', '.join(SHAPES)} (all)")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()

@@ -189,3 +189,38 @@ def test_the_marks_that_transformers_leaves_are_still_those_that_are_known():
     moe = importlib.import_module("transformers.integrations.moe")
     known = {"experts_class", "experts_interface", "is_concatenated", "is_transposed", "has_bias", "has_gate"}
     assert set(inspect.signature(moe.use_experts_implementation).parameters) == known | {"has_post_expert_norm"}
+
+
+_GRID = torch.tensor([[1, 4, 4]])
+_PATCHES = torch.randn(16, 96, generator=torch.Generator().manual_seed(1))
+_IN_GRIDS = "qwen3_vl_moe qwen3_5_moe qwen4_exp qwen3_omni_moe_thinker glm4v_moe glm5_next minimax_m3_vl"
+#: Family -> what its model takes for an image, which becomes four tokens.
+IMAGES = {
+    **{name: {"pixel_values": _PATCHES, "image_grid_thw": _GRID} for name in _IN_GRIDS.split()},
+    "llama4": {"pixel_values": _PATCHES.flatten()[: 3 * 16 * 16].view(1, 3, 16, 16)},
+    "mistral4": {
+        "pixel_values": _PATCHES.flatten()[: 3 * 16 * 16].view(1, 3, 16, 16),
+        "image_sizes": torch.tensor([[16, 16]]),
+    },
+}
+
+
+@pytest.mark.parametrize("name", IMAGES)
+def test_images_go_into_models_whose_experts_are_packed(folder_of, name):
+    model = cpumoe.load_model(folder_of(name), dtype=torch.float32, auto_class=family_class(name))
+    original = tiny_model(name)
+    assert_nothing_is_left(model, len(list(expert_modules(original))))
+    config = original.config
+    token = getattr(config, "image_token_id", None)
+    token = config.image_token_index if token is None else token
+    ids = torch.tensor([[5, 6, token, token, token, token, 7, 8]])
+    more = {"mm_token_type_ids": (ids == token).long()} if _takes(original, "mm_token_type_ids") else {}
+    with torch.no_grad():
+        found, expected = (m(input_ids=ids, **IMAGES[name], **more).logits for m in (model, original))
+        without = original(input_ids=IDS[:1, :8]).logits
+    assert relative_error(found, expected) < 1e-4
+    assert not torch.allclose(expected, without)
+
+
+def _takes(model: nn.Module, argument: str) -> bool:
+    return argument in inspect.signature(model.forward).parameters

@@ -780,16 +780,22 @@ def test_arguments_that_transformers_refuses_are_not_blamed_on_the_configuration
     assert not isinstance(refusal.value, CheckpointError)
 
 
-def test_an_architecture_that_is_not_known_is_refused(models, tmp_path):
-    """transformers knows it, and has experts there; we do not know where they are in the files."""
-    config = transformers.AutoConfig.for_model(
-        "phimoe", hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=128
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    model.save_pretrained(tmp_path / "model")
-    with pytest.raises(CheckpointError, match="model_type 'phimoe' is not known; known are qwen2_moe"):
-        load(tmp_path / "model", scheme="w8a8")
-    with pytest.raises(UnsupportedScheme, match="model_type 'phimoe' is not known; known are qwen2_moe"):
+def test_experts_with_parts_that_are_not_understood_are_refused(models, monkeypatch):
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+    made = Qwen3MoeExperts.__init__
+
+    def with_more(self, config):
+        made(self, config)
+        self.temperature = torch.nn.Parameter(torch.ones(1))
+
+    model = AutoModelForCausalLM.from_pretrained(models.float("qwen3_moe"))
+    monkeypatch.setattr(Qwen3MoeExperts, "__init__", with_more)
+    reason = "Qwen3MoeExperts has a parameter temperature, and only down_proj, gate_up_proj are known"
+    with pytest.raises(UnsupportedScheme, match=reason):
+        load(models.float("qwen3_moe"), scheme="w8a8")
+    model.model.layers[0].mlp.experts.act_fn = torch.nn.Softplus()
+    with pytest.raises(UnsupportedScheme, match=r"has an activation \(Softplus\) that is none of silu"):
         cpumoe.accelerate(model)
 
 

@@ -247,7 +247,7 @@ class TensorCheck:
 
     def nothing_else_but(self, left_out: Collection[str]) -> None:
         """Every tensor must have been expected, or be one of those that are rightly not loaded."""
-        self.extra += [name for name in self._checkpoint.names if name not in self.expected and name not in left_out]
+        self.extra += sorted(name for name in self._checkpoint.names - self.expected if name not in left_out)
 
     def raise_problems(self) -> None:
         parts = [

@@ -20,7 +20,7 @@ from cpumoe.checkpoints.storage import refuse_stored_input_scales
 from cpumoe.integrations.transformers.decode import speed_up
 from cpumoe.integrations.transformers.expert_modules import ExpertsModule, describe_experts, expert_modules
 from cpumoe.integrations.transformers.model_description import packable_linears
-from cpumoe.integrations.transformers.packed_modules import pack_float_linear, replace_module
+from cpumoe.integrations.transformers.packed_modules import pack_float_linear, refuse_other_scheme, replace_module
 from cpumoe.integrations.transformers.plugin import DEFAULT_SCHEME, PackedConfig, PackedQuantizer
 from cpumoe.integrations.transformers.special_experts import experts_name, put_packed, wrapped
 from cpumoe.layers.config import MoEConfig
@@ -189,7 +189,13 @@ def _warn_that_floats_stay(scheme: str) -> None:
 
 
 def check_experts_implementation(model: PreTrainedModel, requested: str) -> None:
-    """Warns if the request has no effect. Quantised checkpoints are checked when their experts are known."""
+    """Refuses another scheme than packed experts have, and warns if the request has no effect.
+
+    A model that is being made has no experts yet: those of a checkpoint are looked at when they are found.
+    """
+    modules = getattr(model, "_modules", None)
+    packed = [m for m in model.modules() if isinstance(m, Experts)] if modules else []
+    refuse_other_scheme({str(experts.config.scheme) for experts in packed}, requested)
     quantized = isinstance(getattr(model.config, "quantization_config", None), PackedConfig)
     if not quantized and not model._can_set_experts_implementation():
         _log.warning(

@@ -213,25 +213,26 @@ def packable_linears(model: PreTrainedModel, experts: Mapping[str, int]) -> Iter
     head = model.get_output_embeddings()
     for name, module in linear_modules(model):
         parent, _, attribute = name.rpartition(".")
-        if module is head:
-            yield name
-        elif not (name.startswith(layers) if layers else "vision" not in name) or any(
-            _is_routing(name, module.out_features, *block) for block in blocks
-        ):
+        is_inside = module is head or (name.startswith(layers) if layers else "vision" not in name)
+        if not is_inside or any(_is_routing(name, module.out_features, *block) for block in blocks):
             continue
-        elif not _takes_weight(cast("Any", type(model.get_submodule(parent))), attribute):
+        if not _takes_weight(cast("Any", type(model.get_submodule(parent))), attribute):
             yield name
 
 
 @cache
 def _takes_weight(owner: Any, attribute: str) -> bool:
-    """Whether the code of a module takes the weight of one of its linears and never calls it."""
+    """Whether the code of a module takes the weight of one of its linears: its dtype, or all of it without a call.
+
+    Code for GPUs takes the weights of linears that it also has calls of.
+    """
     try:
         source = inspect.getsource(owner)
     except (OSError, TypeError):
         return False
     name = rf"\bself\.{re.escape(attribute)}"
-    return re.search(rf"{name}\.weight\b", source) is not None and re.search(rf"{name}\(", source) is None
+    is_called = re.search(rf"{name}\(", source) is not None
+    return re.search(rf"{name}\.weight\." if is_called else rf"{name}\.weight\b", source) is not None
 
 
 def _stored_name(names: DiskNames, guess: _Guess, target: str) -> str:

@@ -20,15 +20,16 @@ _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10
 class NormForm(NamedTuple):
     """How a root-mean-square norm computes.
 
-    ``round_first``: the normalised row is rounded to its dtype before it is multiplied by the weight; ``plus_one``: it
-    is multiplied by 1 + weight.
+    ``epsilon`` is added to the mean square. ``round_first``: the normalised row is rounded to its dtype before it is
+    multiplied by the weight; ``plus_one``: it is multiplied by 1 + weight.
     """
 
+    epsilon: float
     round_first: bool
     plus_one: bool
 
 
-_FORMS = [NormForm(*flags) for flags in ((True, False), (False, False), (False, True), (True, True))]
+_FLAGS = ((True, False), (False, False), (False, True), (True, True))  # in the order in which one of several is taken
 
 _EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 
@@ -53,9 +54,7 @@ def rms_norm(module: Any, form: NormForm, hidden_states: Tensor) -> Tensor:
     if hidden_states.dtype != module.weight.dtype or wants_gradient(hidden_states, module.weight):
         normed: Tensor = type(module).forward(module, hidden_states)
         return normed
-    epsilon = _epsilon(module)
-    assert epsilon is not None  # it was there when the forward was replaced
-    return ops.rms_norm(hidden_states, module.weight, epsilon, *form)
+    return ops.rms_norm(hidden_states, module.weight, *form)
 
 
 def find_form(module: Any) -> NormForm | None:
@@ -72,7 +71,7 @@ def find_form(module: Any) -> NormForm | None:
             return None
         if not isinstance(expected, Tensor) or expected.shape != x.shape or expected.dtype != x.dtype:
             return None
-        results = {form: ops.rms_norm(x, weight, epsilon, *form) for form in _FORMS}
+        results = {form: ops.rms_norm(x, weight, *form) for form in (NormForm(epsilon, *flags) for flags in _FLAGS)}
     best = max(results, key=lambda form: int((results[form] == expected).sum()))
     limit = _TOLERANCES[weight.dtype]
     return best if torch.allclose(results[best], expected, rtol=limit, atol=limit * 0.01) else None

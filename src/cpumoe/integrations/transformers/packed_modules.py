@@ -62,6 +62,7 @@ def find_packed_modules(
     linears: Scheme | None,
     *,
     leave_experts: bool = False,
+    implementation: str | None = None,
 ) -> dict[str, PackedModule]:
     """Finds the weights of all modules that will be packed, and checks them before any is read.
 
@@ -71,6 +72,7 @@ def find_packed_modules(
         linears: the scheme to quantise float linears to; None leaves them in float.
         leave_experts: leaves the experts to transformers, which reads them and does not name the tensors it lacks: they
             are checked nevertheless.
+        implementation: the ``experts_implementation`` that was asked for; its scheme must be that of quantised experts.
 
     Returns the replacements by the names of the modules.
     """
@@ -82,6 +84,7 @@ def find_packed_modules(
     quantized = quantized_linears(checkpoint, layout)
     found: dict[str, PackedModule] = {}
     sources = [find_experts(checkpoint, experts, scheme) for experts in layout.experts]
+    refuse_other_scheme({str(s.storage.scheme) for s in sources if s.storage is not None}, implementation)
     packed: dict[object, PackedModule] = {}  # tied experts are packed once
     for source in sources:
         if checkpoint.quantization is not None and source.storage is None:
@@ -100,6 +103,17 @@ def find_packed_modules(
     check_model(layout, sources, quantized, check)
     check.raise_problems()
     return found
+
+
+def refuse_other_scheme(found: set[str], implementation: str | None) -> None:
+    """Refuses an ``experts_implementation`` of another scheme than the experts are quantised to."""
+    asked, _, scheme = (implementation or "").partition("-")
+    if asked == "cpumoe" and scheme and found and scheme not in found:
+        raise UnsupportedScheme(
+            f"experts_implementation={implementation!r}, and the experts of this checkpoint are quantised to "
+            f"{' and '.join(sorted(found))}; leave experts_implementation out, or quantise the float original: "
+            f"cpumoe quantize FLOAT_MODEL DST --scheme {scheme}"
+        )
 
 
 def _packed_experts(source: ExpertSource) -> PackedModule:

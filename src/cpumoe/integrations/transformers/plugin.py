@@ -328,7 +328,12 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         options = self._options
         with torch.device("cpu"):  # the default is that of weights which are not loaded yet
             found = find_packed_modules(
-                model, self._checkpoint, options.scheme, options.linears, leave_experts=options.leave_experts
+                model,
+                self._checkpoint,
+                options.scheme,
+                options.linears,
+                leave_experts=options.leave_experts,
+                implementation=getattr(model.config, "_experts_implementation", None),
             )
         for name, packed in found.items():
             marks = marks_of(model.get_submodule(name))

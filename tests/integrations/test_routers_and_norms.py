@@ -1,0 +1,140 @@
+"""Routers and norms of every family in one step: found by what they compute, and left alone where they differ."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from every_architecture import FAMILIES, tiny_model
+from random_layers import relative_error
+from torch import nn
+
+import cpumoe
+from cpumoe.integrations.transformers import norms, routers
+from cpumoe.layers.experts import Experts
+
+#: Families whose routers keep their own code: called with more than tokens (deepseek_v4's hash layer, hy_v3, lfm2_moe,
+#: minimax_m2), weights of another kind (ernie4_5, inkling, phimoe, openai_privacy_filter), no module of their own
+#: (afmoe, gemma4, hunyuan_v1_moe, muse_spark, zaya), or experts of another kind (dbrx, jetmoe, llama4, longcat_flash).
+OWN_ROUTERS = [
+    "afmoe",
+    "dbrx",
+    "deepseek_v4",
+    "diffusion_gemma",
+    "ernie4_5_moe",
+    "ernie4_5_vl_moe",
+    "gemma4",
+    "hunyuan_v1_moe",
+    "hy_v3",
+    "inkling",
+    "jetmoe",
+    "lfm2_moe",
+    "llama4",
+    "longcat_flash",
+    "minimax_m2",
+    "muse_spark",
+    "openai_privacy_filter",
+    "phimoe",
+    "zaya",
+]
+
+
+def routers_of(model: nn.Module) -> list[nn.Module]:
+    blocks = [b for b in model.modules() if any(isinstance(child, Experts) for child in b.children())]
+    return [child for block in blocks for child in block.children() if routers._is_router(child)]
+
+
+def replaced(modules: list[nn.Module]) -> list[nn.Module]:
+    return [module for module in modules if "forward" in vars(module)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_routers_have_their_one_step_form(name, dtype):
+    model = cpumoe.accelerate(tiny_model(name, dtype=dtype), "bf16")
+    found = routers_of(model)
+    if name.removesuffix("_text") in OWN_ROUTERS:
+        assert not replaced(found[:1])
+        return
+    assert found and replaced(found) == found
+    for router in found:
+        x = torch.randn(5, router.weight.shape[1]).to(router.weight.dtype)
+        with torch.no_grad():
+            ours, theirs = router(x), type(router).forward(router, x)
+        assert relative_error(ours[0], theirs[0]) < (1e-5 if dtype == torch.float32 else 1e-2)
+        if dtype == torch.float32:  # in 16 bits two experts may have the same score
+            assert torch.equal(ours[2].sort().values.long(), theirs[2].sort().values)
+            assert relative_error(ours[1].sort().values, theirs[1].sort().values) < 1e-5
+
+
+class Doubled(nn.Module):
+    """A router that gives twice the weights of another one."""
+
+    def __init__(self, router: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.top_k, self._router = router.weight, router.top_k, [router]
+
+    def forward(self, hidden_states):
+        logits, weights, ids = type(self._router[0]).forward(self._router[0], hidden_states)
+        return logits, weights * 2, ids
+
+
+def test_a_router_that_does_something_else_keeps_its_code(caplog):
+    model = tiny_model("qwen3_moe")
+    for layer in model.model.layers:
+        layer.mlp.gate = Doubled(layer.mlp.gate)
+    assert routers.find_form(model.model.layers[0].mlp.gate) is None
+    with caplog.at_level("INFO", logger="cpumoe"):
+        cpumoe.accelerate(model, "w8a8")
+    assert not replaced(routers_of(model))
+    assert "mlp.gate (Doubled) keeps its own code" in caplog.text
+
+
+def test_gradients_go_through_the_routers_own_code():
+    model = cpumoe.accelerate(tiny_model("deepseek_v3"), "w8a8")
+    router = routers_of(model)[0]
+    x = torch.randn(3, router.weight.shape[1], requires_grad=True)
+    router(x)[1].sum().backward()
+    assert x.grad is not None and torch.isfinite(x.grad).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("name", "rounds_first", "plus_one"),
+    [("qwen3_moe", True, False), ("gpt_oss", False, False), ("qwen3_next", False, True), ("glm4_moe", True, False)],
+)
+def test_norms_are_known_by_what_they_compute(name, rounds_first, plus_one, dtype):
+    module = tiny_model(name, dtype=dtype).model.norm
+    form = norms.find_form(module)
+    assert form is not None and form.plus_one == plus_one
+    assert dtype == torch.float32 or form.round_first == rounds_first
+    x = torch.randn(2, 3, len(module.weight)).to(dtype)
+    with torch.no_grad():
+        assert relative_error(norms.rms_norm(module, form, x).float(), module(x).float()) < 1e-3
+
+
+class Squared(nn.Module):
+    """A norm that squares its weight."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon, self._norm = norm.weight, norm.variance_epsilon, [norm]
+
+    def forward(self, x):
+        return type(self._norm[0]).forward(self._norm[0], x) * self.weight
+
+
+def test_norms_that_do_something_else_keep_their_code():
+    norm = tiny_model("qwen3_moe").model.norm
+    assert norms.find_form(norm) is not None
+    assert norms.find_form(Squared(norm)) is None
+    assert norms.find_form(nn.LayerNorm(64)) is None
+    assert norms.find_form(nn.Linear(8, 8)) is None
+
+
+def test_models_with_one_step_forms_can_be_copied():
+    model = cpumoe.accelerate(tiny_model("qwen3_next"), "w8a8")
+    ids = torch.randint(3, 98, (1, 5))
+    with torch.no_grad():
+        assert torch.equal(copy.deepcopy(model)(ids).logits, model(ids).logits)

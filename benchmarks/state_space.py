@@ -189,6 +189,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
+    if unknown := [name for name in arguments.shapes if name not in SHAPES]:
+        parser.error(f"shape {unknown[0]}; accepted are {', '.join(SHAPES)}")
     transformers.utils.logging.set_verbosity_error()
     print(f"{cpumoe.isa()}, {cpumoe.get_num_threads()} threads, bf16")
     with torch.no_grad():

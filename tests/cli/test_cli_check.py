@@ -14,6 +14,7 @@ import torch
 from changed_checkpoints import CHECKPOINTS, NAMES, Config, Tensors, changed_copy, float_copy
 from conftest import SUPPORTED_ISAS
 from tiny_architectures import together, write_float, write_quantized
+from tiny_models import write_dense_model
 from torch import Tensor
 
 import cpumoe
@@ -22,8 +23,6 @@ from cpumoe.checkpoints import expert_sources, linear_sources, loading, verifica
 from cpumoe.checkpoints.formats.compressed_storages import Fp4Storage, IntegerStorage
 from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.layers.quantized_experts import QuantizedWeight
-from cpumoe.layers.rounding import quantize_weight
-from cpumoe.layers.scheme import Scheme
 
 PACKED = "qwen3moe-w4a8-g32-packed"
 INT8 = "qwen3moe-w8a8-int8"
@@ -108,19 +107,7 @@ def test_float_checkpoints(scheme: str, tmp_path: Path, checked: Checked) -> Non
 
 
 def test_a_quantised_head_and_a_model_without_experts(tmp_path: Path, checked: Checked) -> None:
-    def quantise_head(tensors: Tensors) -> None:
-        scheme = Scheme.parse("w4a8-g32")
-        storage = IntegerStorage(scheme, "pack-quantized")
-        encoded = storage.encode(quantize_weight(tensors.pop("lm_head.weight"), scheme))
-        tensors.update({f"lm_head.{name}": tensor for name, tensor in encoded.items()})
-        for name in [n for n in tensors if ".mlp." in n]:
-            del tensors[name]
-
-    def dense(config: Config) -> None:
-        config["model_type"] = "llama"
-        config["quantization_config"]["ignore"] = []
-
-    folder = changed_copy(tmp_path, PACKED, quantise_head, dense)
+    folder = write_dense_model(tmp_path, "w4a8-g32")
     code, text, facts = checked(folder)
     assert code == 0 and "lm_head" in modules(facts) and "\nlm_head" in f"\n{text}"
     assert {module["kind"] for module in modules(facts).values()} == {"linear"}

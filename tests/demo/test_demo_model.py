@@ -47,7 +47,8 @@ def test_its_config_is_what_the_quantiser_writes():
     """Tensors stay as they are, since they are calibrated; what is said of them is said as for any other model."""
     shipped = json.loads((demo_model.FOLDER / "config.json").read_text())
     with Checkpoint.open(MASTER) as checkpoint:
-        plan = QuantizationPlan(checkpoint, Scheme.parse("w4a8-g128"), Scheme.parse("w4a8-g128"), "pack-quantized")
+        scheme = Scheme.parse("w4a8-g128")
+        plan = QuantizationPlan(checkpoint, describe(checkpoint), scheme, scheme, "pack-quantized")
         assert shipped == dict(checkpoint.config) | {"quantization_config": plan.quantization_config()}
     assert "lm_head" in shipped["quantization_config"]["ignore"]
 

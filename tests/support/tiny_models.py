@@ -101,3 +101,16 @@ def write_tiny_model(folder: Path, architecture: str = "qwen3_moe", *, seed: int
     model.generation_config = GenerationConfig(eos_token_id=3, pad_token_id=0)
     model.save_pretrained(folder)
     return folder
+
+
+def write_dense_model(folder: Path, scheme: str) -> Path:
+    """Writes a Llama, which has no experts, with all its linears quantised, the head too; returns its folder."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    import cpumoe
+
+    config = LlamaConfig(**{**_SIZES, "vocab_size": 128, "tie_word_embeddings": False})
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "float")
+    packed = cpumoe.load_model(folder / "float", scheme="float", linears=scheme, dtype=torch.float32)
+    packed.save_pretrained(folder / "packed")
+    return folder / "packed"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from math import prod
 from typing import Any, ParamSpec, TypeVar
 
@@ -59,7 +59,10 @@ class Survey:
             found = {e.module: self._try(find_experts, checkpoint, e, scheme) for e in self.layout.experts}
             self.sources = {module: source for module, source in found.items() if source is not None}
             self.linears = self._try(quantized_linears, checkpoint, self.layout) or {}
-            self._try(check_model, self.layout, self.sources.values(), self.linears, self._check)
+            understood = self.layout
+            if len(self.sources) < len(understood.experts):  # tensors of the others are not called wrong
+                understood = replace(understood, left_out=understood.left_out | understood.of_experts)
+            self._try(check_model, understood, self.sources.values(), self.linears, self._check)
         self._module_of = self._experts_tensors()
         self._kinds = kinds_of(checkpoint, self.layout, self._module_of)
         self.parts = self._parts()

@@ -278,8 +278,7 @@ def checks_of(
     steps: dict[str, Step] = {}
     for source in sources:
         run = partial(_check_experts, source=source, tokens=tokens, tolerance=tolerance)
-        first = source.linear_names(0)[0]
-        name = source.prefix if source.prefix not in steps else f"{source.prefix} from {first}"
+        name = source.layout.module
         steps[name] = (Result(name, "experts", str(source.config.scheme)), run)
     for name, linear in linears.items():
         run = partial(_check_linear, source=linear, tokens=tokens, tolerance=tolerance)

@@ -173,6 +173,8 @@ class _Run:
     def layer(self, index: int, name: str, forward: Callable[..., Any], bar: Any, *inputs: Any, **options: Any) -> Any:
         """The forward of a decoder layer: quantises the layer and returns its output, [samples, length, ...]."""
         bar.update()
+        if "past_key_values" in options:  # some models make a cache unasked; a layer runs several times here
+            options["past_key_values"] = None
         hidden = inputs[0] if inputs else options["hidden_states"]
         is_last = index == len(self._plan.layers) - 1
         if index < self._done:  # an earlier run did this layer and kept the result
@@ -201,7 +203,11 @@ class _Run:
                 run()
             for recorder in recorders:
                 recorder.recording = False
-                recorder.compute_answers(partial(_outputs, writer, recorder.source))
+                if recorder.inputs:
+                    recorder.compute_answers(partial(_outputs, writer, recorder.source))
+                else:  # experts that text does not reach: of images
+                    for number in range(recorder.source.config.local_experts):
+                        writer.quantize_expert(recorder.source, number, None)
             result = run()
             self._write_hidden(index, result[0] if isinstance(result, tuple) else result)
         if index > 0:
@@ -239,8 +245,8 @@ def _in_parts(forward: Callable[..., Any], inputs: tuple[Any, ...], options: dic
     count = (inputs[0] if inputs else options["hidden_states"]).shape[0]
 
     def part(value: Any, rows: slice) -> Any:
-        if isinstance(value, tuple):
-            return tuple(part(one, rows) for one in value)
+        if isinstance(value, tuple | list):
+            return type(value)(part(one, rows) for one in value)
         per_sequence = isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] == count and count > 1
         return value[rows] if per_sequence else value
 

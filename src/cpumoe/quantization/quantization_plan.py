@@ -105,21 +105,21 @@ class QuantizationPlan:
         self.linear_storage = None if linears is None else storage_for(linears, format_name)
         sources = experts_of(checkpoint, layout, scheme)
         _refuse_tied_experts(sources)
-        prefix, count = self._layers()
-        by_layer: dict[int, list[str]] = {index: [] for index in range(count)}
+        stacks = self._stacks()
+        by_layer: dict[str, list[str]] = {f"{prefix}{n}.": [] for prefix, count in stacks.items() for n in range(count)}
         self.outside: list[str] = []
         for name in sorted(checkpoint.names):
-            number = name.removeprefix(prefix).partition(".")[0] if name.startswith(prefix) else ""
+            match = LAYER.match(name)
             # Layers after the last one, which predict further tokens, are copied as they are.
-            (by_layer[int(number)] if number.isdigit() and int(number) < count else self.outside).append(name)
+            by_layer.get("" if match is None else match[0], self.outside).append(name)
+        self._experts = list(sources.values())
         self.left_in_float: list[str] = [n.removesuffix(".weight") for n in self.outside if self._is_matrix(n)]
-        self.left_in_float += self._tied_heads(prefix)
+        self.left_in_float += self._tied_heads(next(iter(stacks)))
         self.layers: list[PlannedLayer] = []
-        for index, names in by_layer.items():
-            layer_prefix = f"{prefix}{index}."
+        for layer_prefix, names in by_layer.items():
             if not names:
-                raise CheckpointError(f"{checkpoint.folder}: there is no tensor of layer {index} ({layer_prefix}*)")
-            experts = [source for source in sources.values() if source.prefix.startswith(layer_prefix)]
+                raise CheckpointError(f"{checkpoint.folder}: there is no tensor of the layer {layer_prefix}*")
+            experts = [source for source in self._experts if source.prefix.startswith(layer_prefix)]
             read = set(names) & {name for source in experts for name in _tensors_of(source)}
             chosen: dict[str, tuple[int, int]] = {}
             for name in (n.removesuffix(".weight") for n in names if n not in read and self._is_matrix(n)):
@@ -132,7 +132,7 @@ class QuantizationPlan:
             self.layers.append(
                 PlannedLayer(
                     checkpoint,
-                    index,
+                    len(self.layers),
                     layer_prefix,
                     chosen,
                     cast("tuple[FloatExpertSource, ...]", tuple(experts)),
@@ -141,19 +141,29 @@ class QuantizationPlan:
                     self.expert_storage,
                 )
             )
+        planned = {source.layout.module for layer in self.layers for source in layer.experts}
+        if lost := [module for module in sources if module not in planned]:
+            raise UnsupportedScheme(
+                f"{lost[0]} is in no decoder layer that could be quantised; load_model(path, scheme=...) quantises it "
+                "while it is read"
+            )
 
-    def _layers(self) -> tuple[str, int]:
-        """What the names of the decoder layers start with in the files, and how many there are."""
-        places = [*self.layout.linears, *self.layout.tensors]
-        if self.layout.experts:
-            match = LAYER.match(self.layout.experts[0].prefix)
-            prefix = "" if match is None else match[1]
-        else:
-            prefix = layers_prefix(self.checkpoint)
-        numbers = [int(m[2]) for name in places if (m := LAYER.match(name)) is not None and m[1] == prefix]
-        if not numbers:
+    def _stacks(self) -> dict[str, int]:
+        """What the names of decoder layers start with in the files, and how many layers each stack has."""
+        matches = [LAYER.match(experts.prefix) for experts in self.layout.experts]
+        prefixes = dict.fromkeys(match[1] for match in matches if match is not None)
+        if not self.layout.experts:
+            prefixes[layers_prefix(self.checkpoint)] = None
+        found = [LAYER.match(name) for name in (*self.layout.linears, *self.layout.tensors)]
+        counts = {p: [int(m[2]) for m in found if m is not None and m[1] == p] for p in prefixes}
+        if not counts or not all(counts.values()):
             raise CheckpointError(f"{self.checkpoint.folder}: no tensor belongs to a decoder layer (model.layers.N.)")
-        return prefix, 1 + max(numbers)
+        return {prefix: 1 + max(numbers) for prefix, numbers in counts.items()}
+
+    @property
+    def is_one_stack(self) -> bool:
+        """Whether the layers follow one another, as a run through the model needs it."""
+        return len(self._stacks()) == 1
 
     def _tied_heads(self, layers: str) -> list[str]:
         """Names of heads that have no tensor of their own. Other readers must be told not to quantise them either.
@@ -181,8 +191,11 @@ class QuantizationPlan:
     def quantization_config(self) -> dict[str, Any]:
         if self.linear_storage is None or self.linear_storage == self.expert_storage:
             return write_config({"Linear": self.expert_storage}, self.left_in_float)
-        storages = {"re:.*[.]experts[.]": self.expert_storage, "Linear": self.linear_storage}
-        return write_config(storages, self.left_in_float)
+        targets = {"re:.*[.]experts[.]"}
+        if not all(source.prefix.endswith(".experts") for source in self._experts):
+            targets = {f"re:^{source.prefix.replace('.', '[.]')}[.][0-9]+[.]" for source in self._experts}
+        storages = dict.fromkeys(sorted(targets), self.expert_storage)
+        return write_config(storages | {"Linear": self.linear_storage}, self.left_in_float)
 
 
 def _refuse_tied_experts(sources: Mapping[str, ExpertSource]) -> None:

@@ -8,7 +8,8 @@ of the quantised experts, which give the inputs of the next layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel
 from cpumoe.checkpoints.checkpoint import LAYER, Checkpoint
 from cpumoe.checkpoints.expert_sources import FloatExpertSource
 from cpumoe.checkpoints.tensor_file import TensorFile, TensorFileWriter
-from cpumoe.errors import CheckpointError
+from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.integrations.transformers.disk_names import DiskNames
 from cpumoe.integrations.transformers.expert_modules import expert_modules, marks_of
 from cpumoe.integrations.transformers.model_classes import config_of, empty_model
@@ -122,6 +123,8 @@ def run_calibrated(
     plan: QuantizationPlan, shards: list[Path], work: Path, report: QuantizationReport, ids: Tensor, watch: SourceWatch
 ) -> None:
     """Quantises every layer that has no file yet, using the inputs that it gets for ids [samples, length]."""
+    if not plan.is_one_stack:
+        raise UnsupportedScheme("this model has several stacks of layers; calibration is for one, so leave it out")
     report.tokens = ids.numel()
     model = empty_model(config_of(plan.checkpoint.config), real_buffers=True)
     model.config.get_text_config().use_cache = False
@@ -175,17 +178,15 @@ class _Run:
         bar.update()
         if "past_key_values" in options:  # some models make a cache unasked; a layer runs several times here
             options["past_key_values"] = None
-        hidden = inputs[0] if inputs else options["hidden_states"]
-        is_last = index == len(self._plan.layers) - 1
-        if index < self._done:  # an earlier run did this layer and kept the result
-            result = self._read_hidden(index) if index == self._done - 1 else hidden
+        if index < self._done:  # an earlier run did this layer and kept the result of the last one that it did
+            result = self._read_state(self._done - 1, options)
         else:
-            result = self._quantize(index, name, partial(_in_parts, forward, inputs, options))
-        if is_last:
+            result = self._quantize(index, name, partial(_in_parts, forward, inputs, options), options)
+        if index == len(self._plan.layers) - 1:
             raise _Done
         return result
 
-    def _quantize(self, index: int, name: str, run: Callable[[], Any]) -> Any:
+    def _quantize(self, index: int, name: str, run: Callable[[], Any], options: dict[str, Any]) -> Any:
         planned, layer = self._plan.layers[index], self._model.get_submodule(name)
         recorders = [
             self._place_recorder(path, source) for path, source in self._experts.items() if path.startswith(f"{name}.")
@@ -209,7 +210,7 @@ class _Run:
                     for number in range(recorder.source.config.local_experts):
                         writer.quantize_expert(recorder.source, number, None)
             result = run()
-            self._write_hidden(index, result[0] if isinstance(result, tuple) else result)
+            self._write_state(index, result, options)
         if index > 0:
             self._hidden_path(index - 1).unlink(missing_ok=True)
         layer.to("meta")
@@ -224,14 +225,48 @@ class _Run:
     def _hidden_path(self, index: int) -> Path:
         return self._work / NOTES / f"hidden-{index:05}.safetensors"
 
-    def _write_hidden(self, index: int, hidden: Tensor) -> None:
-        specs = {"hidden": (hidden.dtype, tuple(hidden.shape))}
-        with TensorFileWriter(self._hidden_path(index), specs, {}) as writer:
-            writer.write("hidden", hidden)
+    def _write_state(self, index: int, result: Any, options: dict[str, Any]) -> None:
+        """Keeps what a layer gives, and what layers hand on to later ones in mappings, for a run that goes on later."""
+        shared = {key: dict(value) for key, value in options.items() if isinstance(value, MutableMapping)}
+        tensors: list[Tensor] = []
+        structure = json.dumps(_without_tensors([result, shared], tensors))
+        specs = {str(place): (tensor.dtype, tuple(tensor.shape)) for place, tensor in enumerate(tensors)}
+        with TensorFileWriter(self._hidden_path(index), specs, {"structure": structure}) as writer:
+            for place, tensor in enumerate(tensors):
+                writer.write(str(place), tensor.contiguous())
 
-    def _read_hidden(self, index: int) -> Tensor:
+    def _read_state(self, index: int, options: dict[str, Any]) -> Any:
         with TensorFile(self._hidden_path(index)) as file:
-            return file.read("hidden")
+            structure = json.loads(file.metadata["structure"])
+            result, shared = _with_tensors(structure, lambda place: file.read(str(place)))
+        for key, value in shared.items():
+            options[key].update(value)
+        return result
+
+
+def _without_tensors(value: Any, tensors: list[Tensor]) -> Any:
+    """Nested tuples, lists and mappings of tensors as JSON has them; the tensors are added to the list."""
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return {"tensor": len(tensors) - 1}
+    if isinstance(value, tuple | list):
+        return {"tuple" if isinstance(value, tuple) else "list": [_without_tensors(one, tensors) for one in value]}
+    if isinstance(value, Mapping):
+        return {"mapping": [[key, _without_tensors(one, tensors)] for key, one in value.items()]}
+    return {"value": value}
+
+
+def _with_tensors(value: Any, read: Callable[[int], Tensor]) -> Any:
+    """The reverse of ``_without_tensors``."""
+    ((kind, content),) = value.items()
+    if kind == "tensor":
+        return read(content)
+    if kind in ("tuple", "list"):
+        parts = [_with_tensors(one, read) for one in content]
+        return tuple(parts) if kind == "tuple" else parts
+    if kind == "mapping":
+        return {key: _with_tensors(one, read) for key, one in content}
+    return content
 
 
 def _outputs(writer: LayerWriter, source: FloatExpertSource, number: int, inputs: Tensor, others: Tensor) -> Tensor:
@@ -241,22 +276,45 @@ def _outputs(writer: LayerWriter, source: FloatExpertSource, number: int, inputs
 
 
 def _in_parts(forward: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """Runs a layer on a few sequences at a time; the result is what the layer gives, a tensor or a tuple of them."""
+    """Runs a layer on a few sequences at a time; the result is what the layer gives, a tensor or a tuple of them.
+
+    Mappings in which layers leave something for later ones get what all parts leave, one part after the other.
+    """
     count = (inputs[0] if inputs else options["hidden_states"]).shape[0]
 
     def part(value: Any, rows: slice) -> Any:
         if isinstance(value, tuple | list):
             return type(value)(part(one, rows) for one in value)
+        if isinstance(value, MutableMapping):
+            kind: Any = type(value)
+            return kind({key: part(one, rows) for key, one in value.items()})
         per_sequence = isinstance(value, Tensor) and value.dim() > 1 and value.shape[0] == count and count > 1
         return value[rows] if per_sequence else value
 
     results: list[Any] = []
+    left: dict[str, list[Any]] = {key: [] for key, value in options.items() if isinstance(value, MutableMapping)}
     for first in range(0, count, _SEQUENCES_AT_ONCE):
         rows = slice(first, first + _SEQUENCES_AT_ONCE)
-        results.append(forward(*part(inputs, rows), **{key: part(value, rows) for key, value in options.items()}))
-    if not isinstance(results[0], tuple):
-        return torch.cat(results)
-    return tuple(torch.cat(r) if isinstance(r[0], Tensor) else r[0] for r in zip(*results, strict=True))
+        some = {key: part(value, rows) for key, value in options.items()}
+        given = {key: dict(some[key]) for key in left}
+        results.append(forward(*part(inputs, rows), **some))
+        for key, parts in left.items():  # what the layer has put there, not what it was given
+            parts.append({k: value for k, value in some[key].items() if value is not given[key].get(k)})
+    for key, parts in left.items():
+        options[key].update(_joined(parts))
+    return _joined(results)
+
+
+def _joined(parts: list[Any]) -> Any:
+    """Results of parts of the sequences as one result: tensors one after the other, whatever they are nested in."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(parts) if first.dim() > 0 else first
+    if isinstance(first, tuple | list):
+        return type(first)(_joined(list(some)) for some in zip(*parts, strict=True))
+    if isinstance(first, Mapping):
+        return {key: _joined([one[key] for one in parts]) for key in first}
+    return first
 
 
 def _observe(
@@ -291,17 +349,19 @@ def _materialize(
     experts = tuple(f"{name}." for name, _ in expert_modules(module))
     missing: list[str] = []
     for name, tensor in module.state_dict().items():
-        if not tensor.is_meta or (left_out is not None and name.startswith(left_out)) or name.startswith(experts):
+        if (left_out is not None and name.startswith(left_out)) or name.startswith(experts):
             continue
-        value = names.read(f"{prefix}{name}", checkpoint.read)
+        value = names.read(names.stored_as(f"{prefix}{name}"), checkpoint.read)
         owner_name, _, attribute = name.rpartition(".")
         owner = module.get_submodule(owner_name)
-        if value is None:
+        if value is None and tensor.is_meta:  # what is not, was made with the model
             missing.append(f"{prefix}{name}")
-        elif attribute in owner._parameters:
+        if value is None:
+            continue
+        if attribute in owner._parameters:
             value = value.to(torch.float32) if value.is_floating_point() else value
             owner._parameters[attribute] = nn.Parameter(value, requires_grad=False)
         else:
             owner._buffers[attribute] = value.to(torch.float32) if value.is_floating_point() else value
-    if missing and left_out is None:
+    if missing:
         raise CheckpointError(f"{checkpoint.folder} lacks {missing[0]}")

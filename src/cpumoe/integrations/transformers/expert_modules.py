@@ -238,7 +238,8 @@ def not_served(module: nn.Module, reason: str) -> UnsupportedScheme:
 _PLAIN = ("silu", "gelu", "gelu_tanh", "relu2")
 _PROBES = 96
 _FAR = 1e4  # beyond any limit
-_TOLERANCE = 2e-5  # relative to the largest value; another activation differs by a hundred times that
+_TOLERANCE = 2e-6  # relative, of each value: gelu and its tanh form differ by 30 times that
+_FAR_PROBES = (-_FAR, -1e3, -100.0, -30.0, 30.0, 100.0, 1e3, _FAR)
 
 
 def recognise_activation(module: nn.Module, marks: Marks, inner: int) -> Activation:
@@ -261,15 +262,20 @@ def recognise_activation(module: nn.Module, marks: Marks, inner: int) -> Activat
         return kind._apply_gate(joined)[:, 0]  # type: ignore[no-any-return]
 
     generator = torch.Generator().manual_seed(11)
-    gate = torch.randn(_PROBES, generator=generator, dtype=torch.float64) * 8
-    up = torch.randn(_PROBES, generator=generator, dtype=torch.float64) * 8 if marks.has_gate else None
+    near = [torch.randn(_PROBES, generator=generator, dtype=torch.float64) * 8 for _ in range(2)]
+    far, usual = (
+        torch.tensor(_FAR_PROBES, dtype=torch.float64),
+        torch.full((len(_FAR_PROBES),), 1.5, dtype=torch.float64),
+    )
+    gate = torch.cat((near[0], far, usual))  # limits may be anywhere: each alone goes far
+    up = torch.cat((near[1], usual, far)) if marks.has_gate else None
     with torch.no_grad():
         truth = computed(gate, up)
         candidates = list(_candidates(None if up is None else computed))
     rows = gate.unsqueeze(1) if up is None else torch.stack((gate, up), 1)  # [tokens, 2]: one gate and one up column
     for activation in candidates:
         ours = reference.apply_activation(rows, activation)[:, 0]
-        if bool((ours - truth).abs().amax() <= _TOLERANCE * truth.abs().amax()):
+        if torch.allclose(ours, truth, rtol=_TOLERANCE, atol=1e-9):
             return activation
     raise not_served(
         module,

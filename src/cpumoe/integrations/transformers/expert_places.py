@@ -165,7 +165,7 @@ class ExpertPlaces:
         """Where a parameter of an experts module comes from."""
         target, kind = self._names.stored_as(f"{module}.{parameter}"), self._modules[module]
         unit = gcd(kind.shape.hidden_size, kind.shape.intermediate_size)
-        unit = unit // 2 if unit % 2 == 0 else unit
+        unit = unit // 2 if unit % 2 == 0 else 1  # two places at least: halves and turned matrices differ then
         group = self._group_of(target)
         if group is None:
             name = self._names.direct.get(target)
@@ -213,7 +213,7 @@ class ExpertPlaces:
 
     def _fused(self, module: str, wanted: list[Tensor], origin: Origin, bias: str | None) -> FusedMatrix:
         views = [_view(places, origin) for places in wanted]
-        biases = () if bias is None else tuple(self._names.sources_of(f"{module}.{bias}")[:1] or [f"{module}.{bias}"])
+        biases = () if bias is None else tuple(self._names.sources_of(f"{module}.{bias}") or [f"{module}.{bias}"])
         names = tuple(dict.fromkeys(view[0] for view in views if view is not None))
         kinds = [view[1:] for view in views if view is not None]
         if len(kinds) == len(wanted):

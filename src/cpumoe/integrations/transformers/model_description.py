@@ -91,24 +91,33 @@ def _routers(
     """Names in the files of what chooses or weighs experts."""
     blocks = [(name.rpartition(".")[0], kind.shape.expert_count) for name, kind in modules.items()]
 
-    def is_beside(target: str, size: int | None) -> bool:
-        return any(_is_routing(target, size, block, count) for block, count in blocks)
+    def is_beside(target: str, shape: tuple[int, ...]) -> bool:
+        return any(_is_routing(target, shape, block, count) for block, count in blocks)
 
     for name, linear in linears.items():
-        if is_beside(f"{linear.module}.weight", linear.rows):
+        if is_beside(f"{linear.module}.weight", (linear.rows, linear.columns)):
             yield f"{name}.weight"
             yield f"{name}.bias"
     for name, tensor in tensors.items():
-        if is_beside(tensor.target, tensor.shape[0] if tensor.shape else None):
+        if is_beside(tensor.target, tensor.shape or ()):
             yield name
 
 
-def _is_routing(target: str, size: int | None, block: str, expert_count: int) -> bool:
-    """Whether a tensor beside experts has one row for each of them, or a single one (which weighs shared experts)."""
-    if not target.startswith(f"{block}.") or size not in (1, expert_count):
+_ROUTER = re.compile(r"(\w+_)?(gate|router)")
+
+
+def _is_routing(target: str, shape: tuple[int, ...], block: str, expert_count: int) -> bool:
+    """Whether a tensor beside experts chooses or weighs them: a number for each, or a matrix with a row for each.
+
+    A matrix with one row weighs shared experts. Shared experts may have as many rows as there are experts, so that what
+    is a router is told by a part of its name too.
+    """
+    if not target.startswith(f"{block}."):
         return False
-    # Where the block is a whole layer, its attention may have as many outputs as there are experts.
-    return LAYER.fullmatch(f"{block}.") is None or re.search(r"router|gate", target.removeprefix(block)) is not None
+    if len(shape) == 1:
+        return shape[0] == expert_count
+    parts = target.removeprefix(f"{block}.").split(".")
+    return len(shape) == 2 and shape[0] in (1, expert_count) and any(map(_ROUTER.fullmatch, parts))
 
 
 def _quantized_suffixes(checkpoint: Checkpoint) -> frozenset[str]:
@@ -214,7 +223,7 @@ def packable_linears(model: PreTrainedModel, experts: Mapping[str, int]) -> Iter
     for name, module in linear_modules(model):
         parent, _, attribute = name.rpartition(".")
         is_inside = module is head or (name.startswith(layers) if layers else "vision" not in name)
-        if not is_inside or any(_is_routing(name, module.out_features, *block) for block in blocks):
+        if not is_inside or any(_is_routing(name, tuple(module.weight.shape), *block) for block in blocks):
             continue
         if not _takes_weight(cast("Any", type(model.get_submodule(parent))), attribute):
             yield name

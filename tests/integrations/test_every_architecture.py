@@ -224,3 +224,32 @@ def test_images_go_into_models_whose_experts_are_packed(folder_of, name):
 
 def _takes(model: nn.Module, argument: str) -> bool:
     return argument in inspect.signature(model.forward).parameters
+
+
+def test_shared_experts_with_as_many_rows_as_there_are_experts_are_no_routers(tmp_path):
+    folder = write_family(tmp_path / "m", "qwen3_next", num_experts=32, shared_expert_intermediate_size=32)
+    cpumoe.quantize_checkpoint(folder, tmp_path / "q", "w8a8")
+    loaded = cpumoe.load_model(tmp_path / "q"), cpumoe.load_model(folder, scheme="w8a8", linears="w8a8")
+    for model in loaded:
+        block = model.model.layers[1].mlp
+        shared = block.shared_expert
+        for linear in (shared.gate_proj, shared.up_proj, shared.down_proj):
+            assert isinstance(linear, cpumoe.QuantizedLinear)
+        assert isinstance(block.shared_expert_gate, nn.Linear)
+
+
+@pytest.mark.parametrize("limit", [0.5, 7.0, 24.0, 100.0, 2000.0])
+def test_limits_of_activations_are_seen_wherever_they_are(limit):
+    (_, module), *_ = expert_modules(tiny_model("deepseek_v4", swiglu_limit=limit))
+    activation = describe_experts(module).shape.activation
+    assert activation.name == "swiglu_step" and activation.limit == pytest.approx(limit)
+    assert activation.gate_limit == pytest.approx(float(nn.functional.silu(torch.tensor(limit))), rel=1e-6)
+
+
+@pytest.mark.parametrize("name", ["jetmoe", "qwen3_omni_moe", "deepseek_v4"])
+def test_experts_keep_their_scheme_beside_linears_of_another(folder_of, tmp_path, name):
+    cpumoe.quantize_checkpoint(folder_of(name), tmp_path / "q", "w4a8-g32", linears="w8a8")
+    model = cpumoe.load_model(tmp_path / "q", dtype=torch.float32, auto_class=family_class(name))
+    assert {str(experts.config.scheme) for experts in packed_experts(model)} == {"w4a8-g32"}
+    linears = [module for module in model.modules() if isinstance(module, cpumoe.QuantizedLinear)]
+    assert {str(linear.scheme) for linear in linears} == {"w8a8"}

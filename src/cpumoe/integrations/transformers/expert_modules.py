@@ -303,9 +303,11 @@ def _candidates(gated: Callable[[Tensor, Tensor], Tensor] | None) -> Iterator[Ac
     def limit(measured: float) -> float:  # numbers in a configuration have few digits
         return float(f"{measured:.7g}") if 0 < measured < _FAR / 2 else math.inf
 
+    near = 1e-3  # within any limit
     # silu(gate) * up, both bounded
-    yield Activation("swiglu_step", gate_limit=limit(at(_FAR, 1)), limit=limit(at(1, _FAR) / at(1, 1)))
-    share = at(1, 0)  # gate * sigmoid(alpha * gate) * (up + 1)
+    most, up_limit = at(_FAR, near) / near, at(1, _FAR) * near / at(1, near)
+    yield Activation("swiglu_step", gate_limit=limit(most), limit=limit(up_limit))
+    share = at(near, 0) / near  # gate * sigmoid(alpha * gate) * (up + 1)
     if 0 < share < 1:
-        alpha = float(f"{math.log(share / (1 - share)):.7g}")
-        yield Activation("swiglu_oai", alpha=alpha, limit=limit(at(1, _FAR) / share - 1))
+        alpha = float(f"{math.log(share / (1 - share)) / near:.7g}")
+        yield Activation("swiglu_oai", alpha=alpha, limit=limit(at(near, _FAR) / at(near, 0) - 1))

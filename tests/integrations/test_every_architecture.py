@@ -27,6 +27,10 @@ from cpumoe.layers.experts import Experts
 #: transformers itself cannot load these from a folder with their own class: it reads the file as the whole model's.
 NOT_LOADED_ALONE = {"mistral_large4_text"}
 LOADED = [name for name in FAMILIES if name not in NOT_LOADED_ALONE]
+#: The text part of a model that is here as a whole has the same classes; what takes long is done for one of them.
+ONE_OF_EACH = [
+    name for name in LOADED if name.removesuffix("_text") == name or name.removesuffix("_text") not in LOADED
+]
 IDS = torch.randint(3, 98, (2, 12), generator=torch.Generator().manual_seed(0))
 
 
@@ -101,7 +105,7 @@ def test_every_tensor_of_a_checkpoint_has_its_place(folder_of, name):
                 assert torch.equal(read[0], gate_up[some]) and torch.equal(read[1], down[some])
 
 
-@pytest.mark.parametrize("name", LOADED)
+@pytest.mark.parametrize("name", ONE_OF_EACH)
 def test_a_model_is_loaded_packed_saved_and_loaded_again(folder_of, tmp_path, name):
     folder, family = folder_of(name), family_class(name)
     original = tiny_model(name)
@@ -114,6 +118,7 @@ def test_a_model_is_loaded_packed_saved_and_loaded_again(folder_of, tmp_path, na
     assert_nothing_is_left(packed, count)
     found = logits_of(packed, name, IDS)
     assert torch.isfinite(found).all()
+    assert torch.equal(logits_of(cpumoe.accelerate(original, "w8a8"), name, IDS), found)
     if FAMILIES[name].generates:
         assert packed.generate(IDS, max_new_tokens=3, do_sample=False).shape == (2, 15)
     packed.save_pretrained(tmp_path / "packed")
@@ -127,8 +132,8 @@ def test_a_model_is_loaded_packed_saved_and_loaded_again(folder_of, tmp_path, na
     assert relative_error(logits_of(plain, name, IDS), expected) < 1e-5
 
 
-@pytest.mark.parametrize("name", [name for name in LOADED if name != "diffusion_gemma"])
-def test_a_model_is_quantised_from_disk_to_disk_and_in_place(folder_of, tmp_path, name):
+@pytest.mark.parametrize("name", [name for name in ONE_OF_EACH if name != "diffusion_gemma"])
+def test_a_model_is_quantised_from_disk_to_disk(folder_of, tmp_path, name):
     folder, family = folder_of(name), family_class(name)
     cpumoe.quantize_checkpoint(folder, tmp_path / "q", "w8a8", linears="float")
     one = cpumoe.load_model(tmp_path / "q", dtype=torch.float32, auto_class=family)
@@ -144,9 +149,6 @@ def test_a_model_is_quantised_from_disk_to_disk_and_in_place(folder_of, tmp_path
                 if describe_experts(float_module).interleaved and weight is matrices[0]:
                     weight = torch.cat((weight[:, 0::2], weight[:, 1::2]), 1)
                 assert relative_error(rounded, weight) < 0.01
-    in_place = cpumoe.accelerate(original, "w8a8")
-    loaded = cpumoe.load_model(folder, scheme="w8a8", dtype=torch.float32, auto_class=family)
-    assert torch.equal(logits_of(in_place, name, IDS), logits_of(loaded, name, IDS))
 
 
 def test_experts_that_two_modules_share_are_not_quantised_from_disk_to_disk(folder_of, tmp_path):
@@ -154,7 +156,7 @@ def test_experts_that_two_modules_share_are_not_quantised_from_disk_to_disk(fold
         cpumoe.quantize_checkpoint(folder_of("diffusion_gemma"), tmp_path / "q", "w8a8")
 
 
-MARKED = [name for name in LOADED if all(hasattr(m, "has_gate") for _, m in expert_modules(tiny_model(name)))]
+MARKED = [name for name in ONE_OF_EACH if all(hasattr(m, "has_gate") for _, m in expert_modules(tiny_model(name)))]
 
 
 @pytest.mark.parametrize("name", MARKED)

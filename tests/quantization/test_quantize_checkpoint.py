@@ -152,7 +152,7 @@ def test_calibration_runs_the_model_that_is_on_disk(float_model, tmp_path, text,
     monkeypatch.setattr(LayerWriter, "_quantized", exact)
     monkeypatch.setattr(reference, "dequantize", lambda weight: kept[list(kept)[-1]].float())
     results = []
-    monkeypatch.setattr(calibration._Run, "_write_hidden", lambda self, index, hidden: results.append(hidden))
+    monkeypatch.setattr(calibration._Run, "_write_state", lambda self, index, hidden, _: results.append(hidden))
     cpumoe.quantize_checkpoint(
         float_model, tmp_path / "q", "w4a8-g32", calibration=text, calibration_samples=3, calibration_length=40
     )

@@ -104,18 +104,17 @@ test-symbols: build/core/core_test
 
 # AMX tiles emulated and AVX-VNNI in its AVX-512 encoding: those kernels bit for bit, from C++ and from Python.
 test-emulated: $(VENV)/installed $(VENV)/cmake
-	$(call build_core_test,emulated,-DCPUMOE_EMULATE=ON)
+	$(call build_extension,emulated,-DCPUMOE_EMULATE=ON -DCPUMOE_TESTS=ON)
 	build/emulated/core_test
-	$(call build_extension,emulated-python,-DCPUMOE_EMULATE=ON)
 	$(call package_with,emulated)
 	PYTHONPATH=$(CURDIR)/build/emulated-package $(BIN)/python -m pytest tests/test_golden.py tests/test_isa.py tests/layers/test_linear.py
 
 # A second copy of the C++ library in the process, as wheels built by other toolchains bring it: nothing of ours may
 # depend on which copy answers.
 test-static: $(VENV)/installed $(VENV)/cmake
-	$(call build_extension,static-python,-DCMAKE_MODULE_LINKER_FLAGS='-static-libstdc++ -static-libgcc')
-	@if ldd build/static-python/_core*.so | grep -q libstdc; then echo "libstdc++ is still shared"; exit 1; fi
-	@if nm -C $$(find build/static-python/CMakeFiles -path '*core/*.o') | grep -E 'basic_[io]stream|ios_base'; then \
+	$(call build_extension,static,-DCMAKE_MODULE_LINKER_FLAGS='-static-libstdc++ -static-libgcc')
+	@if ldd build/static/_core*.so | grep -q libstdc; then echo "libstdc++ is still shared"; exit 1; fi
+	@if nm -C $$(find build/static/CMakeFiles -path '*core/*.o') | grep -E 'basic_[io]stream|ios_base'; then \
 	  echo "iostreams are used"; exit 1; fi
 	$(call package_with,static)
 	PYTHONPATH=$(CURDIR)/build/static-package $(BIN)/python -m pytest tests/test_ops.py tests/layers/test_experts.py tests/layers/test_bad_input.py
@@ -124,26 +123,26 @@ test-static: $(VENV)/installed $(VENV)/cmake
 define package_with
 rm -rf build/$(1)-package && mkdir build/$(1)-package
 cp -r src/cpumoe src/cpumoe_command build/$(1)-package/
-cp build/$(1)-python/_core*.so build/$(1)-package/cpumoe/
+cp build/$(1)/_core*.so build/$(1)-package/cpumoe/
 endef
 
-# The extension in a build folder of its own: $(call build_extension,folder,cmake options)
+# The extension in a build folder of its own, with core_test if the options say so (both take the same objects, and these
+# take minutes): $(call build_extension,folder,cmake options)
 define build_extension
 @mkdir -p build
 $(PIP) nanobind
-$(CMAKE) -S . -B build/$(1) -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python $(2) > build/$(1).log
+$(CMAKE) -S . -B build/$(1) -G Ninja -DCPUMOE_PYTHON=ON -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python $(2) > build/$(1).log
 $(CMAKE) --build build/$(1) >> build/$(1).log 2>&1 || (cat build/$(1).log; exit 1)
 endef
 
 # AddressSanitizer and UBSan over the kernels and, with random input, over the Python seam; ThreadSanitizer over the pool.
 SANITIZER_LIBRARIES = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libubsan.so)
 test-sanitized: $(VENV)/installed $(VENV)/cmake
-	$(call build_core_test,asan,-DCPUMOE_EMULATE=ON -DCPUMOE_SANITIZE=address$(comma)undefined)
+	$(call build_extension,asan,-DCPUMOE_EMULATE=ON -DCPUMOE_TESTS=ON -DCPUMOE_SANITIZE=address$(comma)undefined)
 	build/asan/core_test
 	$(call build_core_test,tsan,-DCPUMOE_SANITIZE=thread)
 	build/tsan/core_test callers && build/tsan/core_test layers && build/tsan/core_test routing && build/tsan/core_test attention
-	$(call build_extension,asan-python,-DCPUMOE_EMULATE=ON -DCPUMOE_SANITIZE=address$(comma)undefined)
-	CPUMOE_CORE=$$(ls build/asan-python/_core*.so) CPUMOE_FUZZ_EXAMPLES=1500 ASAN_OPTIONS=detect_leaks=0 \
+	CPUMOE_CORE=$$(ls build/asan/_core*.so) CPUMOE_FUZZ_EXAMPLES=1500 ASAN_OPTIONS=detect_leaks=0 \
 	  LD_PRELOAD="$(SANITIZER_LIBRARIES)" $(BIN)/python -m pytest --noconftest tests/test_fuzz_seam.py
 comma := ,
 

@@ -48,7 +48,9 @@ def folder_of(tmp_path_factory):
 
 
 def packed_experts(model: nn.Module) -> list[Experts]:
-    return [module for module in model.modules() if isinstance(module, Experts)]
+    """Of every module that has experts; two modules may share theirs."""
+    modules = (module for _, module in model.named_modules(remove_duplicate=False))
+    return [module for module in modules if isinstance(module, Experts)]
 
 
 def assert_nothing_is_left(model: nn.Module, count: int) -> None:

@@ -21,7 +21,7 @@ from cpumoe.integrations.transformers.decode import speed_up
 
 def replaced(model: torch.nn.Module) -> list[str]:
     """Names of the layers that have the one-step form."""
-    ours = (state_space.mamba_forward, state_space.mamba2_forward, lightning_attention.lightning_forward)
+    ours = (state_space.mixer_forward, lightning_attention.lightning_forward)
     forwards = {name: vars(module).get("forward") for name, module in model.named_modules()}
     return [name for name, f in forwards.items() if isinstance(f, functools.partial) and f.func in ours]
 

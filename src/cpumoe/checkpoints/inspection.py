@@ -61,7 +61,7 @@ class Survey:
             self.linears = self._try(quantized_linears, checkpoint, self.layout) or {}
             understood = self.layout
             if len(self.sources) < len(understood.experts):  # tensors of the others are not called wrong
-                understood = replace(understood, left_out=understood.left_out | understood.of_experts)
+                understood = replace(understood, left_out=understood.left_out | understood.of_experts.keys())
             self._try(check_model, understood, self.sources.values(), self.linears, self._check)
         self._module_of = self._experts_tensors()
         self._kinds = kinds_of(checkpoint, self.layout, self._module_of)
@@ -82,20 +82,14 @@ class Survey:
 
     def _experts_tensors(self) -> dict[str, str]:
         """Tensors of routed experts -> the module that they belong to."""
-        found: dict[str, str] = {}
-        for module, source in self.sources.items():
-            check = TensorCheck(self.checkpoint)
-            source.check(check)
-            found |= dict.fromkeys(check.expected, module)
-        for name in self.checkpoint.names:  # those of experts that were not found, or have too many tensors
-            if name not in found and self._is_of_experts(name):
-                found[name] = name[: EXPERT.search(name).end()].removesuffix(".")  # type: ignore[union-attr]
-        return found
-
-    def _is_of_experts(self, name: str) -> bool:
         layout = self.layout
-        known = layout is not None and (name in layout.routers or name in layout.tensors or name in layout.left_out)
-        return not known and EXPERT.search(name) is not None
+        found = {} if layout is None else dict(layout.of_experts)
+        known = () if layout is None else (found, layout.routers, layout.tensors, layout.left_out)
+        for name in self.checkpoint.names:  # of a model that is not known, or too many
+            match = EXPERT.search(name)
+            if match is not None and not any(name in names for names in known):
+                found[name] = name[: match.end()].removesuffix(".")
+        return found
 
     # ---- what is there ---------------------------------------------------------------------------------------------
 

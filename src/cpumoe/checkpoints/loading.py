@@ -137,6 +137,6 @@ def experts_of(checkpoint: Checkpoint, layout: ModelLayout, scheme: Scheme | Non
     check = TensorCheck(checkpoint)
     for source in sources.values():
         source.check(check)
-    check.extra += [*layout.unexpected, *sorted(layout.of_experts - check.expected)]
+    check.extra += [*layout.unexpected, *sorted(layout.of_experts.keys() - check.expected)]
     check.raise_problems()
     return sources

@@ -7,7 +7,7 @@ inspection and checks work from them, and no one asks for a model's name.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.layers.activation import Activation
@@ -15,17 +15,13 @@ from cpumoe.layers.activation import Activation
 
 @dataclass(frozen=True)
 class ExpertsShape:
-    """The routed experts of one layer: how many, how large, and what is between their products.
-
-    ``weight_on_input``: the routing weight multiplies the token before the first product, not the result.
-    """
+    """The routed experts of one layer: how many, how large, and what is between their products."""
 
     expert_count: int
     hidden_size: int
     intermediate_size: int
     activation: Activation
     has_bias: bool = False
-    weight_on_input: bool = False
 
     @property
     def gate_up_rows(self) -> int:
@@ -80,6 +76,11 @@ class ExpertsLayout:
     fused: FusedExperts | None = None
     per_token: int = 1
 
+    @property
+    def stored(self) -> object:
+        """Where the weights are: the same for modules that share their experts."""
+        return self.linears if self.fused is None else self.fused
+
 
 @dataclass(frozen=True)
 class LinearPlace:
@@ -125,7 +126,8 @@ class ModelLayout:
         routers: names in the files of tensors that choose or weigh experts.
         left_out: tensors of the files that are rightly not loaded: of parts that this model does not have.
         unexpected: tensors of the files for which the model has no place at all.
-        of_experts: tensors of the files that belong to routed experts, whether they should be there or not.
+        of_experts: tensors of the files that belong to routed experts, whether they should be there or not -> the
+            module whose they are, the first one where several share them.
     """
 
     model_type: str
@@ -137,7 +139,7 @@ class ModelLayout:
     routers: frozenset[str] = frozenset()
     left_out: frozenset[str] = frozenset()
     unexpected: tuple[str, ...] = ()
-    of_experts: frozenset[str] = frozenset()
+    of_experts: Mapping[str, str] = field(default_factory=dict)
 
 
 #: Describes a checkpoint. Those who have transformers hand it to those who work without.

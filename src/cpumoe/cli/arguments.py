@@ -14,7 +14,7 @@ from cpumoe import cpu
 from cpumoe.checkpoints.checkpoint import INT8_ACTIVATIONS, Checkpoint
 from cpumoe.checkpoints.hub import NotDownloaded, find_model
 from cpumoe.errors import UnsupportedScheme
-from cpumoe.integrations.transformers.describing import describe
+from cpumoe.integrations.transformers.describing import expert_shapes
 from cpumoe.layers.scheme import Scheme
 
 #: The value of ``--scheme`` and ``--linears`` that leaves weights in float.
@@ -97,7 +97,7 @@ def check_scheme_fits(option: str, scheme: Scheme, hidden: int, intermediate: in
 
 def check_scheme_fits_model(scheme: str, checkpoint: Checkpoint) -> None:
     """Refuses a scheme for experts whose sizes its groups do not divide."""
-    for shape in {experts.shape for experts in describe(checkpoint).experts}:
+    for shape in expert_shapes(checkpoint):
         check_scheme_fits(f"--scheme {scheme}", Scheme.parse(scheme), shape.hidden_size, shape.intermediate_size)
 
 

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import torch
 
-from cpumoe.checkpoints.checkpoint import LAYER, Checkpoint, TensorCheck
+from cpumoe.checkpoints.checkpoint import LAYER, Checkpoint
 from cpumoe.checkpoints.expert_sources import ExpertSource, FloatExpertSource
 from cpumoe.checkpoints.formats.compressed_storages import storage_for
 from cpumoe.checkpoints.formats.compressed_tensors import write_config
@@ -120,7 +120,8 @@ class QuantizationPlan:
             if not names:
                 raise CheckpointError(f"{checkpoint.folder}: there is no tensor of the layer {layer_prefix}*")
             experts = [source for source in self._experts if source.prefix.startswith(layer_prefix)]
-            read = set(names) & {name for source in experts for name in _tensors_of(source)}
+            modules = {source.layout.module for source in experts}
+            read = {name for name in names if layout.of_experts.get(name) in modules}
             chosen: dict[str, tuple[int, int]] = {}
             for name in (n.removesuffix(".weight") for n in names if n not in read and self._is_matrix(n)):
                 linear = layout.linears.get(name)
@@ -200,20 +201,14 @@ class QuantizationPlan:
 
 def _refuse_tied_experts(sources: Mapping[str, ExpertSource]) -> None:
     """Experts that two modules share would be written for one of them."""
-    owners: dict[str, str] = {}
+    owners: dict[object, str] = {}
     for module, source in sources.items():
-        other = owners.setdefault(min(_tensors_of(source)), module)
+        other = owners.setdefault(source.layout.stored, module)
         if other != module:
             raise UnsupportedScheme(
                 f"{module} and {other} have the same experts, which is not served from disk to disk; they can be "
                 f"quantised when loaded: cpumoe.load_model(path, scheme={str(source.config.scheme)!r})"
             )
-
-
-def _tensors_of(source: ExpertSource) -> set[str]:
-    check = TensorCheck(source.checkpoint)
-    source.check(check)
-    return check.expected
 
 
 def _announced(

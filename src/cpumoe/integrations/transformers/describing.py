@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from cpumoe.checkpoints.checkpoint import Checkpoint
-from cpumoe.checkpoints.model_layout import ModelLayout
+from cpumoe.checkpoints.model_layout import ExpertsShape, ModelLayout
 
 
 def describe(checkpoint: Checkpoint) -> ModelLayout:
@@ -12,8 +14,22 @@ def describe(checkpoint: Checkpoint) -> ModelLayout:
     Raises RuntimeError without transformers, which knows what models consist of, CheckpointError for a model that it
     does not know, and UnsupportedScheme for one whose experts are not served.
     """
+    layout: ModelLayout = _description().describe_checkpoint(checkpoint)
+    return layout
+
+
+def expert_shapes(checkpoint: Checkpoint) -> frozenset[ExpertsShape]:
+    """The shapes that the experts of a checkpoint's model have, from config.json alone, without names in files.
+
+    Raises what :func:`describe` raises.
+    """
+    shapes: frozenset[ExpertsShape] = _description().shapes_of_experts(checkpoint)
+    return shapes
+
+
+def _description() -> Any:
     try:
-        from cpumoe.integrations.transformers.model_description import describe_checkpoint
+        from cpumoe.integrations.transformers import model_description
     except ModuleNotFoundError as problem:
         if problem.name != "transformers":
             raise
@@ -21,4 +37,4 @@ def describe(checkpoint: Checkpoint) -> ModelLayout:
             "transformers is not installed, and it is what knows where a model keeps its experts: "
             "pip install 'cpumoe[transformers]'"
         ) from None
-    return describe_checkpoint(checkpoint)
+    return model_description

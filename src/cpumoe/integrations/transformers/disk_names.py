@@ -62,8 +62,8 @@ class DiskNames:
         self._tied: dict[str, str] = getattr(model, "all_tied_weights_keys", {})
         #: Name in the model -> name in the files, where a tensor is loaded as it is.
         self.direct: dict[str, str] = {}
-        #: Name in the model -> tensors that a converter makes it of.
-        self.groups: dict[str, Group] = {}
+        #: Name in the model -> tensors that a converter makes it of, and perhaps others beside it.
+        self.made: dict[str, Group] = {}
         #: Name in the files -> its name after all renamings, where the model has no such tensor.
         self.unplaced: dict[str, str] = {}
         for name in sorted(names, key=dot_natural_key):
@@ -78,8 +78,10 @@ class DiskNames:
         elif pattern is None:
             self.direct[target] = name
         else:
-            group = self.groups.setdefault(target, Group(target, self._converter_of[pattern]))
-            group.sources[pattern].append(name)
+            if target not in self.made:
+                group = Group(target, self._converter_of[pattern])
+                self.made |= dict.fromkeys(group.targets, group)
+            self.made[target].sources[pattern].append(name)
 
     def shape_of(self, target: str) -> tuple[int, ...]:
         """The shape of a tensor of the model."""
@@ -100,7 +102,7 @@ class DiskNames:
 
     def stored_as(self, target: str) -> str:
         """The tensor of the model under whose name files have ``target``: another one if they are tied."""
-        is_there = target in self.direct or target in self.groups
+        is_there = target in self.direct or target in self.made
         return target if is_there else self._tied.get(target, target)
 
     def tied_to(self, target: str) -> list[str]:
@@ -112,14 +114,14 @@ class DiskNames:
         target = self.stored_as(target)
         if target in self.direct:
             return [self.direct[target]]
-        group = self.groups.get(target)
+        group = self.made.get(target)
         return [] if group is None else [name for names in group.sources.values() for name in names]
 
     def read(self, target: str, read: Callable[[str], Tensor]) -> Tensor | None:
         """A tensor of the model, made of those that ``read`` gives by their names in the files; None without them."""
         if target in self.direct:
             return read(self.direct[target])
-        group = self.groups.get(target) or next((g for g in self.groups.values() if target in g.targets), None)
+        group = self.made.get(target)
         if group is None:
             return None
         converter = deepcopy(group.converter)

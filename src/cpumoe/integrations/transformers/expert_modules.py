@@ -187,10 +187,7 @@ def describe_experts(module: nn.Module) -> ExpertsModule:
         raise not_served(module, f"is called with {', '.join(arguments)}; hidden states, ids and weights are known")
     count, hidden, inner = _sizes(module, marks)
     activation = recognise_activation(module, marks, inner)
-    weight_on_input = marks.role is Role.WEIGHING_TOKENS
-    return ExpertsModule(
-        ExpertsShape(count, hidden, inner, activation, marks.has_bias, weight_on_input), marks, *biases
-    )
+    return ExpertsModule(ExpertsShape(count, hidden, inner, activation, marks.has_bias), marks, *biases)
 
 
 def _sizes(module: nn.Module, marks: Marks) -> tuple[int, int, int]:
@@ -263,10 +260,8 @@ def recognise_activation(module: nn.Module, marks: Marks, inner: int) -> Activat
 
     generator = torch.Generator().manual_seed(11)
     near = [torch.randn(_PROBES, generator=generator, dtype=torch.float64) * 8 for _ in range(2)]
-    far, usual = (
-        torch.tensor(_FAR_PROBES, dtype=torch.float64),
-        torch.full((len(_FAR_PROBES),), 1.5, dtype=torch.float64),
-    )
+    far = torch.tensor(_FAR_PROBES, dtype=torch.float64)
+    usual = torch.full_like(far, 1.5)
     gate = torch.cat((near[0], far, usual))  # limits may be anywhere: each alone goes far
     up = torch.cat((near[1], usual, far)) if marks.has_gate else None
     with torch.no_grad():

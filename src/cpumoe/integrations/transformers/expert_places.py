@@ -42,7 +42,7 @@ class ExpertPlaces:
         """The experts of one module."""
         kind = self._modules[module]
         targets = [self._names.stored_as(f"{module}.{name}") for name in kind.products]
-        is_there = any(target in self._names.direct or self._group_of(target) is not None for target in targets)
+        is_there = any(target in self._names.direct or target in self._names.made for target in targets)
         if not is_there and (spelled := self._spelling_of(module)) is not None:
             return self._layout(module, per_token, self._spelled_linears(module, *spelled))
         if kind.marks.is_flat:
@@ -155,18 +155,12 @@ class ExpertPlaces:
 
     # ---- what transformers merges, or takes as it is ---------------------------------------------------------------
 
-    def _group_of(self, target: str) -> Group | None:
-        """The converter that makes a tensor of the model; some make the experts of several modules from one list."""
-        if target in self._names.groups:
-            return self._names.groups[target]
-        return next((group for group in self._names.groups.values() if target in group.targets), None)
-
     def _origin(self, module: str, parameter: str) -> Origin:
         """Where a parameter of an experts module comes from."""
         target, kind = self._names.stored_as(f"{module}.{parameter}"), self._modules[module]
         unit = gcd(kind.shape.hidden_size, kind.shape.intermediate_size)
         unit = unit // 2 if unit % 2 == 0 else 1  # two places at least: halves and turned matrices differ then
-        group = self._group_of(target)
+        group = self._names.made.get(target)
         if group is None:
             name = self._names.direct.get(target)
             if name is None:

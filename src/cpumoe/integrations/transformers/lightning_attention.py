@@ -6,8 +6,6 @@ The layers are known by the attributes they have; what is put in place is compar
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +19,10 @@ from cpumoe.integrations.transformers.replacement_check import (
     FEATURES,
     is_near,
     left_padding,
-    reason_against,
+    replace_forwards,
     twin_of,
+    wants_gradient_through,
 )
-
-_log = logging.getLogger("cpumoe")
 
 
 @dataclass(frozen=True)
@@ -42,14 +39,7 @@ class LightningLayer:
 
 def speed_up_lightning_attention(model: nn.Module) -> None:
     """Gives the layers of lightning attention of a model their one-step form, where it computes what they compute."""
-    for name, module in model.named_modules():
-        layer = describe(module)
-        if layer is None or "forward" in vars(module):  # the second: somebody else has replaced it
-            continue
-        if reason := reason_against((type(module), layer), functools.partial(_difference, module, layer)):
-            _log.warning("%s (%s) keeps its own code: with one operator %s", name, type(module).__name__, reason)
-        else:
-            module.forward = functools.partial(lightning_forward, module, layer)
+    replace_forwards(model, describe, lightning_forward, _difference)
 
 
 def describe(module: Any) -> LightningLayer | None:
@@ -74,7 +64,7 @@ def lightning_forward(
     state = None if past_key_values is None else past_key_values.get_linear_cache(module.layer_idx)
     served = not module.training and hidden_states.is_cpu and (state is None or isinstance(state, Tensor))
     served = served and (attention_mask is None or attention_mask.shape == hidden_states.shape[:2])
-    if not served or _wants_gradient(module, hidden_states):
+    if not served or wants_gradient_through(module, hidden_states):
         return _original(module, hidden_states, attention_mask, past_key_values, position_embeddings, options)
     qkv = module.act_fn(module.qkv_proj(hidden_states))
     if attention_mask is not None:
@@ -85,12 +75,6 @@ def lightning_forward(
     if past_key_values is not None:
         past_key_values.set_linear_cache(module.layer_idx, state)
     return out, state
-
-
-def _wants_gradient(module: nn.Module, hidden_states: Tensor) -> bool:
-    return torch.is_grad_enabled() and (
-        hidden_states.requires_grad or any(parameter.requires_grad for parameter in module.parameters())
-    )
 
 
 def _original(

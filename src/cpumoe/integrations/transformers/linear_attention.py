@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from cpumoe import ops
-from cpumoe.ops import wants_gradient
+from cpumoe.integrations.transformers.replacement_check import empty_cache, wants_gradient_through
 
 _log = logging.getLogger("cpumoe")
 
@@ -303,7 +303,7 @@ def _is_served(
     """Whether our operators compute this call: no gradients, no packed sequences, a cache as transformers has it."""
     if hidden_states.device.type != "cpu" or hidden_states.dtype not in _DTYPES or module.training:
         return False
-    if torch.is_grad_enabled() and wants_gradient(hidden_states, *module.parameters()):
+    if wants_gradient_through(module, hidden_states):
         return False
     if options.get("cu_seq_lens_q") is not None or options.get("seq_idx") is not None:
         return False
@@ -360,8 +360,6 @@ def _agrees(name: str, module: Any, form: Form) -> bool:
 
 
 def _differences(module: Any, form: Form) -> list[float]:
-    from transformers.cache_utils import Cache, LinearAttentionLayer
-
     generator = torch.Generator().manual_seed(0)
     differences = []
 
@@ -381,8 +379,8 @@ def _differences(module: Any, form: Form) -> list[float]:
 
     with torch.no_grad():
         compare(3, (None, None))
-        filling = tuple(Cache(layers=[LinearAttentionLayer() for _ in range(module.layer_idx + 1)]) for _ in range(2))
-        compare(6, (filling[0], filling[1]), torch.tensor([[0, 0, 1, 1, 1, 1]]))
+        filling = empty_cache(module.layer_idx), empty_cache(module.layer_idx)
+        compare(6, filling, torch.tensor([[0, 0, 1, 1, 1, 1]]))
         for tokens in (3, 1, 1):
-            compare(tokens, (filling[0], filling[1]))
+            compare(tokens, filling)
     return differences

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cache
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from cpumoe.checkpoints.checkpoint import LAYER, Checkpoint
 from cpumoe.checkpoints.formats import QUANTIZED_SUFFIXES
 from cpumoe.checkpoints.layer_names import prediction_layers
-from cpumoe.checkpoints.model_layout import ExpertsLayout, LinearPlace, ModelLayout, TensorPlace
+from cpumoe.checkpoints.model_layout import ExpertsLayout, ExpertsShape, LinearPlace, ModelLayout, TensorPlace
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.integrations.transformers.disk_names import DiskNames
 from cpumoe.integrations.transformers.expert_modules import (
@@ -55,8 +55,11 @@ def describe_model(model: PreTrainedModel, checkpoint: Checkpoint) -> ModelLayou
         places.layout(name, experts_per_token(model, name, kind.shape.expert_count)) for name, kind in modules.items()
     )
     linears, tensors = _other_places(model, names, modules)
-    placed = {name for layout in experts for name in _tensors_of(layout)}
-    homeless = {*names.unplaced, *_of_other_experts(names, modules)} - placed
+    placed: dict[str, str] = {}  # tensor, as if it were in float -> the module whose it is
+    for layout in experts:
+        for tensor in _tensors_of(layout):
+            placed.setdefault(tensor, layout.module)
+    homeless = {*names.unplaced, *_of_other_experts(names, modules)} - placed.keys()
     homeless -= {f"{name}.bias" for name in linears}  # a tool may have added zeros: the check of the linear tells
     unknown = [name for name, same in in_float.items() if same in homeless]
     left_out = {*_left_out(model, checkpoint, names, in_float, unknown), *_of_identities(names, modules, placed)}
@@ -71,15 +74,32 @@ def describe_model(model: PreTrainedModel, checkpoint: Checkpoint) -> ModelLayou
         frozenset(_routers(linears, tensors, modules)),
         frozenset(left_out),
         tuple(name for name in unknown if name not in left_out),
-        frozenset(name for name, same in in_float.items() if same in placed),
+        {name: placed[same] for name, same in in_float.items() if same in placed},
     )
 
 
 def describe_checkpoint(checkpoint: Checkpoint) -> ModelLayout:
     """What the model of a checkpoint has, and where: that of the class that ``load_model`` takes."""
+    with _naming_folder(checkpoint):
+        return describe_model(_model_of(checkpoint), checkpoint)
+
+
+def shapes_of_experts(checkpoint: Checkpoint) -> frozenset[ExpertsShape]:
+    """The shapes of the experts that the model of a checkpoint has."""
+    with _naming_folder(checkpoint):
+        return frozenset(describe_experts(module).shape for _, module in expert_modules(_model_of(checkpoint)))
+
+
+def _model_of(checkpoint: Checkpoint) -> PreTrainedModel:
+    checkpoint.check_config()
+    return empty_model(config_of(checkpoint.config))
+
+
+@contextmanager
+def _naming_folder(checkpoint: Checkpoint) -> Iterator[None]:
+    """Adds the folder to what is wrong with a checkpoint."""
     try:
-        checkpoint.check_config()
-        return describe_model(empty_model(config_of(checkpoint.config)), checkpoint)
+        yield
     except CheckpointError as problem:
         text = str(problem)
         raise CheckpointError(text if str(checkpoint.folder) in text else f"{checkpoint.folder}: {text}") from None
@@ -136,7 +156,7 @@ def _float_name(name: str, suffixes: frozenset[str]) -> str:
     return _FUSED_SUFFIX.sub("", name) if _FUSED_SUFFIX.search(suffix) else f"{module}.weight"
 
 
-def _of_identities(names: DiskNames, modules: Mapping[str, ExpertsModule], placed: set[str]) -> Iterator[str]:
+def _of_identities(names: DiskNames, modules: Mapping[str, ExpertsModule], placed: Container[str]) -> Iterator[str]:
     """Weights that files may have for experts which are the token itself."""
     for name, kind in modules.items():
         if kind.marks.role is Role.WITH_IDENTITIES:
@@ -179,7 +199,7 @@ def _other_places(
     packable = set(packable_linears(model, counts))
     for name, module in linear_modules(model):
         target = f"{name}.weight"
-        if target in names.groups or _is_made(names, target):
+        if target in names.made:
             continue  # transformers makes it with a converter: it stays in float
         disk = names.direct[target].removesuffix(".weight") if target in names.direct else guess.name(name)
         is_tied = target in tied and target not in names.direct
@@ -195,11 +215,11 @@ def _other_places(
         if target in done or target in of_experts:
             continue
         is_float = tensor.is_floating_point()
-        if target in names.groups:
+        if target in names.made:
             tensors |= {source: TensorPlace(target, None, is_float) for source in names.sources_of(target)}
         elif target in names.direct:
             tensors[names.direct[target]] = TensorPlace(target, names.shape_of(target), is_float)
-        elif target not in tied and not _is_made(names, target) and not (optional and optional.search(target)):
+        elif target not in tied and not (optional and optional.search(target)):
             tensors[guess.name(target)] = TensorPlace(target, names.shape_of(target), is_float)
     return linears, tensors
 
@@ -246,11 +266,6 @@ def _takes_weight(owner: Any, attribute: str) -> bool:
 
 def _stored_name(names: DiskNames, guess: _Guess, target: str) -> str:
     return names.direct[target] if target in names.direct else guess.name(target)
-
-
-def _is_made(names: DiskNames, target: str) -> bool:
-    """Whether a converter makes a tensor beside another one, under whose name it is listed."""
-    return any(target in group.targets for group in names.groups.values())
 
 
 class _Guess:

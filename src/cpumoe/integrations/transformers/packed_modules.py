@@ -92,8 +92,7 @@ def find_packed_modules(
                 "%s is in float in this quantised checkpoint, and runs so (%s)", source.prefix, source.config.scheme
             )
         if not leave_experts:
-            places = (source.layout.linears, source.layout.fused)
-            found[source.layout.module] = packed.setdefault(places, _packed_experts(source))
+            found[source.layout.module] = packed.setdefault(source.layout.stored, _packed_experts(source))
     for name, linear in layout.linears.items():
         if name in quantized:
             found[linear.module] = PackedModule(quantized[name].load, _restored_linear, _LINEAR_TENSORS)

@@ -8,6 +8,7 @@ parameters that happen to be all ones can hide a difference.
 from __future__ import annotations
 
 import copy
+import functools
 import logging
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
@@ -15,12 +16,51 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cpumoe.ops import wants_gradient
+
+_log = logging.getLogger("cpumoe")
+
 #: Features of the hidden states of a twin.
 FEATURES = 24
 
 _TOLERANCE = 1e-4  # relative, of fp32 sums in another order
 
 _answers: dict[Hashable, str] = {}
+
+
+def replace_forwards(
+    model: nn.Module,
+    describe: Callable[[nn.Module], Hashable | None],
+    forward: Callable[..., Any],
+    difference: Callable[[nn.Module, Any], str],
+) -> None:
+    """Gives the layers of a model that ``describe`` knows another forward, where it computes what theirs computes.
+
+    Args:
+        describe: the facts of a layer; None for a module of another kind.
+        forward: is called with the layer, its facts and what the layer is called with.
+        difference: what ``forward`` does differently from a layer's own code, empty if nothing.
+    """
+    for name, module in model.named_modules():
+        layer = describe(module)
+        if layer is None or "forward" in vars(module):  # the second: somebody else has replaced it
+            continue
+        if reason := reason_against((type(module), layer), functools.partial(difference, module, layer)):
+            _log.warning("%s (%s) keeps its own code: with one operator %s", name, type(module).__name__, reason)
+        else:
+            module.forward = functools.partial(forward, module, layer)
+
+
+def wants_gradient_through(module: nn.Module, hidden_states: Tensor) -> bool:
+    """Whether a gradient would have to flow through a layer. Its parameters are not looked at where none can."""
+    return torch.is_grad_enabled() and wants_gradient(hidden_states, *module.parameters())
+
+
+def empty_cache(index: int) -> Any:
+    """A cache of transformers for layers with states, of which ``index`` is the last."""
+    from transformers.cache_utils import Cache, LinearAttentionLayer
+
+    return Cache(layers=[LinearAttentionLayer() for _ in range(index + 1)])
 
 
 def reason_against(key: Hashable, compare: Callable[[], str]) -> str:

@@ -11,9 +11,7 @@ and starts from zero, so that a prompt in two parts gives another answer than at
 
 from __future__ import annotations
 
-import functools
-import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +22,13 @@ from torch import Tensor, nn
 from cpumoe import ops
 from cpumoe.integrations.transformers.replacement_check import (
     FEATURES,
+    empty_cache,
     is_near,
     left_padding,
-    reason_against,
+    replace_forwards,
     twin_of,
+    wants_gradient_through,
 )
-
-_log = logging.getLogger("cpumoe")
 
 _NO_LIMIT = (0.0, float("inf"))
 
@@ -53,6 +51,14 @@ class Mamba2Layer:
     def convolved(self) -> int:
         return self.heads * self.head_dim + 2 * self.groups * self.depth
 
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return self.heads, self.head_dim, self.depth
+
+    def takes(self, hidden_states: Tensor, module: Any) -> bool:
+        """Whether the operator takes the dtypes that there are."""
+        return True
+
     def projections(self) -> dict[str, tuple[int, int]]:
         inner = self.heads * self.head_dim
         return {"in_proj": (FEATURES, inner + self.convolved + self.heads), "out_proj": (inner, FEATURES)}
@@ -68,6 +74,19 @@ class MambaLayer:
     step_rank: int
     epsilon: float | None
 
+    @property
+    def convolved(self) -> int:
+        return self.channels
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        return self.channels, self.depth
+
+    def takes(self, hidden_states: Tensor, module: Any) -> bool:
+        """Whether the operator takes the dtypes that there are."""
+        norms = (module.b_layernorm, module.c_layernorm) if self.epsilon is not None else ()
+        return all(norm.weight.dtype == hidden_states.dtype for norm in norms)
+
     def projections(self) -> dict[str, tuple[int, int]]:
         return {
             "in_proj": (FEATURES, 2 * self.channels),
@@ -82,16 +101,7 @@ Layer = Mamba2Layer | MambaLayer
 
 def speed_up_state_spaces(model: nn.Module) -> None:
     """Gives the Mamba and Mamba2 layers of a model their one-step form, where it computes what they compute."""
-    for name, module in model.named_modules():
-        layer = describe(module)
-        if layer is None or "forward" in vars(module):  # the second: somebody else has replaced it
-            continue
-        forward = _FORWARDS[type(layer)]
-        compare = functools.partial(_difference, module, layer, forward)
-        if reason := reason_against((type(module), layer), compare):
-            _log.warning("%s (%s) keeps its own code: with one operator %s", name, type(module).__name__, reason)
-        else:
-            module.forward = functools.partial(forward, module, layer)
+    replace_forwards(model, describe, mixer_forward, _difference)
 
 
 def describe(module: nn.Module) -> Layer | None:
@@ -169,9 +179,7 @@ def _is_served(module: Any, hidden_states: Tensor, cache: Any, mask: Tensor | No
         return False
     if cache is not None and cache.is_recording_past(module.layer_idx):
         return False
-    return not torch.is_grad_enabled() or not (
-        hidden_states.requires_grad or any(parameter.requires_grad for parameter in module.parameters())
-    )
+    return not wants_gradient_through(module, hidden_states)
 
 
 def _states(module: Any, cache: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -188,54 +196,75 @@ def _can_continue(conv_state: Tensor | None, state: Tensor | None, dtype: torch.
     return contiguous and conv_state.dtype == dtype and state.dtype == torch.float32 and conv_state.is_cpu
 
 
-def _keep(module: Any, cache: Any, width: int, conv_state: Tensor, state: Tensor) -> None:
-    """Puts the first states into a cache; later ones are changed where they are."""
-    cache.update_conv_state(conv_state, module.layer_idx, conv_kernel_size=width)
-    cache.update_recurrent_state(state, module.layer_idx)
-
-
 def _without_padding(hidden_states: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
     if mask is None:
         return hidden_states, None
     return (hidden_states * mask[:, :, None]).to(hidden_states.dtype), mask.to(torch.float32).contiguous()
 
 
-def mamba2_forward(
+@dataclass
+class _Run:
+    """A call that the operators take: what in_proj gives, and the states, which are changed where they are."""
+
+    projected: Tensor  # [B, T, ...]
+    mask: Tensor | None  # [B, T] fp32
+    conv_state: Tensor
+    state: Tensor
+    is_first: bool  # nothing was in the cache
+
+
+def mixer_forward(
     module: Any,
-    layer: Mamba2Layer,
+    layer: Layer,
     hidden_states: Tensor,
     cache_params: Any = None,
     attention_mask: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    """[B, T, H] -> [B, T, H] through a Mamba2 layer; the states in the cache go on by T tokens."""
-    served = _is_served(module, hidden_states, cache_params, attention_mask, options)
-    if not served:
+    """[B, T, H] -> [B, T, H] through a Mamba or Mamba2 layer; the states in the cache go on by T tokens."""
+    run = None
+    if _is_served(module, hidden_states, cache_params, attention_mask, options) and layer.takes(hidden_states, module):
+        run = _begin(module, layer, hidden_states, cache_params, attention_mask)
+    if run is None:
         return _original(module, hidden_states, cache_params, attention_mask, options)
-    conv_state, state = _states(module, cache_params)
-    real, mask = _without_padding(hidden_states, attention_mask)
+    mixed = (
+        _mixed_by_mamba2(module, layer, run) if isinstance(layer, Mamba2Layer) else _mixed_by_mamba(module, layer, run)
+    )
+    if run.is_first and cache_params is not None:  # later states are changed where they are
+        cache_params.update_conv_state(run.conv_state, module.layer_idx, conv_kernel_size=layer.width)
+        cache_params.update_recurrent_state(run.state, module.layer_idx)
+    out: Tensor = module.out_proj(mixed)
+    return out
+
+
+def _begin(module: Any, layer: Layer, hidden_states: Tensor, cache: Any, mask: Tensor | None) -> _Run | None:
+    """The first projection and the states; None if the cache has them in a form that the operators do not take."""
+    conv_state, state = _states(module, cache)
+    real, mask = _without_padding(hidden_states, mask)
     projected = module.in_proj(real)
     if not _can_continue(conv_state, state, projected.dtype):
-        return _original(module, hidden_states, cache_params, attention_mask, options)
+        return None
+    is_first = conv_state is None or state is None
+    if conv_state is None or state is None:
+        conv_state = projected.new_zeros((len(projected), layer.convolved, layer.width))
+        state = torch.zeros((len(projected), *layer.state_shape), dtype=torch.float32)
+    return _Run(projected, mask, conv_state, state, is_first)
+
+
+def _mixed_by_mamba2(module: Any, layer: Mamba2Layer, run: _Run) -> Tensor:
     # transformers limits the steps of a prompt and not those of one token behind it.
-    low, high = _NO_LIMIT if state is not None and hidden_states.shape[1] == 1 else layer.step_limits
-    is_first = state is None or conv_state is None
-    if is_first:
-        batch = projected.shape[0]
-        conv_state = projected.new_zeros((batch, layer.convolved, layer.width))
-        state = torch.zeros((batch, layer.heads, layer.head_dim, layer.depth), dtype=torch.float32)
-    assert conv_state is not None and state is not None
-    mixed = ops.mamba2(
-        projected,
-        conv_state,
-        state,
+    low, high = _NO_LIMIT if not run.is_first and run.projected.shape[1] == 1 else layer.step_limits
+    return ops.mamba2(
+        run.projected,
+        run.conv_state,
+        run.state,
         module.conv1d.weight,
         module.conv1d.bias,
         module.dt_bias,
         module.A_log,
         module.D,
         module.norm.weight,
-        mask,
+        run.mask,
         layer.groups,
         layer.norm_group,
         layer.epsilon,
@@ -243,43 +272,15 @@ def mamba2_forward(
         low,
         high,
     )
-    if is_first and cache_params is not None:
-        _keep(module, cache_params, layer.width, conv_state, state)
-    out: Tensor = module.out_proj(mixed)
-    return out
 
 
-def mamba_forward(
-    module: Any,
-    layer: MambaLayer,
-    hidden_states: Tensor,
-    cache_params: Any = None,
-    attention_mask: Tensor | None = None,
-    **options: Any,
-) -> Tensor:
-    """[B, T, H] -> [B, T, H] through a Mamba layer; the states in the cache go on by T tokens."""
-    served = _is_served(module, hidden_states, cache_params, attention_mask, options)
+def _mixed_by_mamba(module: Any, layer: MambaLayer, run: _Run) -> Tensor:
+    x = ops.mamba_convolution(run.projected, run.conv_state, module.conv1d.weight, module.conv1d.bias, run.mask)
+    parameters = module.x_proj(x)
+    steps = parameters[..., : layer.step_rank]
     b_weight = c_weight = None
     if layer.epsilon is not None:
         b_weight, c_weight = module.b_layernorm.weight, module.c_layernorm.weight
-        served = served and b_weight.dtype == c_weight.dtype == hidden_states.dtype
-    if not served:
-        return _original(module, hidden_states, cache_params, attention_mask, options)
-    conv_state, state = _states(module, cache_params)
-    real, mask = _without_padding(hidden_states, attention_mask)
-    projected = module.in_proj(real)
-    if not _can_continue(conv_state, state, projected.dtype):
-        return _original(module, hidden_states, cache_params, attention_mask, options)
-    is_first = state is None or conv_state is None
-    if is_first:
-        batch = projected.shape[0]
-        conv_state = projected.new_zeros((batch, layer.channels, layer.width))
-        state = torch.zeros((batch, layer.channels, layer.depth), dtype=torch.float32)
-    assert conv_state is not None and state is not None
-    x = ops.mamba_convolution(projected, conv_state, module.conv1d.weight, module.conv1d.bias, mask)
-    parameters = module.x_proj(x)
-    steps = parameters[..., : layer.step_rank]
-    if layer.epsilon is not None:
         steps = ops.rms_norm(steps, module.dt_layernorm.weight, layer.epsilon, True)
     step_bias = None
     if type(module.dt_proj) is nn.Linear:  # its bias is added in fp32, as transformers does
@@ -287,23 +288,19 @@ def mamba_forward(
         steps = F.linear(steps, module.dt_proj.weight)
     else:
         steps = module.dt_proj(steps)
-    mixed = ops.selective_scan(
+    return ops.selective_scan(
         x,
         steps,
         step_bias,
         parameters,
         module.A_log,
         module.D,
-        projected,
-        state,
+        run.projected,
+        run.state,
         b_weight,
         c_weight,
         0.0 if layer.epsilon is None else layer.epsilon,
     )
-    if is_first and cache_params is not None:
-        _keep(module, cache_params, layer.width, conv_state, state)
-    out: Tensor = module.out_proj(mixed)
-    return out
 
 
 def _original(module: Any, hidden_states: Tensor, cache: Any, mask: Tensor | None, options: dict[str, Any]) -> Tensor:
@@ -311,22 +308,20 @@ def _original(module: Any, hidden_states: Tensor, cache: Any, mask: Tensor | Non
     return out
 
 
-_FORWARDS: dict[type[Layer], Callable[..., Tensor]] = {Mamba2Layer: mamba2_forward, MambaLayer: mamba_forward}
-
 #: Tokens of the calls one after the other, behind an empty cache; the first call of each has padding on its left.
 _CALLS: Sequence[Sequence[int]] = ((6, 1, 3, 1), (2, 1))
 
 
-def _difference(module: nn.Module, layer: Layer, forward: Callable[..., Tensor]) -> str:
-    """What ``forward`` does differently from the layer's own code; empty if nothing."""
+def _difference(module: nn.Module, layer: Layer) -> str:
+    """What the one-step form does differently from the layer's own code; empty if nothing."""
     # Few tokens in a chunk, so that the prompt has more than one.
     twin = twin_of(module, layer.projections(), **({"chunk_size": 4} if hasattr(module, "chunk_size") else {}))
     for calls in _CALLS:
-        ours, theirs = _empty_cache(twin.layer_idx), _empty_cache(twin.layer_idx)
+        ours, theirs = empty_cache(twin.layer_idx), empty_cache(twin.layer_idx)
         for index, tokens in enumerate(calls):
             x = torch.randn(2, tokens, FEATURES)
             mask = left_padding(tokens) if index == 0 else None
-            got = forward(twin, layer, x, ours, mask)
+            got = mixer_forward(twin, layer, x, ours, mask)
             one_by_one = index > 0 and isinstance(layer, MambaLayer)  # else it would forget its state
             parts = x.split(1, 1) if one_by_one else (x,)
             expected = torch.cat([_original(twin, part, theirs, mask, {}) for part in parts], 1)
@@ -337,11 +332,5 @@ def _difference(module: nn.Module, layer: Layer, forward: Callable[..., Tensor])
                 if one is None or other is None or not is_near(one, other):
                     return f"its state is another {what}"
     x = torch.randn(2, 5, FEATURES)
-    same = is_near(forward(twin, layer, x), _original(twin, x, None, None, {}))
+    same = is_near(mixer_forward(twin, layer, x), _original(twin, x, None, None, {}))
     return "" if same else "its output is another without a cache"
-
-
-def _empty_cache(index: int) -> Any:
-    from transformers.cache_utils import Cache, LinearAttentionLayer
-
-    return Cache(layers=[LinearAttentionLayer() for _ in range(index + 1)])

@@ -117,7 +117,8 @@ def state_dict_for_saving(model: PreTrainedModel, config: QuantizationConfig | N
     original = empty_model(copy.deepcopy(model.config), type(model))
     names, written = DiskNames(original, ()), _WrittenNames(model)
     packed = {n: m for n, m in model.named_modules() if isinstance(m, Experts | QuantizedLinear)}
-    floats = {k: t for k, t in model.state_dict().items() if k.rpartition(".")[0] not in packed}
+    of_packed = {n for n, m in model.named_modules(remove_duplicate=False) if isinstance(m, Experts | QuantizedLinear)}
+    floats = {k: t for k, t in model.state_dict().items() if k.rpartition(".")[0] not in of_packed}
     out: dict[str, Tensor] = {}
 
     def add(name: str, weight: QuantizedWeight) -> None:

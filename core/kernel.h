@@ -376,6 +376,34 @@ struct NormalizeRow {
   void* dst;
 };
 
+// The first `rotated` values of a head turned by the angles of a position, in place: x[i] = x[i] * cos[i] + y * sin[i],
+// where y is what x[i] is turned with: the value half of `rotated` further on, negated, or as far back; or, interleaved,
+// its neighbour in a pair.
+struct RotateHead {
+  float* x;
+  std::int64_t rotated;
+  const float *cos, *sin;  // [rotated]
+  bool interleaved;
+};
+
+// dst[i] = a[i] + factor * b[i], rounded to the type; may be in place.
+struct AddRow {
+  const void *a, *b;
+  DType type;
+  std::int64_t count;
+  float factor;
+  void* dst;
+};
+
+// out[i] = activation of gate[i] and up[i], or of gate[i] alone; in place, too. There must be room for whole vectors of
+// 16 values.
+struct ActivateRow {
+  const float *gate, *up;
+  std::int64_t count;
+  const ActivationSpec* activation;
+  float* out;
+};
+
 // Channels, each convolved with its inputs up to a token's own:
 // out[t, c] = silu(bias[c] + sum over k < width of weight[c, k] * input[t - width + 1 + k, c]) * mask[t].
 // `state` holds the `width` inputs before x and then those up to the last of x: any cut of the tokens gives the same
@@ -520,6 +548,9 @@ struct Kernels {
   void (*dot_rows)(const DotRows&);
   void (*sum_rows)(const SumRows&);
   void (*normalize_row)(const NormalizeRow&);
+  void (*rotate_head)(const RotateHead&);
+  void (*add_row)(const AddRow&);
+  void (*activate_row)(const ActivateRow&);
 
   // State spaces (kernels/state_space.h).
   void (*convolve_channels)(const ConvolveChannels&);

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <vector>
 
 #include "check.h"
@@ -463,37 +464,63 @@ class Forward {
   Queue first_queue_, second_queue_;
 };
 
-void check_call(const MoeCall& c) {
-  const PackedSpec &g = c.gate_up.spec, &d = c.down.spec;
-  CPUMOE_REQUIRE(g.experts == d.experts, "gate_up holds ", g.experts, " experts, down holds ", d.experts);
-  CPUMOE_REQUIRE(g.rows == d.rows && (g.rows != RowFormat::kFloat || g.weights == d.weights),
-                 "gate_up and down were packed for activations of different kinds");
-  CPUMOE_REQUIRE(g.gated == c.activation.gated, "gate_up was packed ", g.gated ? "with" : "without",
-                 " gate and up rows, but the activation is ", c.activation.gated ? "gated" : "not gated");
-  CPUMOE_REQUIRE(!d.gated, "down was packed with gate and up rows; pack it as a plain matrix");
-  const std::int64_t inner = g.gated ? g.columns / 2 : g.columns;
-  CPUMOE_REQUIRE(d.depth == inner, "down takes ", d.depth, " inputs, but gate_up gives ", inner);
-  CPUMOE_REQUIRE(d.columns == g.depth, "down gives ", d.columns, " outputs, but hidden_states have ", g.depth);
-  for (std::int64_t i = 0; i < c.tokens * c.topk; ++i) {
-    CPUMOE_REQUIRE(c.ids[i] >= -1 && c.ids[i] < g.experts, "topk_ids[", i / c.topk, ", ", i % c.topk, "]=", c.ids[i],
-                   "; 0 to ", g.experts - 1, " are experts and -1 means none");
-  }
+// How rows are held is known with the type of the tokens.
+MoeCall resolved(const MoeCall& call) {
+  MoeCall out = call;
+  out.gate_up.spec.rows = rows_for(call.gate_up.spec, call.type);
+  out.down.spec.rows = rows_for(call.down.spec, call.type);
+  return out;
 }
 
 }  // namespace
 
+void check_experts(const PackedSpec& g, const PackedSpec& d, const ActivationSpec& activation) {
+  CPUMOE_REQUIRE(g.experts == d.experts, "gate_up holds ", g.experts, " experts, down holds ", d.experts);
+  CPUMOE_REQUIRE(g.rows == d.rows && (g.rows != RowFormat::kFloat || g.weights == d.weights),
+                 "gate_up and down were packed for activations of different kinds");
+  CPUMOE_REQUIRE(g.gated == activation.gated, "gate_up was packed ", g.gated ? "with" : "without",
+                 " gate and up rows, but the activation is ", activation.gated ? "gated" : "not gated");
+  CPUMOE_REQUIRE(!d.gated, "down was packed with gate and up rows; pack it as a plain matrix");
+  const std::int64_t inner = g.gated ? g.columns / 2 : g.columns;
+  CPUMOE_REQUIRE(d.depth == inner, "down takes ", d.depth, " inputs, but gate_up gives ", inner);
+  CPUMOE_REQUIRE(d.columns == g.depth, "down gives ", d.columns, " outputs, but hidden_states have ", g.depth);
+}
+
+std::int64_t tokens_at_once(const PackedMatrix& down, std::int64_t topk) {
+  const std::int64_t row_bytes = std::max<std::int64_t>(1, topk) * down.padded_depth * 4;
+  return std::clamp(kHiddenBytes / row_bytes, kMinTokens, kMaxTokens);
+}
+
+struct MoeStage::State {
+  Scratch scratch;
+  MoeCall call{};
+  std::optional<Forward> forward;
+};
+
+MoeStage::MoeStage() : state_(std::make_unique<State>()) {}
+MoeStage::~MoeStage() = default;
+
+void MoeStage::plan(const Kernels& kernels, const MoeCall& call, int threads) {
+  state_->call = resolved(call);
+  state_->forward.emplace(kernels, state_->call, threads, &state_->scratch);
+}
+
+void MoeStage::run(Worker& worker) { state_->forward->run(worker); }
+
 void moe_forward(const Kernels& kernels, const MoeCall& call) {
-  check_call(call);
+  const PackedSpec& g = call.gate_up.spec;
+  check_experts(g, call.down.spec, call.activation);
+  for (std::int64_t i = 0; i < call.tokens * call.topk; ++i) {
+    CPUMOE_REQUIRE(call.ids[i] >= -1 && call.ids[i] < g.experts, "topk_ids[", i / call.topk, ", ", i % call.topk,
+                   "]=", call.ids[i], "; 0 to ", g.experts - 1, " are experts and -1 means none");
+  }
   const std::int64_t width = call.gate_up.spec.depth;
-  const std::int64_t row_bytes = std::max<std::int64_t>(1, call.topk) * call.down.padded_depth * 4;
-  MoeCall resolved = call;
-  resolved.gate_up.spec.rows = rows_for(call.gate_up.spec, call.type);
-  resolved.down.spec.rows = rows_for(call.down.spec, call.type);
-  std::int64_t step = std::clamp(kHiddenBytes / row_bytes, kMinTokens, kMaxTokens);
+  const MoeCall whole = resolved(call);
+  std::int64_t step = tokens_at_once(call.down, call.topk);
   // A scale for all rows of an expert needs all of them at once.
-  if (traits_of(resolved.gate_up.spec.rows).of_tensor) step = std::max<std::int64_t>(call.tokens, 1);
+  if (traits_of(whole.gate_up.spec.rows).of_tensor) step = std::max<std::int64_t>(call.tokens, 1);
   for (std::int64_t first = 0; first < call.tokens; first += step) {
-    MoeCall part = resolved;
+    MoeCall part = whole;
     part.tokens = std::min(step, call.tokens - first);
     const std::int64_t rows = part.tokens * call.topk, experts = std::min(rows, call.gate_up.spec.experts);
     const int threads = threads_for(product_work(call.gate_up, experts, rows) + product_work(call.down, experts, rows));

@@ -2,9 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 
 #include "kernel.h"
 #include "packed.h"
+#include "threads.h"
 
 namespace cpumoe {
 
@@ -23,5 +25,25 @@ struct MoeCall {
 
 // Refuses matrices that do not belong together and ids out of range.
 void moe_forward(const Kernels& kernels, const MoeCall& call);
+
+// The same as a stage of a team, for at most tokens_at_once tokens and experts that have been checked (check_experts):
+// `plan` by one thread once the ids are known, and after a barrier `run` by all. The result is there after another one.
+class MoeStage {
+ public:
+  MoeStage();
+  ~MoeStage();
+  void plan(const Kernels& kernels, const MoeCall& call, int threads);
+  void run(Worker& worker);
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+// How many tokens are computed at a time, so that intermediate values take bounded memory.
+std::int64_t tokens_at_once(const PackedMatrix& down, std::int64_t topk);
+
+// Refuses matrices that do not belong together.
+void check_experts(const PackedSpec& gate_up, const PackedSpec& down, const ActivationSpec& activation);
 
 }  // namespace cpumoe

@@ -185,7 +185,7 @@ void router_logits(const Kernels& k, const LogitsCall& c) {
   k.store_row(logits, c.tokens * c.experts, c.logits_type, c.logits);
 }
 
-void route(const Kernels& kernels, const RouteCall& call) {
+void check_routing(const RouteCall& call) {
   CPUMOE_REQUIRE(call.experts >= 1 && call.experts <= 65536, "router_logits have ", call.experts,
                  " experts; 1 to 65536 are accepted");
   CPUMOE_REQUIRE(call.topk >= 1 && call.topk <= call.experts, "topk=", call.topk, "; 1 to ", call.experts,
@@ -202,14 +202,20 @@ void route(const Kernels& kernels, const RouteCall& call) {
     CPUMOE_REQUIRE(call.topk_groups >= 0 && call.topk_groups <= call.groups, "topk_group=", call.topk_groups,
                    " with num_expert_group=", call.groups, "; no more than there are groups is accepted");
   }
+}
+
+void route_tokens(const Kernels& kernels, const RouteCall& call, std::int64_t first, std::int64_t last) {
+  if (first >= last) return;
+  TokenRouter router(kernels, call);
+  for (std::int64_t t = first; t < last; ++t) router.route_token(t);
+}
+
+void route(const Kernels& kernels, const RouteCall& call) {
+  check_routing(call);
   // A token costs a microsecond or two: waking threads pays only for many.
   const int threads = call.tokens >= 64 ? thread_count() : 1;
-  std::vector<TokenRouter> routers(static_cast<std::size_t>(threads), TokenRouter(kernels, call));
   run_on_threads(threads, [&](Worker& worker) {
-    TokenRouter& router = routers[static_cast<std::size_t>(worker.index)];
-    const std::int64_t first = call.tokens * worker.index / worker.count;
-    const std::int64_t last = call.tokens * (worker.index + 1) / worker.count;
-    for (std::int64_t t = first; t < last; ++t) router.route_token(t);
+    route_tokens(kernels, call, worker.share(call.tokens), worker.next_share(call.tokens));
   });
 }
 

@@ -38,4 +38,10 @@ void router_logits(const Kernels& kernels, const LogitsCall& call);
 
 void route(const Kernels& kernels, const RouteCall& call);
 
+// The same for tokens [first, last), by the calling thread, of a call that has been checked.
+void route_tokens(const Kernels& kernels, const RouteCall& call, std::int64_t first, std::int64_t last);
+
+// Refuses numbers of experts and groups that do not belong together.
+void check_routing(const RouteCall& call);
+
 }  // namespace cpumoe

@@ -40,6 +40,10 @@ class IeeeArithmetic {
 struct Worker {
   int index, count;
   Barrier* barrier;
+
+  // Of `total` things those from share to next_share are this worker's.
+  std::int64_t share(std::int64_t total) const { return total * index / count; }
+  std::int64_t next_share(std::int64_t total) const { return total * (index + 1) / count; }
 };
 
 // Runs body(worker) once on each of up to `threads` threads, the calling one included, and returns when all are

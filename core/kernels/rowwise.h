@@ -309,6 +309,76 @@ void normalize_row(const NormalizeRow& a) {
   }
 }
 
+template <class V>
+void rotate_halves(const RotateHead& a, std::int64_t first, std::int64_t last) {
+  const std::int64_t half = a.rotated / 2;
+  for (std::int64_t i = first; i + V::kWidth <= last; i += V::kWidth) {
+    const V x = V::load(a.x + i), y = V::load(a.x + half + i);
+    V::store(a.x + i, V::fma(V::set(0.0f) - y, V::load(a.sin + i), x * V::load(a.cos + i)));
+    V::store(a.x + half + i, V::fma(x, V::load(a.sin + half + i), y * V::load(a.cos + half + i)));
+  }
+}
+
+template <class V>
+void rotate_head(const RotateHead& a) {
+  if (!a.interleaved) {
+    const std::int64_t half = a.rotated / 2, whole = half / V::kWidth * V::kWidth;
+    rotate_halves<V>(a, 0, whole);
+    return rotate_halves<F32x1>(a, whole, half);
+  }
+  for (std::int64_t i = 0; i + 1 < a.rotated; i += 2) {
+    const float x = a.x[i], y = a.x[i + 1];
+    a.x[i] = __builtin_fmaf(-y, a.sin[i], x * a.cos[i]);
+    a.x[i + 1] = __builtin_fmaf(x, a.sin[i + 1], y * a.cos[i + 1]);
+  }
+}
+
+template <class V, DType type>
+void add_row_typed(const AddRow& r) {
+  using Element = typename V::template Element<type>;
+  const auto *a = static_cast<const Element*>(r.a), *b = static_cast<const Element*>(r.b);
+  auto* dst = static_cast<Element*>(r.dst);
+  const auto add = [&]<class W>(W, std::int64_t first, std::int64_t last) {
+    for (std::int64_t i = first; i < last; i += W::kWidth) {
+      const W sum = W::fma(W::template load_as<type>(b + i), W::set(r.factor), W::template load_as<type>(a + i));
+      W::template store_as<type>(dst + i, sum);
+    }
+  };
+  const std::int64_t whole = r.count / V::kWidth * V::kWidth;
+  add(V{}, 0, whole);
+  add(F32x1{}, whole, r.count);
+}
+
+template <class V>
+void add_row(const AddRow& r) {
+  switch (r.type) {
+    case DType::kF32: return add_row_typed<V, DType::kF32>(r);
+    case DType::kBF16: return add_row_typed<V, DType::kBF16>(r);
+    case DType::kF16: return add_row_typed<V, DType::kF16>(r);
+  }
+}
+
+template <class V, Activation kind>
+void activate_kind_of_row(const ActivateRow& a) {
+  for (std::int64_t i = 0; i < a.count; i += V::kWidth) {
+    const V gate = V::load(a.gate + i);
+    V::store(a.out + i, a.activation->gated ? gate_times_up<V, kind>(gate, V::load(a.up + i), *a.activation)
+                                            : activation_of<V, kind>(gate, *a.activation));
+  }
+}
+
+template <class V>
+void activate_row(const ActivateRow& a) {
+  switch (a.activation->kind) {
+    case Activation::kSilu: return activate_kind_of_row<V, Activation::kSilu>(a);
+    case Activation::kSwigluOai: return activate_kind_of_row<V, Activation::kSwigluOai>(a);
+    case Activation::kSwigluStep: return activate_kind_of_row<V, Activation::kSwigluStep>(a);
+    case Activation::kGelu: return activate_kind_of_row<V, Activation::kGelu>(a);
+    case Activation::kGeluTanh: return activate_kind_of_row<V, Activation::kGeluTanh>(a);
+    case Activation::kRelu2: return activate_kind_of_row<V, Activation::kRelu2>(a);
+  }
+}
+
 template <class V, WeightFormat format, RowKind kind, int planes>
 constexpr Epilogues epilogues_of() {
   constexpr Sums kSums = sums_of(format, kind);
@@ -393,6 +463,9 @@ constexpr Kernels kernels_of(const char* name) {
   k.dot_rows = dot_rows<V>;
   k.sum_rows = sum_rows<V>;
   k.normalize_row = normalize_row<V>;
+  k.rotate_head = rotate_head<V>;
+  k.add_row = add_row<V>;
+  k.activate_row = activate_row<V>;
   add_state_space<V>(k);
   add_delta_kernels<V>(k);
   return k;

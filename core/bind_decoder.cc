@@ -1,0 +1,292 @@
+// The Python seam of decoder.h: descriptions are read off the values that src/cpumoe/ops/decoder.py has for them.
+#include <nanobind/stl/string.h>
+
+#include <algorithm>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "array.h"
+#include "bind.h"
+#include "check.h"
+#include "decoder.h"
+#include "dispatch.h"
+
+namespace nb = nanobind;
+
+namespace cpumoe {
+namespace {
+
+template <class T>
+T value_of(nb::handle object, const char* name) {
+  return nb::cast<T>(object.attr(name));
+}
+
+const float* optional_floats(nb::handle object, const char* name, std::int64_t count) {
+  if (object.is_none()) return nullptr;
+  const Array array(object, name);
+  array.contiguous(1).expect<float>("float32");
+  CPUMOE_REQUIRE(array.dim(0) == count, name, " has ", array.dim(0), " values; ", count, " are accepted");
+  return array.data<float>();
+}
+
+Matrix read_matrix(nb::handle object, const char* name) {
+  Matrix matrix;
+  if (object.is_none()) return matrix;
+  const Array weight(object.attr("weight"), name);
+  if (weight.is<std::uint8_t>()) {
+    matrix.packed = open_packed(weight.contiguous(1).data(), weight.dim(0), name);
+    matrix.columns = matrix.packed.spec.columns;
+    matrix.depth = matrix.packed.spec.depth;
+    return matrix;
+  }
+  matrix.type = weight.contiguous(2).float_type();
+  matrix.columns = weight.dim(0);
+  matrix.depth = weight.dim(1);
+  matrix.floats = weight.data();
+  matrix.bias = optional_floats(object.attr("bias"), name, matrix.columns);
+  return matrix;
+}
+
+Norm read_norm(nb::handle object, DType type, const char* name) {
+  if (object.is_none()) return {};
+  const Array weight(object.attr("weight"), name);
+  CPUMOE_REQUIRE(weight.contiguous(1).float_type() == type, name, " is ", weight.dtype_text(),
+                 ", unlike the hidden states");
+  return {weight.data(), weight.dim(0), value_of<float>(object, "epsilon"), value_of<bool>(object, "round_first"),
+          value_of<bool>(object, "plus_one")};
+}
+
+ActivationSpec read_activation(nb::handle object) {
+  const int kind = value_of<int>(object, "kind");
+  CPUMOE_REQUIRE(kind >= 0 && kind <= static_cast<int>(Activation::kRelu2), "activation=", kind,
+                 "; 0 to 5 are accepted");
+  return {static_cast<Activation>(kind), value_of<bool>(object, "gated"), value_of<float>(object, "alpha"),
+          value_of<float>(object, "limit")};
+}
+
+AttentionPart read_attention(nb::handle object, DType type) {
+  AttentionPart a;
+  a.query = read_matrix(object.attr("query"), "query");
+  a.key = read_matrix(object.attr("key"), "key");
+  a.value = read_matrix(object.attr("value"), "value");
+  a.out = read_matrix(object.attr("out"), "out");
+  a.heads = value_of<std::int64_t>(object, "heads");
+  a.kv_heads = value_of<std::int64_t>(object, "kv_heads");
+  a.depth = value_of<std::int64_t>(object, "depth");
+  a.value_depth = value_of<std::int64_t>(object, "value_depth");
+  a.scale = value_of<float>(object, "scale");
+  a.query_norm = read_norm(object.attr("query_norm"), type, "query_norm");
+  a.key_norm = read_norm(object.attr("key_norm"), type, "key_norm");
+  a.norms_whole_rows = value_of<bool>(object, "norms_whole_rows");
+  a.norms_after_rotary = value_of<bool>(object, "norms_after_rotary");
+  a.rotary = value_of<int>(object, "rotary");
+  a.interleaved = value_of<bool>(object, "interleaved");
+  a.window = value_of<std::int64_t>(object, "window");
+  a.sinks = optional_floats(object.attr("sinks"), "sinks", a.heads);
+  a.softcap = value_of<float>(object, "softcap");
+  return a;
+}
+
+Router read_router(nb::handle object, DType type) {
+  Router r;
+  r.weight = read_matrix(object.attr("weight"), "router");
+  r.topk = value_of<std::int64_t>(object, "topk");
+  const int scoring = value_of<int>(object, "scoring");
+  CPUMOE_REQUIRE(scoring >= 0 && scoring <= static_cast<int>(Scoring::kSqrtSoftplus), "scoring=", scoring,
+                 "; 0 to 3 are accepted");
+  r.scoring = static_cast<Scoring>(scoring);
+  r.score_chosen = value_of<bool>(object, "score_chosen");
+  r.renormalize = value_of<bool>(object, "renormalize");
+  r.correction = optional_floats(object.attr("correction"), "correction", r.weight.columns);
+  r.groups = value_of<std::int64_t>(object, "groups");
+  r.topk_groups = value_of<std::int64_t>(object, "topk_groups");
+  r.scale = value_of<float>(object, "scale");
+  r.logits = value_of<bool>(object, "in_fp32") ? DType::kF32 : type;
+  return r;
+}
+
+PackedMatrix read_packed(nb::handle object, const char* name) {
+  const Array blob(object, name);
+  blob.contiguous(1).expect<std::uint8_t>("uint8 (packed weights)");
+  return open_packed(blob.data(), blob.dim(0), name);
+}
+
+RoutedExperts read_experts(nb::handle object, DType type) {
+  RoutedExperts e;
+  e.router = read_router(object.attr("router"), type);
+  e.gate_up = read_packed(object.attr("gate_up"), "gate_up");
+  e.down = read_packed(object.attr("down"), "down");
+  e.activation = read_activation(object.attr("activation"));
+  e.weight_on_input = value_of<bool>(object, "weight_on_input");
+  return e;
+}
+
+DenseBlock read_dense(nb::handle object) {
+  DenseBlock d;
+  d.gate = read_matrix(object.attr("gate"), "gate");
+  d.up = read_matrix(object.attr("up"), "up");
+  d.down = read_matrix(object.attr("down"), "down");
+  d.activation = read_activation(object.attr("activation"));
+  d.share = read_matrix(object.attr("share"), "share");
+  return d;
+}
+
+DecoderLayer read_layer(nb::handle object, DType type) {
+  DecoderLayer layer;
+  layer.before_attention = read_norm(object.attr("before_attention"), type, "before_attention");
+  layer.after_attention = read_norm(object.attr("after_attention"), type, "after_attention");
+  layer.before_block = read_norm(object.attr("before_block"), type, "before_block");
+  layer.after_block = read_norm(object.attr("after_block"), type, "after_block");
+  layer.attention = read_attention(object.attr("attention"), type);
+  if (const nb::object experts = object.attr("experts"); !experts.is_none()) layer.experts = read_experts(experts, type);
+  if (const nb::object dense = object.attr("dense"); !dense.is_none()) layer.dense = read_dense(dense);
+  layer.residual_factor = value_of<float>(object, "residual_factor");
+  return layer;
+}
+
+RotaryTable read_rotary(nb::handle object) {
+  const Array cos(object.attr("cos"), "cos"), sin(object.attr("sin"), "sin");
+  cos.contiguous(2).expect<float>("float32");
+  sin.contiguous(2).expect<float>("float32");
+  CPUMOE_REQUIRE(cos.dim(0) == sin.dim(0) && cos.dim(1) == sin.dim(1), "cos is ", cos.shape_text(), ", but sin is ",
+                 sin.shape_text());
+  return {cos.data<float>(), sin.data<float>(), cos.dim(0), cos.dim(1)};
+}
+
+DecoderModel read_model(nb::handle object) {
+  DecoderModel model;
+  const Array embedding(object.attr("embedding"), "embedding");
+  model.type = embedding.contiguous(2).float_type();
+  model.vocabulary = embedding.dim(0);
+  model.hidden = embedding.dim(1);
+  model.embedding = embedding.data();
+  model.embedding_factor = value_of<float>(object, "embedding_factor");
+  for (const nb::handle table : object.attr("rotary")) model.rotary.push_back(read_rotary(table));
+  for (const nb::handle layer : object.attr("layers")) model.layers.push_back(read_layer(layer, model.type));
+  model.norm = read_norm(object.attr("norm"), model.type, "norm");
+  model.head = read_matrix(object.attr("head"), "head");
+  return model;
+}
+
+LayerCache read_cache(nb::handle entry, const AttentionPart& a, DType type, std::int64_t batch) {
+  const nb::tuple parts = nb::cast<nb::tuple>(entry);
+  CPUMOE_REQUIRE(parts.size() == 3, "a cache is (keys, values, first place)");
+  const Array keys(parts[0], "keys"), values(parts[1], "values");
+  LayerCache cache{};
+  cache.first_place = nb::cast<std::int64_t>(parts[2]);
+  CPUMOE_REQUIRE(cache.first_place >= 0, "the first place of a cache is ", cache.first_place);
+  const auto heads_of = [&](const Array& array, std::int64_t depth) {
+    CPUMOE_REQUIRE(array.writable().contiguous(4).float_type() == type, array.name(), " is ", array.dtype_text(),
+                   ", unlike the hidden states");
+    CPUMOE_REQUIRE(array.dim(0) == batch && array.dim(1) == a.kv_heads && array.dim(2) == keys.dim(2) &&
+                       array.dim(3) == depth,
+                   array.name(), " is ", array.shape_text(), "; [", batch, ", ", a.kv_heads, ", ", keys.dim(2), ", ",
+                   depth, "] is accepted");
+    return CachedHeads{array.data(), a.kv_heads * array.dim(2) * depth, array.dim(2) * depth, depth};
+  };
+  cache.keys = heads_of(keys, a.depth);
+  cache.values = heads_of(values, a.value_depth);
+  cache.places = keys.dim(2);
+  return cache;
+}
+
+// A decoder and the tensors that it works with.
+class DecoderObject {
+ public:
+  explicit DecoderObject(nb::object model) : model_(std::move(model)), decoder_(read_model(model_)) {}
+
+  std::int64_t vocabulary() const { return decoder_.model().head.columns; }
+
+  void step(nb::handle input_, nb::handle caches, std::int64_t past, nb::handle positions_, nb::handle padding_,
+            std::int64_t kept, nb::handle hidden_out_, nb::handle logits_out_) {
+    const DecoderModel& model = decoder_.model();
+    const Array input(input_, "tokens");
+    const bool is_tokens = input.is<std::int64_t>();
+    if (is_tokens) {
+      input.contiguous(2);
+    } else {
+      CPUMOE_REQUIRE(input.contiguous(3).float_type() == model.type && input.dim(2) == model.hidden, "hidden states are ",
+                     input.dtype_text(), " ", input.shape_text(), "; rows of ", model.hidden,
+                     " of the decoder's dtype are accepted");
+    }
+    const std::int64_t batch = input.dim(0), count = input.dim(1);
+    CPUMOE_REQUIRE(past >= 0 && past < (std::int64_t{1} << 40), "past=", past, "; 0 to 2^40 are accepted");
+    CPUMOE_REQUIRE(kept >= 0 && kept <= count, "keep=", kept, " of ", count, " tokens");
+    Step step;
+    (is_tokens ? reinterpret_cast<const void*&>(step.tokens) : step.hidden) = input.data();
+    const std::optional<Array> positions = given(positions_, "positions"), padding = given(padding_, "padding");
+    if (positions) {
+      positions->contiguous(2).expect<std::int64_t>("int64");
+      CPUMOE_REQUIRE((positions->dim(0) == batch || positions->dim(0) == 1) && positions->dim(1) == count,
+                     "positions are ", positions->shape_text(), " for tokens ", batch, " x ", count);
+    }
+    step.seen.assign(static_cast<std::size_t>(batch), 0);
+    if (padding) {
+      padding->contiguous(1).expect<std::int64_t>("int64");
+      CPUMOE_REQUIRE(padding->dim(0) == batch, "padding has ", padding->dim(0), " values for ", batch, " sequences");
+      std::copy_n(padding->data<std::int64_t>(), batch, step.seen.begin());
+    }
+    step.rows.reserve(static_cast<std::size_t>(batch * count));
+    for (std::int64_t b = 0; b < batch; ++b) {
+      for (std::int64_t t = 0; t < count; ++t) {
+        std::int64_t position = past + t;
+        if (positions) {
+          const std::int64_t line = positions->dim(0) == 1 ? 0 : b;
+          position = positions->data<std::int64_t>()[line * count + t];
+        }
+        step.rows.push_back({static_cast<std::int32_t>(b), past + t, position});
+        if (t >= count - kept) step.wanted.push_back(b * count + t);
+      }
+    }
+    for (const nb::handle entry : caches) {
+      CPUMOE_REQUIRE(step.caches.size() < model.layers.size(), "there are caches for more than ", model.layers.size(),
+                     " layers");
+      step.caches.push_back(read_cache(entry, model.layers[step.caches.size()].attention, model.type, batch));
+    }
+    step.hidden_out = result(hidden_out_, "hidden_out", batch, kept, model.hidden);
+    step.logits_out = result(logits_out_, "logits_out", batch, kept, model.head.columns);
+    const Computation computation;
+    decoder_.step(active_kernels(), step);
+  }
+
+  nb::list take_seconds() {
+    double seconds[kStepParts];
+    decoder_.take_seconds(seconds);
+    nb::list list;
+    for (const double part : seconds) list.append(part);
+    return list;
+  }
+
+ private:
+  static std::optional<Array> given(nb::handle object, const char* name) {
+    return object.is_none() ? std::nullopt : std::optional<Array>(std::in_place, object, name);
+  }
+
+  void* result(nb::handle object, const char* name, std::int64_t batch, std::int64_t kept, std::int64_t width) const {
+    if (object.is_none()) return nullptr;
+    const Array out(object, name);
+    CPUMOE_REQUIRE(out.writable().contiguous(3).float_type() == decoder_.model().type, name, " is ", out.dtype_text(),
+                   ", unlike the hidden states");
+    CPUMOE_REQUIRE(out.dim(0) == batch && out.dim(1) == kept && out.dim(2) == width, name, " is ", out.shape_text(),
+                   "; [", batch, ", ", kept, ", ", width, "] is accepted");
+    return out.data();
+  }
+
+  nb::object model_;  // holds the tensors
+  Decoder decoder_;
+};
+
+}  // namespace
+
+void bind_decoder(nb::module_& m) {
+  using namespace nb::literals;
+  nb::class_<DecoderObject>(m, "Decoder")
+      .def(nb::init<nb::object>(), "model"_a)
+      .def_prop_ro("vocabulary", &DecoderObject::vocabulary)
+      .def("step", &DecoderObject::step, "tokens"_a, "caches"_a, "past"_a, "positions"_a.none(), "padding"_a.none(),
+           "kept"_a, "hidden_out"_a.none(), "logits_out"_a.none())
+      .def("take_seconds", &DecoderObject::take_seconds);
+}
+
+}  // namespace cpumoe

@@ -1,0 +1,662 @@
+#include "decoder.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <cstring>
+#include <iterator>
+#include <limits>
+#include <utility>
+
+#include "cached_attention.h"
+#include "check.h"
+#include "memory.h"
+#include "moe.h"
+#include "products.h"
+#include "route.h"
+#include "threads.h"
+
+namespace cpumoe {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Rows for which one thread chooses the experts; more are shared out.
+constexpr std::int64_t kFewRows = 16;
+
+// Keys and values in a cache are this or larger, or 0: cached_attention.h.
+constexpr float kSmallestCached = 0x1p-60f;
+
+std::uint8_t* at(void* data, std::int64_t element, DType type) {
+  return static_cast<std::uint8_t*>(data) + element * size_of(type);
+}
+const std::uint8_t* at(const void* data, std::int64_t element, DType type) {
+  return static_cast<const std::uint8_t*>(data) + element * size_of(type);
+}
+
+void check_norm(const Norm& norm, std::int64_t width, const char* name) {
+  CPUMOE_REQUIRE(!norm || norm.width == width, name, " has ", norm.width, " values for rows of ", width);
+}
+
+void check_matrix(const Matrix& m, DType type, std::int64_t columns, std::int64_t depth, const char* name) {
+  CPUMOE_REQUIRE(m.columns == columns && m.depth == depth, name, " is [", m.columns, ", ", m.depth, "]; [", columns,
+                 ", ", depth, "] is accepted");
+  if (!m.is_packed()) return;
+  CPUMOE_REQUIRE(m.packed.spec.experts == 1 && !m.packed.spec.gated, name, " holds experts; one matrix is accepted");
+  CPUMOE_REQUIRE(!traits_of(rows_for(m.packed.spec, type)).of_tensor, name,
+                 " has one scale for all rows of a call, which a step does not serve");
+}
+
+void check_attention(const AttentionPart& a, const DecoderModel& model) {
+  CPUMOE_REQUIRE(a.heads >= 1 && a.kv_heads >= 1 && a.heads % a.kv_heads == 0, "attention has ", a.heads, " heads for ",
+                 a.kv_heads, " heads of keys; a multiple is accepted");
+  CPUMOE_REQUIRE(a.depth >= 1 && a.value_depth >= 1 && a.depth <= 4096 && a.value_depth <= 4096, "heads have ", a.depth,
+                 " and ", a.value_depth, " values; 1 to 4096 are accepted");
+  const std::int64_t queries = a.heads * a.depth, keys = a.kv_heads * a.depth, values = a.kv_heads * a.value_depth;
+  CPUMOE_REQUIRE(static_cast<bool>(a.key) == static_cast<bool>(a.value), "key and value must both be given, or none");
+  check_matrix(a.query, model.type, a.key ? queries : queries + keys + values, model.hidden, "query");
+  if (a.key) {
+    check_matrix(a.key, model.type, keys, model.hidden, "key");
+    check_matrix(a.value, model.type, values, model.hidden, "value");
+  }
+  check_matrix(a.out, model.type, model.hidden, a.heads * a.value_depth, "out");
+  check_norm(a.query_norm, a.norms_whole_rows ? queries : a.depth, "query_norm");
+  check_norm(a.key_norm, a.norms_whole_rows ? keys : a.depth, "key_norm");
+  CPUMOE_REQUIRE(!(a.norms_whole_rows && a.norms_after_rotary), "norms of whole rows come before the rotation");
+  CPUMOE_REQUIRE(a.window >= 0, "window=", a.window, "; 0 (none) or more is accepted");
+  CPUMOE_REQUIRE(a.rotary < static_cast<int>(model.rotary.size()), "rotary=", a.rotary, ", but there are ",
+                 model.rotary.size(), " tables");
+  if (a.rotary < 0) return;
+  const std::int64_t width = model.rotary[static_cast<std::size_t>(a.rotary)].width;
+  CPUMOE_REQUIRE(width % 2 == 0 && width <= a.depth, "the rotary table is ", width, " wide for heads of ", a.depth);
+}
+
+void check_dense(const DenseBlock& d, const DecoderModel& model) {
+  const std::int64_t inner = d.up.columns;
+  CPUMOE_REQUIRE(static_cast<bool>(d.gate) == d.activation.gated, "gate is ", d.gate ? "given" : "missing",
+                 " for an activation that is ", d.activation.gated ? "gated" : "not gated");
+  if (d.gate) check_matrix(d.gate, model.type, inner, model.hidden, "gate");
+  check_matrix(d.up, model.type, inner, model.hidden, "up");
+  check_matrix(d.down, model.type, model.hidden, inner, "down");
+  if (d.share) check_matrix(d.share, model.type, 1, model.hidden, "share");
+}
+
+RouteCall route_call(const Router& router, std::int64_t tokens, const float* logits, std::int32_t* ids,
+                     float* weights) {
+  RouteCall call{};
+  call.logits = logits;
+  call.type = DType::kF32;
+  call.tokens = tokens;
+  call.experts = router.weight.columns;
+  call.topk = router.topk;
+  call.scoring = router.scoring;
+  call.score_chosen = router.score_chosen;
+  call.bias = router.correction;
+  call.groups = router.groups;
+  call.topk_groups = router.topk_groups;
+  call.renormalize = router.renormalize;
+  call.scale = router.scale;
+  call.ids = ids;
+  call.weights = weights;
+  return call;
+}
+
+void check_layer(const DecoderLayer& layer, const DecoderModel& model) {
+  check_norm(layer.before_attention, model.hidden, "before_attention");
+  check_norm(layer.after_attention, model.hidden, "after_attention");
+  check_norm(layer.before_block, model.hidden, "before_block");
+  check_norm(layer.after_block, model.hidden, "after_block");
+  check_attention(layer.attention, model);
+  CPUMOE_REQUIRE(layer.experts.has_value() || layer.dense.has_value(), "a layer has neither experts nor a dense block");
+  if (layer.dense.has_value()) check_dense(*layer.dense, model);
+  if (!layer.experts.has_value()) return;
+  const RoutedExperts& e = *layer.experts;
+  check_experts(e.gate_up.spec, e.down.spec, e.activation);
+  check_matrix(e.router.weight, model.type, e.gate_up.spec.experts, model.hidden, "router");
+  CPUMOE_REQUIRE(e.gate_up.spec.depth == model.hidden, "experts take ", e.gate_up.spec.depth, " features of ",
+                 model.hidden);
+  CPUMOE_REQUIRE(!traits_of(rows_for(e.gate_up.spec, model.type)).of_tensor,
+                 "experts have one scale for all rows of a call, which a step does not serve");
+  check_routing(route_call(e.router, 0, nullptr, nullptr, nullptr));
+}
+
+// Bytes that a step of so many rows reads, at most; for the number of threads.
+std::int64_t work_of(const DecoderModel& model, std::int64_t rows) {
+  std::int64_t bytes = model.head.bytes();
+  for (const DecoderLayer& layer : model.layers) {
+    const AttentionPart& a = layer.attention;
+    bytes += a.query.bytes() + a.key.bytes() + a.value.bytes() + a.out.bytes();
+    if (layer.experts.has_value()) {
+      const std::int64_t experts = std::min(rows * layer.experts->router.topk, layer.experts->gate_up.spec.experts);
+      bytes += (layer.experts->gate_up.expert_bytes + layer.experts->down.expert_bytes) * experts;
+    }
+    if (layer.dense.has_value()) bytes += layer.dense->gate.bytes() + layer.dense->up.bytes() + layer.dense->down.bytes();
+  }
+  return bytes;
+}
+
+}  // namespace
+
+struct Decoder::State {
+  DecoderModel model;
+  std::int64_t most_rows = 0;  // of a round
+  double seconds[kStepParts] = {};
+
+  // Of the rows of a round; hidden states are of the model's type.
+  Buffer residual, normed, mixed, projected, attended, dense_in, dense_hidden, dense_out, wanted_rows;
+  Buffer values, share, logits, ids, weights;
+  RowProducts projections, output, router, dense_first, dense_second, head;
+  CachedAttention attention;
+  MoeStage experts;
+  std::vector<CachedSequence> sequences;
+  std::vector<AttentionRow> attention_rows;
+};
+
+// Rows [first, first + count) of a step through all layers. The stages of a layer, with barriers between them:
+//   rows (residual, norm, preparation); query, key and value; heads (norms, rotation, cache); attention; output;
+//   rows; router and the first linears of a dense block; choice of experts; its last linear; experts.
+// Products are planned by the first thread while heads are made; those of experts when their choice is known.
+class Decoder::Round {
+ public:
+  Round(const Kernels& kernels, const Step& step, State& state, std::int64_t first, std::int64_t count, int threads)
+      : k_(kernels),
+        step_(step),
+        s_(state),
+        m_(state.model),
+        type_(state.model.type),
+        first_(first),
+        count_(count),
+        hidden_(state.model.hidden),
+        threads_(threads) {
+    std::int64_t projected = 0, attended = 0, inner = 0, experts = 0, topk = 0;
+    for (const DecoderLayer& layer : m_.layers) {
+      const AttentionPart& a = layer.attention;
+      projected = std::max(projected, width_of(a));
+      attended = std::max(attended, a.heads * a.value_depth);
+      if (layer.dense.has_value()) inner = std::max(inner, layer.dense->up.columns);
+      if (!layer.experts.has_value()) continue;
+      experts = std::max(experts, layer.experts->gate_up.spec.experts);
+      topk = std::max(topk, layer.experts->router.topk);
+    }
+    const auto rows_of = [&](Buffer& buffer, std::int64_t width) {
+      return buffer.get<std::uint8_t>(count * width * size_of(type_));
+    };
+    residual_ = rows_of(s_.residual, hidden_);
+    normed_ = rows_of(s_.normed, hidden_);
+    mixed_ = rows_of(s_.mixed, hidden_);
+    projected_ = rows_of(s_.projected, projected);
+    attended_ = rows_of(s_.attended, attended);
+    dense_in_ = rows_of(s_.dense_in, 2 * inner);
+    dense_hidden_ = rows_of(s_.dense_hidden, inner);
+    dense_out_ = rows_of(s_.dense_out, hidden_);
+    values_stride_ = (std::max({hidden_, 2 * inner, projected}) + 31) / 16 * 16;
+    values_ = s_.values.get<float>(threads * values_stride_);
+    share_ = s_.share.get<float>(count);
+    logits_ = s_.logits.get<float>(count * experts);
+    ids_ = s_.ids.get<std::int32_t>(count * topk);
+    weights_ = s_.weights.get<float>(count * topk);
+    if (!m_.layers.empty()) plan_projections(0);
+  }
+
+  void run(Worker& worker) {
+    start(worker);
+    embed(worker);
+    const DecoderLayer* before = nullptr;
+    for (std::size_t i = 0; i < m_.layers.size(); ++i) {
+      const DecoderLayer& layer = m_.layers[i];
+      end_block(worker, before);
+      normalize(worker, layer.before_attention);
+      s_.projections.prepare(worker);
+      end_stage(worker, StepPart::kRows);
+      s_.projections.multiply(worker);
+      end_stage(worker, StepPart::kProducts);
+      make_heads(worker, layer.attention, step_.caches[i]);
+      if (worker.index == 0) plan_layer(i);
+      end_stage(worker, StepPart::kRows);
+      s_.attention.run(worker);
+      end_stage(worker, StepPart::kAttention);
+      s_.output.prepare(worker);
+      end_stage(worker, StepPart::kRows);
+      s_.output.multiply(worker);
+      end_stage(worker, StepPart::kProducts);
+      add_to_residual(worker, mixed_, layer.after_attention, layer.residual_factor);
+      normalize(worker, layer.before_block);
+      run_block(worker, layer);
+      before = &layer;
+    }
+    end_block(worker, before);
+    finish(worker);
+  }
+
+ private:
+  static std::int64_t width_of(const AttentionPart& a) {
+    return a.heads * a.depth + a.kv_heads * (a.depth + a.value_depth);
+  }
+
+  // ---- time --------------------------------------------------------------------------------------------------------
+
+  void start(const Worker& worker) {
+    if (worker.index == 0) time_ = Clock::now();
+  }
+
+  void end_stage(Worker& worker, StepPart part) {
+    worker.barrier->wait();
+    if (worker.index != 0) return;
+    const Clock::time_point now = Clock::now();
+    s_.seconds[static_cast<int>(part)] += std::chrono::duration<double>(now - time_).count();
+    time_ = now;
+  }
+
+  // ---- rows: every worker has its share of them --------------------------------------------------------------------
+
+  float* values_of(const Worker& worker) const { return values_ + worker.index * values_stride_; }
+  std::uint8_t* row(std::uint8_t* rows, std::int64_t index) const { return at(rows, index * hidden_, type_); }
+
+  template <class Body>
+  void each_row(const Worker& worker, Body&& body) const {
+    for (std::int64_t r = worker.share(count_); r < worker.next_share(count_); ++r) body(r);
+  }
+
+  void embed(const Worker& worker) {
+    each_row(worker, [&](std::int64_t r) {
+      const std::uint8_t* from = step_.tokens == nullptr
+                                     ? at(step_.hidden, (first_ + r) * hidden_, type_)
+                                     : at(m_.embedding, step_.tokens[first_ + r] * hidden_, type_);
+      std::memcpy(row(residual_, r), from, static_cast<std::size_t>(hidden_ * size_of(type_)));
+      if (step_.tokens == nullptr || m_.embedding_factor == 1.0f) return;
+      float* values = values_of(worker);
+      k_.load_row(from, type_, static_cast<int>(hidden_), values);
+      for (std::int64_t i = 0; i < hidden_; ++i) values[i] *= m_.embedding_factor;
+      k_.store_row(values, hidden_, type_, row(residual_, r));
+    });
+  }
+
+  void normalize_into(const void* from, const Norm& norm, void* to) const {
+    k_.normalize_row(
+        {from, norm.weight, type_, norm.width, norm.epsilon, norm.round_first, norm.plus_one, to});
+  }
+
+  void normalize(const Worker& worker, const Norm& norm) {
+    each_row(worker, [&](std::int64_t r) {
+      if (norm) {
+        normalize_into(row(residual_, r), norm, row(normed_, r));
+      } else {
+        std::memcpy(row(normed_, r), row(residual_, r), static_cast<std::size_t>(hidden_ * size_of(type_)));
+      }
+    });
+  }
+
+  void add_to_residual(const Worker& worker, std::uint8_t* rows, const Norm& norm, float factor) {
+    each_row(worker, [&](std::int64_t r) {
+      if (norm) normalize_into(row(rows, r), norm, row(rows, r));
+      k_.add_row({row(residual_, r), row(rows, r), type_, hidden_, factor, row(residual_, r)});
+    });
+  }
+
+  // What the block of the layer before has given is added to the residual stream.
+  void end_block(const Worker& worker, const DecoderLayer* layer) {
+    if (layer == nullptr) return;
+    std::uint8_t* given = layer->experts.has_value() ? mixed_ : dense_out_;
+    if (layer->dense.has_value()) {
+      each_row(worker, [&](std::int64_t r) {
+        if (layer->dense->share) {
+          float* values = values_of(worker);
+          k_.load_row(row(dense_out_, r), type_, static_cast<int>(hidden_), values);
+          for (std::int64_t i = 0; i < hidden_; ++i) values[i] *= share_[r];
+          k_.store_row(values, hidden_, type_, row(dense_out_, r));
+        }
+        if (layer->experts.has_value()) {
+          k_.add_row({row(mixed_, r), row(dense_out_, r), type_, hidden_, 1.0f, row(mixed_, r)});
+        }
+      });
+    }
+    add_to_residual(worker, given, layer->after_block, layer->residual_factor);
+  }
+
+  // ---- attention ---------------------------------------------------------------------------------------------------
+
+  void plan_projections(std::size_t index) {
+    const AttentionPart& a = m_.layers[index].attention;
+    const std::int64_t width = width_of(a), keys = a.heads * a.depth, values = keys + a.kv_heads * a.depth;
+    const MatrixOut outs[3] = {{&a.query, projected_, width, type_},
+                               {&a.key, at(projected_, keys, type_), width, type_},
+                               {&a.value, at(projected_, values, type_), width, type_}};
+    s_.projections.plan(k_, outs, a.key ? 3 : 1, normed_, type_, count_, threads_);
+  }
+
+  // Everything of a layer whose sizes are known beforehand. The projections are those of the next one.
+  void plan_layer(std::size_t index) {
+    const DecoderLayer& layer = m_.layers[index];
+    const AttentionPart& a = layer.attention;
+    if (index + 1 < m_.layers.size()) {
+      plan_projections(index + 1);
+    } else {
+      plan_head();
+    }
+    plan_attention(a, step_.caches[index]);
+    const MatrixOut out{&a.out, mixed_, hidden_, type_};
+    s_.output.plan(k_, &out, 1, attended_, type_, count_, threads_);
+    if (layer.experts.has_value()) {
+      const Matrix& router = layer.experts->router.weight;
+      const MatrixOut logits{&router, logits_, router.columns, DType::kF32};
+      s_.router.plan(k_, &logits, 1, normed_, type_, count_, threads_);
+    }
+    if (layer.dense.has_value()) {
+      const DenseBlock& d = *layer.dense;
+      const std::int64_t inner = d.up.columns;
+      MatrixOut outs[3];
+      int outs_count = 0;
+      outs[outs_count++] = {&d.up, at(dense_in_, inner, type_), 2 * inner, type_};
+      if (d.gate) outs[outs_count++] = {&d.gate, dense_in_, 2 * inner, type_};
+      if (d.share) outs[outs_count++] = {&d.share, share_, 1, DType::kF32};
+      s_.dense_first.plan(k_, outs, outs_count, normed_, type_, count_, threads_);
+      const MatrixOut down{&d.down, dense_out_, hidden_, type_};
+      s_.dense_second.plan(k_, &down, 1, dense_hidden_, type_, count_, threads_);
+    }
+  }
+
+  void plan_attention(const AttentionPart& a, const LayerCache& cache) {
+    const auto sequences = static_cast<std::int64_t>(step_.seen.size());
+    s_.sequences.resize(step_.seen.size());
+    for (std::int64_t i = 0; i < sequences; ++i) {
+      // Counted from place 0, so that parts are cut at the same places wherever a cache begins; nothing is read before
+      // its first place.
+      s_.sequences[static_cast<std::size_t>(i)] = {
+          at(cache.keys.data, cache.keys.offset(i, 0, -cache.first_place), type_),
+          at(cache.values.data, cache.values.offset(i, 0, -cache.first_place), type_)};
+    }
+    s_.attention_rows.resize(static_cast<std::size_t>(count_));
+    for (std::int64_t r = 0; r < count_; ++r) {
+      const StepRow& row = step_.rows[static_cast<std::size_t>(first_ + r)];
+      std::int64_t seen = step_.seen[static_cast<std::size_t>(row.sequence)];
+      if (a.window > 0) seen = std::max(seen, row.place - a.window + 1);
+      seen = std::max(seen, cache.first_place);
+      s_.attention_rows[static_cast<std::size_t>(r)] = {row.sequence, std::min(seen, row.place + 1), row.place + 1};
+    }
+    CachedAttentionCall call{};
+    call.type = type_;
+    call.rows = count_;
+    call.heads = a.heads;
+    call.kv_heads = a.kv_heads;
+    call.depth = a.depth;
+    call.value_depth = a.value_depth;
+    call.query = projected_;
+    call.query_stride = width_of(a);
+    call.sequences = s_.sequences.data();
+    call.row = s_.attention_rows.data();
+    call.key_token_stride = cache.keys.token_stride;
+    call.key_head_stride = cache.keys.head_stride;
+    call.value_token_stride = cache.values.token_stride;
+    call.value_head_stride = cache.values.head_stride;
+    call.page_tokens = cache.page_tokens;
+    call.pages = cache.pages;
+    call.scale = a.scale;
+    call.softcap = a.softcap;
+    call.sinks = a.sinks;
+    call.out = attended_;
+    call.out_stride = a.heads * a.value_depth;
+    s_.attention.plan(k_, call, threads_);
+  }
+
+  // Queries get their norm and rotation where they are; keys and values go to the cache.
+  void make_heads(const Worker& worker, const AttentionPart& a, const LayerCache& cache) {
+    const std::int64_t heads = a.heads + 2 * a.kv_heads;
+    if (a.norms_whole_rows) {
+      each_row(worker, [&](std::int64_t r) {
+        std::uint8_t* row = at(projected_, r * width_of(a), type_);
+        if (a.query_norm) normalize_into(row, a.query_norm, row);
+        std::uint8_t* keys = at(row, a.heads * a.depth, type_);
+        if (a.key_norm) normalize_into(keys, a.key_norm, keys);
+        for (std::int64_t head = 0; head < heads; ++head) make_head(worker, a, cache, r, head);
+      });
+      return;
+    }
+    for (std::int64_t i = worker.share(count_ * heads); i < worker.next_share(count_ * heads); ++i) {
+      make_head(worker, a, cache, i / heads, i % heads);
+    }
+  }
+
+  void make_head(const Worker& worker, const AttentionPart& a, const LayerCache& cache, std::int64_t r,
+                 std::int64_t head) {
+    const StepRow& row = step_.rows[static_cast<std::size_t>(first_ + r)];
+    const bool is_query = head < a.heads, is_key = !is_query && head < a.heads + a.kv_heads;
+    const std::int64_t depth = is_query || is_key ? a.depth : a.value_depth;
+    const std::int64_t before = std::min(head, a.heads + a.kv_heads) * a.depth +
+                                std::max<std::int64_t>(head - a.heads - a.kv_heads, 0) * a.value_depth;
+    std::uint8_t* x = at(projected_, r * width_of(a) + before, type_);
+    float* values = values_of(worker);
+    if (is_query || is_key) {
+      const Norm& norm = is_query ? a.query_norm : a.key_norm;
+      const bool normed = norm && !a.norms_whole_rows;
+      if (normed && !a.norms_after_rotary) normalize_into(x, norm, x);
+      if (a.rotary >= 0) {
+        const RotaryTable& table = m_.rotary[static_cast<std::size_t>(a.rotary)];
+        k_.load_row(x, type_, static_cast<int>(depth), values);
+        k_.rotate_head({values, table.width, table.cos + row.position * table.width,
+                        table.sin + row.position * table.width, a.interleaved});
+        k_.store_row(values, depth, type_, x);
+      }
+      if (normed && a.norms_after_rotary) normalize_into(x, norm, x);
+    }
+    if (is_query) return;
+    const std::int64_t kv_head = (head - a.heads) % a.kv_heads;
+    const CachedHeads& cached = is_key ? cache.keys : cache.values;
+    const std::int64_t place =
+        cached.offset(cache.page_tokens == 0 ? row.sequence : 0, kv_head, cache.token_at(row.sequence, row.place));
+    k_.load_row(x, type_, static_cast<int>(depth), values);
+    for (std::int64_t i = 0; i < depth; ++i) values[i] = std::fabs(values[i]) < kSmallestCached ? 0.0f : values[i];
+    k_.store_row(values, depth, type_, at(cached.data, place, type_));
+  }
+
+  // ---- the block behind attention ----------------------------------------------------------------------------------
+
+  void run_block(Worker& worker, const DecoderLayer& layer) {
+    if (layer.experts.has_value()) s_.router.prepare(worker);
+    if (layer.dense.has_value()) s_.dense_first.prepare(worker);
+    end_stage(worker, StepPart::kRows);
+    if (layer.experts.has_value()) {
+      s_.router.multiply(worker);
+      if (!layer.dense.has_value()) end_stage(worker, StepPart::kRouting);
+    }
+    if (layer.dense.has_value()) {
+      s_.dense_first.multiply(worker);
+      end_stage(worker, StepPart::kProducts);
+      activate(worker, *layer.dense);
+      s_.dense_second.prepare(worker);
+    }
+    if (layer.experts.has_value()) choose_experts(worker, *layer.experts);
+    if (layer.dense.has_value()) {
+      end_stage(worker, StepPart::kRows);
+      s_.dense_second.multiply(worker);
+    }
+    if (!layer.experts.has_value()) return end_stage(worker, StepPart::kProducts);
+    end_stage(worker, layer.dense.has_value() ? StepPart::kProducts : StepPart::kRouting);
+    s_.experts.run(worker);
+    end_stage(worker, StepPart::kExperts);
+  }
+
+  void activate(const Worker& worker, const DenseBlock& d) {
+    const std::int64_t inner = d.up.columns, padded = (inner + 15) / 16 * 16;
+    each_row(worker, [&](std::int64_t r) {
+      float *gate = values_of(worker), *up = gate + padded;
+      const std::uint8_t* from = at(dense_in_, r * 2 * inner, type_);
+      k_.load_row(at(from, inner, type_), type_, static_cast<int>(inner), d.gate ? up : gate);
+      if (d.gate) k_.load_row(from, type_, static_cast<int>(inner), gate);
+      k_.activate_row({gate, up, inner, &d.activation, gate});
+      k_.store_row(gate, inner, type_, at(dense_hidden_, r * inner, type_));
+      if (d.share) {
+        float shares[16] = {share_[r]};  // scoring works in whole vectors
+        k_.score(shares, 1, Scoring::kSigmoid);
+        share_[r] = shares[0];
+      }
+    });
+  }
+
+  // Of few rows by the first thread, which then plans; of more by all.
+  void choose_experts(Worker& worker, const RoutedExperts& e) {
+    const RouteCall call = route_call(e.router, count_, logits_, ids_, weights_);
+    if (count_ > kFewRows) {
+      round_logits(e.router, worker.share(count_), worker.next_share(count_));
+      route_tokens(k_, call, worker.share(count_), worker.next_share(count_));
+      worker.barrier->wait();
+    }
+    if (worker.index != 0) return;
+    if (count_ <= kFewRows) {
+      round_logits(e.router, 0, count_);
+      route_tokens(k_, call, 0, count_);
+    }
+    MoeCall moe{};
+    moe.gate_up = e.gate_up;
+    moe.down = e.down;
+    moe.x = normed_;
+    moe.type = moe.out_type = type_;
+    moe.tokens = count_;
+    moe.topk = e.router.topk;
+    moe.ids = ids_;
+    moe.weights = weights_;
+    moe.weight_on_input = e.weight_on_input;
+    moe.activation = e.activation;
+    moe.out = mixed_;
+    s_.experts.plan(k_, moe, threads_);
+  }
+
+  // Logits as the router's model has them.
+  void round_logits(const Router& router, std::int64_t first, std::int64_t last) {
+    if (router.logits == DType::kF32) return;
+    const std::int64_t experts = router.weight.columns;
+    std::uint16_t rounded[64];
+    for (std::int64_t i = first * experts; i < last * experts; i += 64) {
+      const std::int64_t some = std::min<std::int64_t>(64, last * experts - i);
+      k_.store_row(logits_ + i, some, router.logits, rounded);
+      k_.load_row(rounded, router.logits, static_cast<int>(some), logits_ + i);
+    }
+  }
+
+  // ---- the end -----------------------------------------------------------------------------------------------------
+
+  std::int64_t first_wanted() const {
+    return std::lower_bound(step_.wanted.begin(), step_.wanted.end(), first_) - step_.wanted.begin();
+  }
+  std::int64_t last_wanted() const {
+    return std::lower_bound(step_.wanted.begin(), step_.wanted.end(), first_ + count_) - step_.wanted.begin();
+  }
+
+  void plan_head() {
+    const std::int64_t wanted = last_wanted() - first_wanted();
+    result_ = step_.hidden_out != nullptr ? at(step_.hidden_out, first_wanted() * hidden_, type_)
+                                          : s_.wanted_rows.get<std::uint8_t>(wanted * hidden_ * size_of(type_));
+    if (step_.logits_out == nullptr) return;
+    const std::int64_t columns = m_.head.columns;
+    const MatrixOut out{&m_.head, at(step_.logits_out, first_wanted() * columns, type_), columns, type_};
+    s_.head.plan(k_, &out, 1, result_, type_, wanted, threads_);
+  }
+
+  void finish(Worker& worker) {
+    end_stage(worker, StepPart::kRows);  // rows that are wanted may be those of another worker
+    const std::int64_t first = first_wanted(), wanted = last_wanted() - first;
+    for (std::int64_t i = worker.share(wanted); i < worker.next_share(wanted); ++i) {
+      std::uint8_t* from = row(residual_, step_.wanted[static_cast<std::size_t>(first + i)] - first_);
+      if (m_.norm) {
+        normalize_into(from, m_.norm, row(result_, i));
+      } else {
+        std::memcpy(row(result_, i), from, static_cast<std::size_t>(hidden_ * size_of(type_)));
+      }
+    }
+    if (step_.logits_out != nullptr && wanted > 0) {
+      s_.head.prepare(worker);
+      end_stage(worker, StepPart::kRows);
+      s_.head.multiply(worker);
+      end_stage(worker, StepPart::kHead);
+    }
+  }
+
+  const Kernels& k_;
+  const Step& step_;
+  State& s_;
+  const DecoderModel& m_;
+  const DType type_;
+  const std::int64_t first_, count_, hidden_;
+  const int threads_;
+  std::uint8_t *residual_, *normed_, *mixed_, *projected_, *attended_, *dense_in_, *dense_hidden_, *dense_out_;
+  std::uint8_t* result_ = nullptr;
+  std::int64_t values_stride_;
+  float *values_, *share_, *logits_, *weights_;
+  std::int32_t* ids_;
+  Clock::time_point time_;
+};
+
+namespace {
+
+void check_step(const DecoderModel& m, const Step& s) {
+  const auto rows = static_cast<std::int64_t>(s.rows.size()), sequences = static_cast<std::int64_t>(s.seen.size());
+  CPUMOE_REQUIRE((s.tokens != nullptr) != (s.hidden != nullptr), "tokens or hidden states must be given, and not both");
+  CPUMOE_REQUIRE(s.tokens == nullptr || m.embedding != nullptr, "this decoder has no embedding: give hidden states");
+  CPUMOE_REQUIRE(s.logits_out == nullptr || m.head, "this decoder has no head");
+  for (std::int64_t r = 0; s.tokens != nullptr && r < rows; ++r) {
+    CPUMOE_REQUIRE(s.tokens[r] >= 0 && s.tokens[r] < m.vocabulary, "token ", s.tokens[r], "; 0 to ", m.vocabulary - 1,
+                   " are accepted");
+  }
+  CPUMOE_REQUIRE(s.caches.size() == m.layers.size(), "there are caches for ", s.caches.size(), " layers of ",
+                 m.layers.size());
+  std::int64_t least = std::numeric_limits<std::int64_t>::max();  // of positions that all tables have
+  for (const RotaryTable& table : m.rotary) least = std::min(least, table.positions);
+  for (std::int64_t r = 0; r < rows; ++r) {
+    const StepRow& row = s.rows[static_cast<std::size_t>(r)];
+    CPUMOE_REQUIRE(row.sequence >= 0 && row.sequence < sequences, "row ", r, " is of sequence ", row.sequence, " of ",
+                   sequences);
+    CPUMOE_REQUIRE(row.position >= 0 && row.position < least, "position ", row.position, "; 0 to ", least - 1,
+                   " are accepted");
+    const StepRow* last = r == 0 ? nullptr : &s.rows[static_cast<std::size_t>(r - 1)];
+    CPUMOE_REQUIRE(last == nullptr || last->sequence < row.sequence ||
+                       (last->sequence == row.sequence && last->place < row.place),
+                   "rows must come in the order of their sequences and places");
+    for (const LayerCache& cache : s.caches) {
+      CPUMOE_REQUIRE(row.place >= cache.first_place && row.place < cache.first_place + cache.places, "place ",
+                     row.place, "; the cache has room for ", cache.first_place, " to ",
+                     cache.first_place + cache.places - 1);
+    }
+  }
+  for (const std::int64_t seen : s.seen) CPUMOE_REQUIRE(seen >= 0, "a sequence is seen from place ", seen, " on");
+  for (std::size_t i = 0; i < s.wanted.size(); ++i) {
+    CPUMOE_REQUIRE(s.wanted[i] >= (i == 0 ? 0 : s.wanted[i - 1] + 1) && s.wanted[i] < rows, "wanted row ", s.wanted[i],
+                   " of ", rows);
+  }
+}
+
+}  // namespace
+
+Decoder::Decoder(DecoderModel model) : state_(std::make_unique<State>()) {
+  CPUMOE_REQUIRE(model.hidden >= 1 && model.hidden < (1 << 24), "hidden=", model.hidden, "; 1 to 2^24 - 1 are accepted");
+  state_->most_rows = 4096;
+  for (const DecoderLayer& layer : model.layers) {
+    check_layer(layer, model);
+    if (layer.experts.has_value()) {
+      state_->most_rows =
+          std::min(state_->most_rows, tokens_at_once(layer.experts->down, layer.experts->router.topk));
+    }
+  }
+  check_norm(model.norm, model.hidden, "norm");
+  if (model.head) check_matrix(model.head, model.type, model.head.columns, model.hidden, "head");
+  state_->model = std::move(model);
+}
+
+Decoder::~Decoder() = default;
+
+const DecoderModel& Decoder::model() const { return state_->model; }
+
+void Decoder::step(const Kernels& kernels, const Step& step) {
+  check_step(state_->model, step);
+  const auto rows = static_cast<std::int64_t>(step.rows.size());
+  const int threads = threads_for(work_of(state_->model, rows));
+  for (std::int64_t first = 0; first < rows; first += state_->most_rows) {
+    Round round(kernels, step, *state_, first, std::min(state_->most_rows, rows - first), threads);
+    run_on_threads(threads, [&](Worker& worker) { round.run(worker); });
+  }
+}
+
+void Decoder::take_seconds(double (&seconds)[kStepParts]) {
+  std::copy(std::begin(state_->seconds), std::end(state_->seconds), seconds);
+  std::fill(std::begin(state_->seconds), std::end(state_->seconds), 0.0);
+}
+
+}  // namespace cpumoe

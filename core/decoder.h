@@ -1,0 +1,159 @@
+// A whole decoder, from tokens to logits, in one parallel region with barriers between its stages.
+//
+// What a layer does is described by values: which norms, which rotation, which window, which router. The rows of a step
+// are one token of each of several sequences, a few tokens of one, or a piece of a prompt; they differ only in where
+// their keys and values go and what they see.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "kernel.h"
+#include "linear.h"
+#include "packed.h"
+
+namespace cpumoe {
+
+// A root-mean-square norm; see NormalizeRow.
+struct Norm {
+  const void* weight = nullptr;  // of the decoder's type; null: there is none
+  std::int64_t width = 0;
+  float epsilon = 0.0f;
+  bool round_first = false, plus_one = false;
+
+  explicit operator bool() const { return weight != nullptr; }
+};
+
+// Cosines and sines by position, as a model's rotary embedding gives them.
+struct RotaryTable {
+  const float *cos = nullptr, *sin = nullptr;  // [positions, width]
+  std::int64_t positions = 0, width = 0;
+};
+
+// Grouped-query attention.
+struct AttentionPart {
+  Matrix query, key, value, out;  // without key and value, query gives all three side by side
+  std::int64_t heads = 0, kv_heads = 0, depth = 0, value_depth = 0;
+  Norm query_norm, key_norm;
+  bool norms_whole_rows = false;    // of all heads at once, not of each
+  bool norms_after_rotary = false;  // else before
+  int rotary = -1;                  // the number of its table; -1: positions are not in queries and keys
+  bool interleaved = false;         // see RotateHead
+  std::int64_t window = 0;          // tokens that one sees, itself included; 0: all before it
+  const float* sinks = nullptr;     // [heads] or null
+  float scale = 1.0f, softcap = 0.0f;
+};
+
+struct Router {
+  Matrix weight;
+  DType logits = DType::kF32;
+  std::int64_t topk = 0;
+  Scoring scoring = Scoring::kSoftmax;
+  bool score_chosen = false, renormalize = false;
+  const float* correction = nullptr;  // [experts] or null
+  std::int64_t groups = 0, topk_groups = 0;
+  float scale = 1.0f;
+};
+
+struct RoutedExperts {
+  Router router;
+  PackedMatrix gate_up, down;
+  ActivationSpec activation;
+  bool weight_on_input = false;
+};
+
+// A feed-forward block of linears: that of a layer without experts, or one that all tokens take beside them.
+struct DenseBlock {
+  Matrix gate, up, down;  // without gate, the activation is that of up alone
+  ActivationSpec activation;
+  Matrix share;  // [1, hidden] or none: the result times the sigmoid of this product
+};
+
+struct DecoderLayer {
+  Norm before_attention, after_attention, before_block, after_block;
+  AttentionPart attention;
+  std::optional<RoutedExperts> experts;
+  std::optional<DenseBlock> dense;
+  float residual_factor = 1.0f;  // of what attention and block add to the residual stream
+};
+
+struct DecoderModel {
+  DType type = DType::kF32;  // of hidden states, keys and values
+  std::int64_t hidden = 0;
+  const void* embedding = nullptr;  // [vocabulary, hidden], of the type; null: rows come as hidden states
+  std::int64_t vocabulary = 0;
+  float embedding_factor = 1.0f;
+  std::vector<RotaryTable> rotary;
+  std::vector<DecoderLayer> layers;
+  Norm norm;
+  Matrix head;  // or none
+};
+
+// Keys or values of all sequences in one layer. Those of sequence s, head h and the token at place p are at
+// s * sequence_stride + h * head_stride + (p - first_place) * token_stride elements.
+struct CachedHeads {
+  void* data;
+  std::int64_t sequence_stride, head_stride, token_stride;
+
+  std::int64_t offset(std::int64_t sequence, std::int64_t head, std::int64_t token) const {
+    return sequence * sequence_stride + head * head_stride + token * token_stride;
+  }
+};
+
+struct LayerCache {
+  CachedHeads keys, values;
+  std::int64_t first_place, places;  // the places that there is room for
+  // Or 0 and null; else tokens lie in pages of so many (see CachedAttentionCall), with a list of them by sequence, and
+  // first_place is 0.
+  std::int64_t page_tokens;
+  const std::int32_t* const* pages;
+
+  // Where the token at a place of a sequence is, counted from the first one that there is room for.
+  std::int64_t token_at(std::int64_t sequence, std::int64_t place) const {
+    if (page_tokens == 0) return place - first_place;
+    return pages[sequence][place / page_tokens] * page_tokens + place % page_tokens;
+  }
+};
+
+struct StepRow {
+  std::int32_t sequence;
+  std::int64_t place;     // where its keys and values go; it sees what lies before, and itself
+  std::int64_t position;  // for the rotation
+};
+
+struct Step {
+  std::vector<StepRow> rows;       // those of a sequence side by side, in the order of their places
+  std::vector<std::int64_t> seen;  // by sequence: the first place that is seen (what lies before is padding)
+  const std::int64_t* tokens = nullptr;  // [rows], or
+  const void* hidden = nullptr;          // [rows, hidden]
+  std::vector<LayerCache> caches;        // by layer
+  std::vector<std::int64_t> wanted;      // ascending: rows whose results are asked for
+  void* hidden_out = nullptr;            // [wanted, hidden] behind the last norm, or null
+  void* logits_out = nullptr;            // [wanted, vocabulary], of the type, or null
+};
+
+// What a step does with its time.
+enum class StepPart { kRows, kProducts, kAttention, kRouting, kExperts, kHead };
+constexpr int kStepParts = 6;
+
+class Decoder {
+ public:
+  // Refuses parts that do not belong together.
+  explicit Decoder(DecoderModel model);
+  ~Decoder();
+
+  const DecoderModel& model() const;
+  // Refuses rows and caches that do not belong together, naming them.
+  void step(const Kernels& kernels, const Step& step);
+  // Seconds of each part since the last call.
+  void take_seconds(double (&seconds)[kStepParts]);
+
+ private:
+  struct State;
+  class Round;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace cpumoe

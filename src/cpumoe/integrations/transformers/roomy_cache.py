@@ -1,0 +1,228 @@
+"""Layers of transformers' growing cache that have room for more tokens than they hold.
+
+transformers' own copies all keys and values for every token. Here they are the first part of larger tensors, what is new
+is written behind them, and the layer's tensors are views that are made when somebody asks for them. For everyone else
+these are the layers that they were: cropped, reordered, repeated or filled by other code they stay what that code made of
+them, and get new room when there is more to hold.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+
+# New room is an eighth more than is held: it is copied seldom, and little memory lies idle.
+_SHARE, _LEAST = 8, 64
+
+
+class _Room:
+    """Keys and values [B, heads, capacity, D], of which those of ``held`` tokens from ``first`` on are used."""
+
+    def __init__(self, buffers: tuple[Tensor, Tensor], first_place: int) -> None:
+        self.buffers = buffers
+        self.first_place = first_place  # of the first token in the buffers, counted from the sequences' beginning
+        self.capacity = buffers[0].shape[2]
+
+
+class _Roomy:
+    """What makes a layer of transformers' cache a roomy one. Its tensors are in ``_room`` or, as others left them, plain."""
+
+    _room: _Room | None
+    _plain: dict[str, Tensor | None]
+    is_initialized: bool
+
+    def _held(self) -> tuple[int, int]:
+        """The places of the tokens whose keys and values the layer has for others."""
+        raise NotImplementedError
+
+    def _tensor(self, index: int, name: str) -> Tensor | None:
+        room = self._room
+        if room is None:
+            return self._plain[name]
+        first, last = self._held()
+        return room.buffers[index][:, :, first - room.first_place : last - room.first_place]
+
+    def _set(self, name: str, tensor: Tensor | None) -> None:
+        if vars(self).get("_room") is not None:  # the other one stays what it was
+            self._plain = {"keys": self.keys, "values": self.values}
+        elif "_plain" not in vars(self):
+            self._plain = {"keys": None, "values": None}
+        self._room = None
+        self._plain[name] = tensor
+
+    @property
+    def keys(self) -> Tensor | None:
+        return self._tensor(0, "keys")
+
+    @keys.setter
+    def keys(self, tensor: Tensor | None) -> None:
+        self._set("keys", tensor)
+
+    @property
+    def values(self) -> Tensor | None:
+        return self._tensor(1, "values")
+
+    @values.setter
+    def values(self, tensor: Tensor | None) -> None:
+        self._set("values", tensor)
+
+    def has_form(self, batch: int, heads: int, depths: tuple[int, int], dtype: torch.dtype) -> bool:
+        """Whether it is empty, or has keys and values of these sizes."""
+        if not self.is_initialized:
+            return True
+        tensors = (self.keys, self.values) if self._room is None else self._room.buffers
+        return all(
+            tensor is not None
+            and (tensor.numel() == 0 or (tensor.shape[:2] == (batch, heads) and tensor.shape[3] == depth))
+            and tensor.dtype == dtype
+            and tensor.is_cpu
+            for tensor, depth in zip(tensors, depths, strict=True)
+        )
+
+    def _with_capacity(self, shape: tuple[int, int], depths: tuple[int, int], dtype: torch.dtype, new: int) -> _Room:
+        """Room for all that the layer has and ``new`` tokens more."""
+        first, last = self._held()
+        held = last - first
+        capacity = held + new + max(_LEAST, held // _SHARE)
+        buffers = tuple(torch.empty((*shape, capacity, depth), dtype=dtype) for depth in depths)
+        for buffer, tensor in zip(buffers, (self.keys, self.values), strict=True):
+            if held and tensor is not None:
+                buffer[:, :, :held] = tensor
+        return _Room((buffers[0], buffers[1]), first)
+
+    def reserve(
+        self, batch: int, heads: int, depths: tuple[int, int], dtype: torch.dtype, new: int
+    ) -> tuple[Tensor, Tensor, int]:
+        """Tensors [B, heads, room, D] with room for ``new`` tokens behind those held, and the place of their first."""
+        room = self._room
+        if room is None or self._held()[1] + new > room.first_place + room.capacity:
+            room = self._with_capacity((batch, heads), depths, dtype, new)
+            self._plain = {"keys": None, "values": None}
+            self._room = room
+            if not self.is_initialized:
+                self.dtype, self.device, self.is_initialized = dtype, torch.device("cpu"), True
+        return *room.buffers, room.first_place
+
+    def advance(self, new: int) -> None:
+        """Counts ``new`` tokens that have been written behind those held."""
+        raise NotImplementedError
+
+    def _append(self, keys: Tensor, values: Tensor) -> None:
+        count = keys.shape[2]
+        *buffers, first = self.reserve(*keys.shape[:2], (keys.shape[3], values.shape[3]), keys.dtype, count)
+        at = self._held()[1] - first
+        for buffer, new in zip(buffers, (keys, values), strict=True):
+            buffer[:, :, at : at + count] = new
+        self.advance(count)
+
+
+class RoomyLayer(_Roomy, DynamicLayer):
+    """A layer that keeps all tokens."""
+
+    def _held(self) -> tuple[int, int]:
+        return 0, self._length
+
+    @property
+    def _length(self) -> int:
+        if self._room is None:
+            keys = self._plain["keys"]
+            return 0 if keys is None or keys.numel() == 0 else keys.shape[-2]
+        return self._room_length
+
+    def _with_capacity(self, *arguments: Any) -> _Room:
+        self._room_length = self._length
+        return super()._with_capacity(*arguments)
+
+    def advance(self, new: int) -> None:
+        self._room_length += new
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """As the parent's: appends, and gives all keys and values."""
+        if _wants_gradient(key_states, value_states):
+            return super().update(key_states, value_states)
+        self._append(key_states, value_states)
+        keys, values = self.keys, self.values
+        assert keys is not None and values is not None
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        return self._length if self.is_initialized else 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if self._room is None or tokens_to_remove >= 0:
+            super().crop(tokens_to_remove)
+        else:
+            self._room_length = max(0, self._room_length + tokens_to_remove)
+
+
+class RoomySlidingLayer(_Roomy, DynamicSlidingWindowLayer):
+    """A layer that keeps what its window can still see. ``cumulative_length`` counts all tokens that there were."""
+
+    def _held(self) -> tuple[int, int]:
+        last = self.cumulative_length
+        if self._room is None:
+            keys = self._plain["keys"]
+            return last - (0 if keys is None or keys.numel() == 0 else keys.shape[-2]), last
+        return max(0, last - self.sliding_window + 1), last
+
+    def _with_capacity(
+        self, shape: tuple[int, int], depths: tuple[int, int], dtype: torch.dtype, new: int
+    ) -> _Room:
+        # What leaves the window is overwritten only when the room is full: then the rest moves to its beginning.
+        return super()._with_capacity(shape, depths, dtype, max(new, min(self.sliding_window, 1024)))
+
+    def advance(self, new: int) -> None:
+        self.cumulative_length += new
+
+    def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """As the parent's: appends, and gives the keys and values that the new tokens may see."""
+        if self.record_past or _wants_gradient(key_states, value_states):
+            return super().update(key_states, value_states)
+        first = self._held()[0]
+        self._append(key_states, value_states)
+        room = self._room
+        assert room is not None
+        inside = slice(first - room.first_place, self.cumulative_length - room.first_place)
+        return room.buffers[0][:, :, inside], room.buffers[1][:, :, inside]
+
+    def crop(self, tokens_to_remove: int) -> None:
+        if self._room is not None:  # in the terms of the parent, which looks at its tensors
+            self.keys = self.keys
+        super().crop(tokens_to_remove)
+
+
+def _wants_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def roomy_layers(cache: Any, count: int) -> list[RoomyLayer | RoomySlidingLayer] | None:
+    """The ``count`` layers of a growing cache with room for more, in its place; None for caches of other kinds."""
+    layers = getattr(cache, "layers", None)
+    if type(cache).update is not Cache.update or cache.offloading or not isinstance(layers, list):
+        return None
+    if cache.layer_class_to_replicate is not None:
+        while len(layers) < count:
+            layers.append(cache.layer_class_to_replicate())
+    if len(layers) != count:
+        return None
+    for index, layer in enumerate(layers):
+        if (kind := type(layer)) is RoomyLayer or (kind is RoomySlidingLayer and not layer.record_past):
+            continue
+        if kind is DynamicLayer:
+            layers[index] = _made_roomy(layer, RoomyLayer)
+        elif kind is DynamicSlidingWindowLayer and not layer.record_past:
+            layers[index] = _made_roomy(layer, RoomySlidingLayer)
+        else:
+            return None
+    return layers
+
+
+def _made_roomy(layer: Any, kind: type[Any]) -> Any:
+    roomy = kind.__new__(kind)
+    facts = dict(vars(layer))
+    roomy._plain, roomy._room = {"keys": facts.pop("keys"), "values": facts.pop("values")}, None
+    vars(roomy).update(facts)
+    return roomy

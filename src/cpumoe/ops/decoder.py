@@ -1,0 +1,200 @@
+"""A whole decoder in one call of the core: what it consists of, as values, and the step.
+
+The values say what a layer computes, never whose layer it is. Tensors are held as they are: packed weights (uint8) or
+floats of the decoder's dtype, unless said otherwise; they must not be moved while the decoder lives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from cpumoe import _core
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A root-mean-square norm with weight [H]; see :func:`cpumoe.ops.rms_norm`."""
+
+    weight: Tensor
+    epsilon: float
+    round_first: bool
+    plus_one: bool
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """The weight of a linear: packed, or floats [out, in] in fp32, bf16 or fp16 with a bias [out] in fp32."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """Cosines and sines [positions, width] in fp32 that the first ``width`` values of a head are turned by."""
+
+    cos: Tensor
+    sin: Tensor
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Grouped-query attention.
+
+    Attributes:
+        query: [heads * depth, H]; without key and value it gives all three, side by side.
+        key: [kv_heads * depth, H]. value: [kv_heads * value_depth, H]. out: [H, heads * value_depth].
+        query_norm: over [depth], or with ``norms_whole_rows`` over all heads at once; ``key_norm`` likewise.
+        norms_after_rotary: the norms come behind the rotation.
+        rotary: the number of its table; -1 where positions are not in queries and keys.
+        interleaved: pairs to be turned are neighbours, not half of the width apart.
+        window: tokens that one sees, itself included; 0 for all before it.
+        sinks: [heads] fp32, a score that every row has besides.
+    """
+
+    query: Matrix
+    key: Matrix | None
+    value: Matrix | None
+    out: Matrix
+    heads: int
+    kv_heads: int
+    depth: int
+    value_depth: int
+    scale: float
+    query_norm: Norm | None = None
+    key_norm: Norm | None = None
+    norms_whole_rows: bool = False
+    norms_after_rotary: bool = False
+    rotary: int = -1
+    interleaved: bool = False
+    window: int = 0
+    sinks: Tensor | None = None
+    softcap: float = 0.0
+
+
+@dataclass(frozen=True)
+class Activation:
+    """An activation in the numbers of the core; see :class:`cpumoe.layers.activation.Activation`."""
+
+    kind: int
+    gated: bool
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True)
+class Router:
+    """How experts are chosen; see :func:`cpumoe.ops.select_experts`. ``in_fp32``: logits are not rounded."""
+
+    weight: Matrix
+    topk: int
+    scoring: int
+    score_chosen: bool
+    renormalize: bool
+    correction: Tensor | None
+    groups: int
+    topk_groups: int
+    scale: float
+    in_fp32: bool
+
+
+@dataclass(frozen=True)
+class RoutedExperts:
+    """Packed experts behind a router."""
+
+    router: Router
+    gate_up: Tensor
+    down: Tensor
+    activation: Activation
+    weight_on_input: bool = False
+
+
+@dataclass(frozen=True)
+class DenseBlock:
+    """A feed-forward block that all tokens take. ``share`` [1, H]: its result times the sigmoid of that product."""
+
+    gate: Matrix | None
+    up: Matrix
+    down: Matrix
+    activation: Activation
+    share: Matrix | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer: norms around attention and block, each of which is added to the residual stream."""
+
+    attention: Attention
+    experts: RoutedExperts | None
+    dense: DenseBlock | None
+    before_attention: Norm | None = None
+    after_attention: Norm | None = None
+    before_block: Norm | None = None
+    after_block: Norm | None = None
+    residual_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class DecoderModel:
+    """All of a decoder. ``embedding`` [vocabulary, H] of the dtype of hidden states, ``head`` or None."""
+
+    embedding: Tensor
+    embedding_factor: float
+    rotary: tuple[Rotary, ...]
+    layers: tuple[Layer, ...]
+    norm: Norm | None
+    head: Matrix | None
+
+
+#: What the seconds of a decoder are counted for, in their order.
+STEP_PARTS = ("rows", "products", "attention", "routing", "experts", "head")
+
+
+class Decoder:
+    """A decoder that computes steps. Not for several threads at once."""
+
+    def __init__(self, model: DecoderModel) -> None:
+        self.model = model
+        self._core = _core.Decoder(model)
+        self._hidden = model.embedding.shape[1]
+        self._dtype = model.embedding.dtype
+        self._vocabulary = 0 if model.head is None else self._core.vocabulary
+
+    def step(
+        self,
+        tokens: Tensor,
+        caches: Sequence[tuple[Tensor, Tensor, int]],
+        past: int,
+        *,
+        positions: Tensor | None = None,
+        padding: Tensor | None = None,
+        keep: int = 0,
+        logits: bool = False,
+    ) -> Tensor:
+        """Computes T tokens behind ``past`` ones of each of B sequences, whose keys and values go into the caches.
+
+        Args:
+            tokens: int64 [B, T], or hidden states [B, T, H].
+            caches: for each layer keys and values [B, kv_heads, room, depth], and the place of their first token.
+            past: places that are filled.
+            positions: int64 [B, T] or [1, T]; by default those behind ``past``.
+            padding: int64 [B], the places at the beginning of each sequence that no token sees.
+            keep: results are those of the last so many tokens; 0 for all of them.
+            logits: whether results are logits rather than hidden states behind the last norm.
+
+        Returns:
+            [B, T or keep, H or vocabulary].
+        """
+        batch, count = tokens.shape[:2]
+        kept = min(keep, count) if keep > 0 else count
+        out = torch.empty((batch, kept, self._vocabulary if logits else self._hidden), dtype=self._dtype)
+        self._core.step(tokens, caches, past, positions, padding, kept, None if logits else out, out if logits else None)
+        return out
+
+    def take_seconds(self) -> dict[str, float]:
+        """Seconds of each part of the steps since the last call."""
+        return dict(zip(STEP_PARTS, self._core.take_seconds(), strict=True))

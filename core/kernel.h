@@ -12,6 +12,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "attention_kernels.h"
 #include "delta_kernels.h"
 
 namespace cpumoe {
@@ -559,6 +560,7 @@ struct Kernels {
   void (*scan_state)(const ScanState&);
   void (*gate_row)(const GateRow&);
   DeltaKernels delta;
+  AttentionKernels attention;
 
   // The largest magnitude of a row; NaN if it holds a NaN or an infinity.
   float (*magnitude)(const void* src, DType type, std::int64_t count);

@@ -78,6 +78,22 @@ inline V softplus_of(V x) {
   return V::fma(z * p, V::set(2.0f), max_of(V::set(0.0f), x));
 }
 
+// (1 - e^-2|x|) / (1 + e^-2|x|) with the sign of x; near 0, where that has few bits left, the first terms of its
+// series.
+template <class V>
+inline V tanh_of(V x) {
+  const V magnitude = V::abs(x);
+  const V e = exp_of(magnitude * V::set(-2.0f));
+  const V far = V::copy_sign((V::set(1.0f) - e) * reciprocal(V::set(1.0f) + e), x);
+  const V x2 = x * x;
+  V p = V::set(-1382.0f / 155925.0f);
+  p = V::fma(p, x2, V::set(62.0f / 2835.0f));
+  p = V::fma(p, x2, V::set(-17.0f / 315.0f));
+  p = V::fma(p, x2, V::set(2.0f / 15.0f));
+  p = V::fma(p, x2, V::set(-1.0f / 3.0f));
+  return V::select_less(magnitude, V::set(0.4f), V::fma(p * x2, x, x), far);
+}
+
 // Sums in 16 interleaved lanes whatever the width of V, so that every instruction set rounds alike.
 template <class V>
 struct LaneSum {

@@ -7,6 +7,7 @@
 #pragma once
 
 #include "../kernel.h"
+#include "attention_parts.h"
 #include "delta_rule.h"
 #include "elementary.h"
 #include "functions.h"
@@ -468,6 +469,7 @@ constexpr Kernels kernels_of(const char* name) {
   k.activate_row = activate_row<V>;
   add_state_space<V>(k);
   add_delta_kernels<V>(k);
+  add_attention<V>(k);
   return k;
 }
 

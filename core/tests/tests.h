@@ -16,6 +16,7 @@ void test_packed_bytes();
 void test_routing();
 void test_attention();
 void test_latent_attention();
+void test_cached_attention();
 void test_router_logits();
 void test_norms();
 void test_extremes();

@@ -1,5 +1,6 @@
 """Types of the compiled core (core/bind.cc)."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -209,6 +210,24 @@ def gated_delta_rule(
 def short_convolution(
     projected: Array, conv_weight: Array, conv_bias: Array | None, conv_state: Array, out: Array
 ) -> None: ...
+
+class Decoder:
+    def __init__(self, model: object) -> None: ...
+    @property
+    def vocabulary(self) -> int: ...
+    def step(
+        self,
+        tokens: Array,
+        caches: Sequence[tuple[Array, Array, int]],
+        past: int,
+        positions: Array | None,
+        padding: Array | None,
+        kept: int,
+        hidden_out: Array | None,
+        logits_out: Array | None,
+    ) -> None: ...
+    def take_seconds(self) -> list[float]: ...
+
 def read_rate(data: Array) -> float: ...
 def dot_rate(iterations: int, floats: bool = False) -> float: ...
 def instruction_sets() -> list[tuple[str, bool, str]]: ...

@@ -192,7 +192,9 @@ class Decoder:
         batch, count = tokens.shape[:2]
         kept = min(keep, count) if keep > 0 else count
         out = torch.empty((batch, kept, self._vocabulary if logits else self._hidden), dtype=self._dtype)
-        self._core.step(tokens, caches, past, positions, padding, kept, None if logits else out, out if logits else None)
+        self._core.step(
+            tokens, caches, past, positions, padding, kept, None if logits else out, out if logits else None
+        )
         return out
 
     def take_seconds(self) -> dict[str, float]:

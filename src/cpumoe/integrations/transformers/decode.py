@@ -12,6 +12,7 @@ from torch import nn
 from cpumoe.integrations.transformers.latent_attention import absorb_latents
 from cpumoe.integrations.transformers.lightning_attention import speed_up_lightning_attention
 from cpumoe.integrations.transformers.linear_attention import speed_up_linear_attention
+from cpumoe.integrations.transformers.native_decoder import run_natively
 from cpumoe.integrations.transformers.norms import speed_up_norms
 from cpumoe.integrations.transformers.routers import speed_up_routers
 from cpumoe.integrations.transformers.state_space import speed_up_state_spaces
@@ -25,3 +26,4 @@ def speed_up(model: nn.Module) -> None:
     absorb_latents(model)
     speed_up_norms(model)
     speed_up_routers(model)
+    run_natively(model)

@@ -258,12 +258,33 @@ def recognise_activation(module: nn.Module, marks: Marks, inner: int) -> Activat
         joined = torch.cat(both, 1) if marks.is_concatenated else torch.stack(both, 2).flatten(1)
         return kind._apply_gate(joined)[:, 0]  # type: ignore[no-any-return]
 
+    activation = _recognised(computed, marks.has_gate)
+    if activation is None:
+        raise not_served(
+            module,
+            f"has an activation ({type(function).__name__}) that is none of {', '.join(_PLAIN)}, swiglu_oai, "
+            "swiglu_step",
+        )
+    return activation
+
+
+def recognise_function(function: Callable[[Tensor], Tensor], gated: bool) -> Activation | None:
+    """The activation that a function, or a function times another product, is; None if it is none of ours."""
+
+    def computed(gate: Tensor, up: Tensor | None) -> Tensor:
+        return function(gate) if up is None else function(gate) * up
+
+    return _recognised(computed, gated)
+
+
+def _recognised(computed: Callable[[Tensor, Tensor | None], Tensor], gated: bool) -> Activation | None:
+    """Of our activations the one that gives what ``computed`` gives of [tokens] gates and ups."""
     generator = torch.Generator().manual_seed(11)
     near = [torch.randn(_PROBES, generator=generator, dtype=torch.float64) * 8 for _ in range(2)]
     far = torch.tensor(_FAR_PROBES, dtype=torch.float64)
     usual = torch.full_like(far, 1.5)
     gate = torch.cat((near[0], far, usual))  # limits may be anywhere: each alone goes far
-    up = torch.cat((near[1], usual, far)) if marks.has_gate else None
+    up = torch.cat((near[1], usual, far)) if gated else None
     with torch.no_grad():
         truth = computed(gate, up)
         candidates = list(_candidates(None if up is None else computed))
@@ -272,10 +293,7 @@ def recognise_activation(module: nn.Module, marks: Marks, inner: int) -> Activat
         ours = reference.apply_activation(rows, activation)[:, 0]
         if torch.allclose(ours, truth, rtol=_TOLERANCE, atol=1e-9):
             return activation
-    raise not_served(
-        module,
-        f"has an activation ({type(function).__name__}) that is none of {', '.join(_PLAIN)}, swiglu_oai, swiglu_step",
-    )
+    return None
 
 
 def _attribute(module: nn.Module, path: str) -> Any:
@@ -285,7 +303,7 @@ def _attribute(module: nn.Module, path: str) -> Any:
     return found
 
 
-def _candidates(gated: Callable[[Tensor, Tensor], Tensor] | None) -> Iterator[Activation]:
+def _candidates(gated: Callable[[Tensor, Tensor | None], Tensor] | None) -> Iterator[Activation]:
     """Activations that a module may have: the plain ones, and those with limits, which are measured."""
     for name in _PLAIN:
         yield Activation(name, gated=gated is not None)

@@ -57,6 +57,12 @@ def rms_norm(module: Any, form: NormForm, hidden_states: Tensor) -> Tensor:
     return ops.rms_norm(hidden_states, module.weight, *form)
 
 
+def form_of(module: Any) -> NormForm | None:
+    """The form of a norm that has been given one operator."""
+    forward = vars(module).get("forward")
+    return forward.args[1] if isinstance(forward, partial) and forward.func is rms_norm else None
+
+
 def find_form(module: Any) -> NormForm | None:
     """How a norm computes, if it is a root-mean-square norm by its parts and by what it gives for random input."""
     epsilon = _epsilon(module)

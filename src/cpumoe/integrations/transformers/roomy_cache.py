@@ -1,9 +1,9 @@
 """Layers of transformers' growing cache that have room for more tokens than they hold.
 
-transformers' own copies all keys and values for every token. Here they are the first part of larger tensors, what is new
-is written behind them, and the layer's tensors are views that are made when somebody asks for them. For everyone else
-these are the layers that they were: cropped, reordered, repeated or filled by other code they stay what that code made of
-them, and get new room when there is more to hold.
+transformers' own copies all keys and values for every token. Here they are the first part of larger tensors, what is
+new is written behind them, and the layer's tensors are views that are made when somebody asks for them. For everyone
+else these are the layers that they were: cropped, reordered, repeated or filled by other code they stay what that code
+made of them, and get new room when there is more to hold.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Room:
 
 
 class _Roomy:
-    """What makes a layer of transformers' cache a roomy one. Its tensors are in ``_room`` or, as others left them, plain."""
+    """What makes a layer of a cache a roomy one. Its tensors are in ``_room`` or, as others left them, plain."""
 
     _room: _Room | None
     _plain: dict[str, Tensor | None]
@@ -87,7 +87,8 @@ class _Roomy:
         first, last = self._held()
         held = last - first
         capacity = held + new + max(_LEAST, held // _SHARE)
-        buffers = tuple(torch.empty((*shape, capacity, depth), dtype=dtype) for depth in depths)
+        with torch.inference_mode(False):  # whoever appends later may do so in another mode
+            buffers = tuple(torch.empty((*shape, capacity, depth), dtype=dtype) for depth in depths)
         for buffer, tensor in zip(buffers, (self.keys, self.values), strict=True):
             if held and tensor is not None:
                 buffer[:, :, :held] = tensor
@@ -112,14 +113,15 @@ class _Roomy:
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
         count = keys.shape[2]
-        *buffers, first = self.reserve(*keys.shape[:2], (keys.shape[3], values.shape[3]), keys.dtype, count)
+        depths = (keys.shape[3], values.shape[3])
+        *buffers, first = self.reserve(keys.shape[0], keys.shape[1], depths, keys.dtype, count)
         at = self._held()[1] - first
         for buffer, new in zip(buffers, (keys, values), strict=True):
             buffer[:, :, at : at + count] = new
         self.advance(count)
 
 
-class RoomyLayer(_Roomy, DynamicLayer):
+class RoomyLayer(_Roomy, DynamicLayer):  # type: ignore[misc]  # untyped base
     """A layer that keeps all tokens."""
 
     def _held(self) -> tuple[int, int]:
@@ -142,7 +144,8 @@ class RoomyLayer(_Roomy, DynamicLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """As the parent's: appends, and gives all keys and values."""
         if _wants_gradient(key_states, value_states):
-            return super().update(key_states, value_states)
+            copied: tuple[Tensor, Tensor] = super().update(key_states, value_states)
+            return copied
         self._append(key_states, value_states)
         keys, values = self.keys, self.values
         assert keys is not None and values is not None
@@ -158,7 +161,7 @@ class RoomyLayer(_Roomy, DynamicLayer):
             self._room_length = max(0, self._room_length + tokens_to_remove)
 
 
-class RoomySlidingLayer(_Roomy, DynamicSlidingWindowLayer):
+class RoomySlidingLayer(_Roomy, DynamicSlidingWindowLayer):  # type: ignore[misc]  # untyped base
     """A layer that keeps what its window can still see. ``cumulative_length`` counts all tokens that there were."""
 
     def _held(self) -> tuple[int, int]:
@@ -168,9 +171,7 @@ class RoomySlidingLayer(_Roomy, DynamicSlidingWindowLayer):
             return last - (0 if keys is None or keys.numel() == 0 else keys.shape[-2]), last
         return max(0, last - self.sliding_window + 1), last
 
-    def _with_capacity(
-        self, shape: tuple[int, int], depths: tuple[int, int], dtype: torch.dtype, new: int
-    ) -> _Room:
+    def _with_capacity(self, shape: tuple[int, int], depths: tuple[int, int], dtype: torch.dtype, new: int) -> _Room:
         # What leaves the window is overwritten only when the room is full: then the rest moves to its beginning.
         return super()._with_capacity(shape, depths, dtype, max(new, min(self.sliding_window, 1024)))
 
@@ -180,7 +181,8 @@ class RoomySlidingLayer(_Roomy, DynamicSlidingWindowLayer):
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """As the parent's: appends, and gives the keys and values that the new tokens may see."""
         if self.record_past or _wants_gradient(key_states, value_states):
-            return super().update(key_states, value_states)
+            copied: tuple[Tensor, Tensor] = super().update(key_states, value_states)
+            return copied
         first = self._held()[0]
         self._append(key_states, value_states)
         room = self._room
@@ -221,7 +223,7 @@ def roomy_layers(cache: Any, count: int) -> list[RoomyLayer | RoomySlidingLayer]
 
 
 def _made_roomy(layer: Any, kind: type[Any]) -> Any:
-    roomy = kind.__new__(kind)
+    roomy: Any = object.__new__(kind)
     facts = dict(vars(layer))
     roomy._plain, roomy._room = {"keys": facts.pop("keys"), "values": facts.pop("values")}, None
     vars(roomy).update(facts)

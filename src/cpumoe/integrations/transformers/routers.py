@@ -72,6 +72,12 @@ def speed_up_routers(model: nn.Module) -> None:
                 router.forward = partial(route, router, form)
 
 
+def form_of(module: Any) -> RouterForm | None:
+    """The form of a router that has been given one."""
+    forward = vars(module).get("forward")
+    return forward.args[1] if isinstance(forward, partial) and forward.func is route else None
+
+
 def _is_router(module: Any) -> bool:
     weight, top_k = getattr(module, "weight", None), getattr(module, "top_k", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_cpu or weight.dtype not in _DTYPES:

@@ -1,0 +1,361 @@
+"""What a model's decoder computes, as values that the core can run in one call.
+
+A layer is known by its parts, which transformers spells alike in nearly all models: projections, norms, a router,
+experts. Everything that a layer holds must have a place in the description; whether it means what it looks like is for
+``decoder_check.py`` to find out, by running both.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cpumoe.integrations.transformers import norms, routers
+from cpumoe.integrations.transformers.expert_modules import recognise_function
+from cpumoe.layers.activation import Activation
+from cpumoe.layers.backends import NativeBackend
+from cpumoe.layers.experts import Experts
+from cpumoe.layers.linear import QuantizedLinear
+from cpumoe.ops import SCORING, decoder
+
+#: Positions that the first rotary tables have; they grow with the sequences.
+FIRST_POSITIONS = 4096
+
+#: Kinds of rotary embeddings whose angles depend on the length of a sequence.
+_CHANGING_ROTARY = ("dynamic", "longrope")
+
+_QUERY_NORMS = ("q_norm", "query_layernorm", "q_layernorm")
+_KEY_NORMS = ("k_norm", "key_layernorm", "k_layernorm")
+_BLOCKS = ("mlp", "feed_forward", "block_sparse_moe")
+_SHARED = ("shared_expert", "shared_experts", "shared_mlp")
+
+
+class NotDescribed(Exception):
+    """Why a model is not run in one call; a sentence for its user."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What cannot be seen of a layer's parts, to be found by trying.
+
+    ``rotates``: whether positions are in queries and keys.
+    """
+
+    interleaved: bool = False
+    norms_after_rotary: bool = False
+    rotates: bool = True
+
+
+def choices_for(layer: Any) -> Iterator[Choices]:
+    """All that a layer may be, the most common first."""
+    has_norms = any(hasattr(layer.self_attn, name) for name in _QUERY_NORMS)
+    for rotates, after in product((True, False), (False, True) if has_norms else (False,)):
+        for interleaved in (False, True) if rotates else (False,):
+            yield Choices(interleaved, after, rotates)
+
+
+class _Parts:
+    """The tensors of a module, of which each must be asked for."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self._name = name
+        self._left = {id(t): n for n, t in (*module.named_parameters(), *module.named_buffers())}
+
+    def take(self, *tensors: Tensor | None) -> None:
+        for tensor in tensors:
+            self._left.pop(id(tensor), None)
+
+    def refuse_rest(self) -> None:
+        names = [name for name in self._left.values() if not name.endswith(("inv_freq", "inv_freq_long"))]
+        if names:
+            raise NotDescribed(f"{self._name} has {names[0]}, which has no place in a described layer")
+
+
+def describe_decoder(base: Any, choices: tuple[Choices, ...]) -> decoder.DecoderModel:
+    """The decoder of a base model (embeddings, layers, norm), each layer with its choices.
+
+    Raises NotDescribed.
+    """
+    _refuse_other_children(base)
+    if type(base.embed_tokens) is not nn.Embedding:
+        raise NotDescribed(f"its embedding is a {type(base.embed_tokens).__name__}")
+    embedding = base.embed_tokens.weight.detach()
+    tables = RotaryTables(base)
+    layers = tuple(_layer(base, index, chosen, tables) for index, chosen in enumerate(choices))
+    return decoder.DecoderModel(
+        embedding.contiguous(),
+        float(getattr(base, "embedding_multiplier", 1.0)),
+        tables.made(FIRST_POSITIONS),
+        layers,
+        _norm(base.norm, "norm"),
+        None,
+    )
+
+
+def _refuse_other_children(base: Any) -> None:
+    for name in ("embed_tokens", "layers", "norm", "rotary_emb"):
+        if not isinstance(getattr(base, name, None), nn.Module):
+            raise NotDescribed(f"{type(base).__name__} has no {name}")
+    for name, child in base.named_children():
+        known = name in ("embed_tokens", "layers", "norm", "rotary_emb")
+        if not known and (any(True for _ in child.parameters()) or any(True for _ in child.buffers())):
+            raise NotDescribed(f"{type(base).__name__} has {name}, which has no place in a described decoder")
+
+
+def layer_type(base: Any, index: int) -> str | None:
+    """What the configuration says of a layer's attention: full_attention, sliding_attention, ..."""
+    types = getattr(base.config, "layer_types", None)
+    return None if types is None else types[index]
+
+
+def _window(base: Any, index: int) -> int:
+    config, kind = base.config, layer_type(base, index)
+    window = getattr(config, "sliding_window", None)
+    if kind is None:
+        return window if isinstance(window, int) and getattr(config, "use_sliding_window", True) else 0
+    if kind == "full_attention":
+        return 0
+    if kind != "sliding_attention" or not isinstance(window, int):
+        raise NotDescribed(f"its layers have {kind}")
+    return window
+
+
+class RotaryTables:
+    """The cosines and sines of a model's rotary embedding, one table for each type of layers that has its own."""
+
+    def __init__(self, base: Any) -> None:
+        self._base = base
+        module = base.rotary_emb
+        rope_type = getattr(module, "rope_type", None)
+        kinds = rope_type.values() if isinstance(rope_type, dict) else (rope_type,)
+        if changing := [kind for kind in kinds if kind in _CHANGING_ROTARY]:
+            raise NotDescribed(f"its rotary embedding ({changing[0]}) depends on the length of a sequence")
+        self._by_type = "layer_type" in inspect.signature(type(module).forward).parameters
+        self._tables: list[tuple[str | None, bool]] = []
+
+    def number(self, index: int, interleaved: bool) -> int:
+        """The number of a layer's table."""
+        key = (layer_type(self._base, index) if self._by_type else None, interleaved)
+        if key not in self._tables:
+            self._tables.append(key)
+        return self._tables.index(key)
+
+    def made(self, positions: int) -> tuple[decoder.Rotary, ...]:
+        """The tables for positions 0 to ``positions`` - 1, with values as the model has them in its dtype."""
+        x = torch.empty(1, dtype=self._base.embed_tokens.weight.dtype)
+        where = torch.arange(positions).unsqueeze(0)
+        return tuple(self._table(x, where, *key) for key in self._tables)
+
+    def _table(self, x: Tensor, where: Tensor, kind: str | None, interleaved: bool) -> decoder.Rotary:
+        options = {} if kind is None else {"layer_type": kind}
+        try:
+            with torch.no_grad():
+                cos, sin = self._base.rotary_emb(x, where, **options)
+        except Exception as problem:  # one that is called in another way
+            raise NotDescribed(f"its rotary embedding is called in another way ({type(problem).__name__})") from None
+        if not isinstance(cos, Tensor) or cos.is_complex() or cos.dim() != 3 or cos.shape != sin.shape:
+            raise NotDescribed("its rotary embedding gives no cosines and sines")
+        cos, sin = cos[0].float(), sin[0].float()
+        # Every pair of values has one angle. Models hold each once, or twice: in both halves, or side by side.
+        half = cos.shape[1] // 2
+        if torch.equal(cos[:, :half], cos[:, half:]) and torch.equal(sin[:, :half], sin[:, half:]):
+            cos, sin = cos[:, :half], sin[:, :half]
+        elif torch.equal(cos[:, ::2], cos[:, 1::2]) and torch.equal(sin[:, ::2], sin[:, 1::2]):
+            cos, sin = cos[:, ::2], sin[:, ::2]
+        if interleaved:
+            return decoder.Rotary(cos.repeat_interleave(2, 1), sin.repeat_interleave(2, 1))
+        return decoder.Rotary(torch.cat((cos, cos), 1), torch.cat((sin, sin), 1))
+
+
+def _norm(module: Any, name: str) -> decoder.Norm:
+    form = norms.form_of(module)
+    if form is None:
+        raise NotDescribed(f"{name} ({type(module).__name__}) is no root-mean-square norm that we know")
+    return decoder.Norm(module.weight.detach(), *form)
+
+
+def describe_matrix(module: Any, name: str) -> decoder.Matrix:
+    """The weight of a linear. Raises NotDescribed for a module of another kind."""
+    if isinstance(module, QuantizedLinear):
+        return decoder.Matrix(module.weight_packed)
+    if type(module) is not nn.Linear:
+        raise NotDescribed(f"{name} is a {type(module).__name__}")
+    bias = None if module.bias is None else module.bias.detach().float()
+    return decoder.Matrix(module.weight.detach().contiguous(), bias)
+
+
+def _held_by(module: Any) -> tuple[Tensor, ...]:
+    return (*module.parameters(), *module.buffers())
+
+
+def _activation(activation: Activation) -> decoder.Activation:
+    return decoder.Activation(activation.kind, bool(activation.gated), *activation.parameters)
+
+
+def _layer(base: Any, index: int, chosen: Choices, tables: RotaryTables) -> decoder.Layer:
+    layer = base.layers[index]
+    parts = _Parts(type(layer).__name__, layer)
+    attention = _attention(base, index, layer, chosen, tables, parts)
+    block_name = next((name for name in _BLOCKS if isinstance(getattr(layer, name, None), nn.Module)), None)
+    if block_name is None:
+        raise NotDescribed(f"{type(layer).__name__} has no block behind its attention")
+    experts, dense = _block(getattr(layer, block_name), parts)
+    factor = float(getattr(layer, "residual_multiplier", 1.0))
+    found = _layer_norms(layer, parts)
+    parts.refuse_rest()
+    return decoder.Layer(
+        attention,
+        experts,
+        dense,
+        found.get("before_attention"),
+        found.get("after_attention"),
+        found.get("before_block"),
+        found.get("after_block"),
+        factor,
+    )
+
+
+def _layer_norms(layer: Any, parts: _Parts) -> dict[str, decoder.Norm]:
+    """The norms of a layer, by where they stand.
+
+    transformers calls the norm before the block post_attention_layernorm, unless there is another one for that: then
+    it is behind attention.
+    """
+    before_block = next(
+        (n for n in ("pre_feedforward_layernorm", "pre_mlp_layernorm", "ffn_norm") if hasattr(layer, n)), None
+    )
+    after_block = next((n for n in ("post_feedforward_layernorm", "post_mlp_layernorm") if hasattr(layer, n)), None)
+    names = {
+        "before_attention": next((n for n in ("input_layernorm", "operator_norm") if hasattr(layer, n)), None),
+        "before_block": before_block,
+        "after_block": after_block,
+    }
+    if hasattr(layer, "post_attention_layernorm"):
+        behind = before_block is not None or after_block is not None
+        names["after_attention" if behind else "before_block"] = "post_attention_layernorm"
+    found = {}
+    for place, name in names.items():
+        if name is not None:
+            module = getattr(layer, name)
+            found[place] = _norm(module, name)
+            parts.take(module.weight)
+    return found
+
+
+def _attention(
+    base: Any, index: int, layer: Any, chosen: Choices, tables: RotaryTables, parts: _Parts
+) -> decoder.Attention:
+    attention = getattr(layer, "self_attn", None)
+    if attention is None:
+        raise NotDescribed(f"{type(layer).__name__} has no self_attn")
+    projections = {}
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        if not isinstance(getattr(attention, name, None), nn.Module):
+            raise NotDescribed(f"its attention ({type(attention).__name__}) has no {name}")
+        projections[name] = getattr(attention, name)
+        parts.take(*_held_by(projections[name]))
+    depth, scale = getattr(attention, "head_dim", None), getattr(attention, "scaling", None)
+    if not isinstance(depth, int) or not isinstance(scale, float | int):
+        raise NotDescribed(f"its attention ({type(attention).__name__}) has no head_dim and scaling")
+    out_features = {name: projection.out_features for name, projection in projections.items()}
+    heads, kv_heads = out_features["q_proj"] // depth, max(out_features["k_proj"] // depth, 1)
+    norm_modules = [
+        next((m for name in names if (m := getattr(attention, name, None)) is not None), None)
+        for names in (_QUERY_NORMS, _KEY_NORMS)
+    ]
+    query_norm, key_norm = (None if m is None else _norm(m, "the norm of queries or keys") for m in norm_modules)
+    for module in norm_modules:
+        if module is not None:
+            parts.take(module.weight)
+    sinks = getattr(attention, "sinks", None)
+    parts.take(sinks)
+    softcap = getattr(attention, "attn_logit_softcapping", None)
+    return decoder.Attention(
+        query=describe_matrix(projections["q_proj"], "q_proj"),
+        key=describe_matrix(projections["k_proj"], "k_proj"),
+        value=describe_matrix(projections["v_proj"], "v_proj"),
+        out=describe_matrix(projections["o_proj"], "o_proj"),
+        heads=heads,
+        kv_heads=kv_heads,
+        depth=depth,
+        value_depth=out_features["v_proj"] // kv_heads,
+        scale=float(scale),
+        query_norm=query_norm,
+        key_norm=key_norm,
+        norms_whole_rows=query_norm is not None and len(query_norm.weight) == heads * depth != depth,
+        norms_after_rotary=chosen.norms_after_rotary,
+        rotary=tables.number(index, chosen.interleaved) if chosen.rotates else -1,
+        interleaved=chosen.interleaved,
+        window=_window(base, index),
+        sinks=None if sinks is None else sinks.detach().float().contiguous(),
+        softcap=0.0 if softcap is None else float(softcap),
+    )
+
+
+def _block(block: Any, parts: _Parts) -> tuple[decoder.RoutedExperts | None, decoder.DenseBlock | None]:
+    """The experts of a block and what all tokens take, or a block without experts."""
+    children = dict(block.named_children())
+    packed = [name for name, child in children.items() if isinstance(child, Experts)]
+    if not packed:
+        return None, _dense(block, parts)
+    if len(packed) > 1:
+        raise NotDescribed(f"{type(block).__name__} has {len(packed)} modules with experts")
+    experts: Any = children[packed[0]]
+    if not isinstance(experts.backend, NativeBackend) or experts.config.held_experts is not None:
+        raise NotDescribed("its experts are not all here, or not served by the native kernels")
+    found = [child for child in children.values() if routers.form_of(child) is not None]
+    if len(found) != 1:
+        raise NotDescribed(f"{type(block).__name__} has a router that is none we know")
+    parts.take(*_held_by(experts), *_held_by(found[0]))
+    routed = decoder.RoutedExperts(
+        _router(found[0]), experts.gate_up_packed, experts.down_packed, _activation(experts.config.activation)
+    )
+    shared = next((children[name] for name in _SHARED if children.get(name) is not None), None)
+    if shared is None:
+        return routed, None
+    dense = _dense(shared, parts)
+    gate = children.get("shared_expert_gate")
+    if gate is not None:
+        parts.take(*_held_by(gate))
+        dense = replace(dense, share=describe_matrix(gate, "shared_expert_gate"))
+    return routed, dense
+
+
+def _router(module: Any) -> decoder.Router:
+    form = routers.form_of(module)
+    assert form is not None
+    bias, correction = getattr(module, "bias", None), getattr(module, "e_score_correction_bias", None)
+    return decoder.Router(
+        decoder.Matrix(module.weight.detach().contiguous(), None if bias is None else bias.detach().float()),
+        module.top_k,
+        SCORING[form.scoring],
+        form.score_chosen,
+        form.renormalize,
+        None if correction is None else correction.detach().float().flatten().contiguous(),
+        *form.groups,
+        form.scale,
+        form.in_fp32,
+    )
+
+
+def _dense(block: Any, parts: _Parts) -> decoder.DenseBlock:
+    linears = [getattr(block, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
+    function = getattr(block, "act_fn", None)
+    if linears[1] is None or linears[2] is None or function is None:
+        raise NotDescribed(f"{type(block).__name__} has no gate_proj, up_proj, down_proj and act_fn")
+    for linear in linears:
+        if linear is not None:
+            parts.take(*_held_by(linear))
+    activation = recognise_function(function, gated=linears[0] is not None)
+    if activation is None:
+        raise NotDescribed(f"{type(block).__name__} has an activation ({type(function).__name__}) that is none we know")
+    gate = None if linears[0] is None else describe_matrix(linears[0], "gate_proj")
+    return decoder.DenseBlock(
+        gate, describe_matrix(linears[1], "up_proj"), describe_matrix(linears[2], "down_proj"), _activation(activation)
+    )

@@ -1,0 +1,303 @@
+"""Decoders of a model in one call of the core, wherever that computes what the model's own code does.
+
+The base model inside of a model gets another forward: from tokens or embeddings to hidden states, or on to logits,
+without a PyTorch operator in between. What it does not serve (hidden states and attentions of all layers, masks that
+are more than padding, caches of other kinds, gradients, hooks inside) goes through the model's own code as before.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Hashable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cpumoe.integrations.transformers.attention import PASSED_OVER
+from cpumoe.integrations.transformers.decoder_check import find_choices, output_class
+from cpumoe.integrations.transformers.decoder_description import (
+    FIRST_POSITIONS,
+    Choices,
+    NotDescribed,
+    RotaryTables,
+    describe_decoder,
+    describe_matrix,
+    layer_type,
+)
+from cpumoe.integrations.transformers.roomy_cache import roomy_layers
+from cpumoe.layers.experts import Experts
+from cpumoe.ops import decoder
+
+_log = logging.getLogger("cpumoe")
+
+#: Arguments of a base model that a step understands; others must not ask for anything.
+_SERVED = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
+
+#: Attributes of a configuration that ask for results which a step does not have.
+_MORE_RESULTS = ("output_hidden_states", "output_attentions", "output_router_logits")
+
+
+_FEW_ROWS = 16  # up to here our product with a head in float is faster than PyTorch's
+
+
+def run_natively(model: nn.Module) -> None:
+    """Gives the decoders inside of a model their one-call form; where there is none, the reason is kept and logged."""
+    for name, base in model.named_modules():
+        layers = getattr(base, "layers", None)
+        if not isinstance(layers, nn.ModuleList) or not any(isinstance(m, Experts) for m in layers.modules()):
+            continue
+        try:
+            native = NativeDecoder(base)
+        except NotDescribed as reason:
+            base._cpumoe_reason = str(reason)
+            _log.info("%s (%s) runs layer by layer: %s", name or "the model", type(base).__name__, reason)
+            continue
+        base.forward = _with_signature(partial(forward, base, native), base)
+        if getattr(model, "model", None) is base and (output := native.take_head(model)) is not None:
+            model.forward = _with_signature(partial(forward_to_logits, model, native, output), model)
+
+
+def _with_signature(replacement: Any, module: nn.Module) -> Any:
+    """Arguments are asked for by name, in transformers too."""
+    own = inspect.signature(type(module).forward)
+    replacement.__signature__ = own.replace(parameters=tuple(own.parameters.values())[1:])
+    return replacement
+
+
+def explanation(model: nn.Module) -> str:
+    """Whether a model that has been loaded runs in one call for a step, and if not, why."""
+    for base in model.modules():
+        if native_of(base) is not None:
+            return "every step is one call of the core"
+        if (reason := vars(base).get("_cpumoe_reason")) is not None:
+            return f"a step goes through transformers, layer by layer: {reason}"
+    return "a step goes through transformers, layer by layer: no decoder with packed experts was found in it"
+
+
+def native_of(base: nn.Module) -> NativeDecoder | None:
+    """What runs a base model in one call, if something does."""
+    found = vars(base).get("forward")
+    return found.args[1] if isinstance(found, partial) and found.func is forward else None
+
+
+def forward(base: Any, native: NativeDecoder, *arguments: Any, **options: Any) -> Any:
+    """The forward of a base model, to hidden states behind the last norm."""
+    found = native.run(base, arguments, options)
+    if found is None:
+        return type(base).forward(base, *arguments, **options)
+    return native.output(last_hidden_state=found[0], past_key_values=found[1])
+
+
+def forward_to_logits(model: Any, native: NativeDecoder, output: type[Any], *arguments: Any, **options: Any) -> Any:
+    """The forward of a model that is a base model and a head."""
+    found = native.run(model.model, arguments, options, head=model)
+    if found is None:
+        return type(model).forward(model, *arguments, **options)
+    return output(logits=found[0], past_key_values=found[1])
+
+
+class NativeDecoder:
+    """A base model's decoder in the core. Raises NotDescribed if there is none."""
+
+    def __init__(self, base: Any) -> None:
+        self._choices = self._found_choices(base)
+        self.output = output_class(base)
+        self._positions = FIRST_POSITIONS
+        self._head: Any = None
+        self._arguments = [tuple(inspect.signature(type(base).forward).parameters)[1:]]  # and those of the model
+        self._describe(base)
+
+    def take_head(self, model: Any) -> type[Any] | None:
+        """Lets steps go on to logits if a model's own code does no more than call its head.
+
+        Gives the class of the model's results then. Its base model is replaced by made-up hidden states to find out.
+        """
+        base, head = model.model, model.get_output_embeddings()
+        hidden = torch.randn((1, 3, self._hidden), generator=torch.Generator().manual_seed(5)).to(self._dtype)
+        forward = vars(base).pop("forward")
+        base.forward = lambda *_, **__: self.output(last_hidden_state=hidden)
+        try:
+            with torch.no_grad():
+                found = type(model).forward(model, input_ids=torch.zeros((1, 3), dtype=torch.long), logits_to_keep=1)
+                expected = head(hidden[:, -1:])
+            is_plain = torch.equal(found.logits, expected)
+            self._head = describe_matrix(head, "head")
+        except Exception:  # it is called in another way, or is no linear
+            is_plain = False
+        finally:
+            base.forward = forward
+        if not is_plain:
+            self._head = None
+            return None
+        self._arguments.append(tuple(inspect.signature(type(model).forward).parameters)[1:])
+        self._describe(base)
+        return type(found)
+
+    @staticmethod
+    def _found_choices(base: Any) -> tuple[Choices, ...]:
+        """Those of each layer; layers of the same parts and type have the same."""
+        found: dict[Hashable, Choices] = {}
+        out = []
+        for index, layer in enumerate(base.layers):
+            if not isinstance(getattr(layer, "self_attn", None), nn.Module):
+                raise NotDescribed(f"{type(layer).__name__} has no self_attn")
+            parts = tuple((name, type(module)) for name, module in layer.named_modules())
+            key = (layer_type(base, index), getattr(layer.self_attn, "is_sliding", None), parts)
+            if key not in found:
+                found[key] = find_choices(base, index)
+            out.append(found[key])
+        return tuple(out)
+
+    def _describe(self, base: Any) -> None:
+        model = replace(describe_decoder(base, self._choices), head=self._head)
+        if self._positions > FIRST_POSITIONS:
+            model = replace(model, rotary=self._tables(base).made(self._positions))
+        self.decoder = decoder.Decoder(model)
+        self._forms = tuple(
+            (layer.attention.kv_heads, (layer.attention.depth, layer.attention.value_depth)) for layer in model.layers
+        )
+        self._dtype, self._hidden = model.embedding.dtype, model.embedding.shape[1]
+        modules = [*base.layers.modules(), base.norm, base.embed_tokens]
+        self._hooks = tuple(hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks))
+        self._held = tuple(
+            (holder, name, value, value.data_ptr() if isinstance(value, Tensor) else 0)
+            for m in modules
+            for holder in (m._parameters, m._buffers, m._modules)
+            for name, value in holder.items()
+        )
+
+    def _tables(self, base: Any) -> RotaryTables:
+        tables = RotaryTables(base)
+        for index, choices in enumerate(self._choices):
+            if choices.rotates:
+                tables.number(index, choices.interleaved)
+        return tables
+
+    def run(
+        self, base: Any, arguments: tuple[Any, ...], options: dict[str, Any], head: Any = None
+    ) -> tuple[Tensor, Any] | None:
+        """The results of a call and the cache; None for a call that is left to the model's own code.
+
+        Results are hidden states [B, T, H] or, with a model that has the ``head``, logits [B, tokens to keep, V].
+        """
+        if torch.is_grad_enabled() or base.training or torch.compiler.is_compiling() or any(self._hooks):
+            return None
+        given = options
+        if arguments:
+            given = dict(zip(self._arguments[head is not None], arguments, strict=False)) | options
+        keep = given.get("logits_to_keep", 0) if head is not None else 0
+        for name, option in given.items():
+            if name == "logits_to_keep" and head is not None:
+                continue
+            if name not in _SERVED and name not in PASSED_OVER and option is not None and option is not False:
+                return None
+        if any(given.get(name, getattr(base.config, name, False)) for name in _MORE_RESULTS):
+            return None
+        if given.get("return_dict", True) is False:
+            return None
+        tokens, embeds, cache = given.get("input_ids"), given.get("inputs_embeds"), given.get("past_key_values")
+        if (tokens is None) == (embeds is None):
+            return None
+        x: Any = tokens if embeds is None else embeds
+        if not x.is_cpu or x.dim() != (2 if embeds is None else 3) or x.numel() == 0:
+            return None
+        if x.dtype != (torch.int64 if embeds is None else self._dtype):
+            return None
+        use_cache = given.get("use_cache")
+        if use_cache is None:
+            use_cache = getattr(base.config, "use_cache", True)
+        if cache is None:
+            from transformers import DynamicCache
+
+            cache = DynamicCache(config=base.config)
+        if head is not None and not self._keeps(x, keep):
+            return None
+        out = self._step(base, x, cache, given.get("attention_mask"), given.get("position_ids"), keep, head is not None)
+        if out is None:
+            return None
+        return out, cache if use_cache or given.get("past_key_values") is not None else None
+
+    def _keeps(self, x: Tensor, keep: Any) -> bool:
+        """Whether logits of so many tokens are for the step: of many, a head in float is faster in PyTorch."""
+        if not isinstance(keep, int) or keep < 0:
+            return False
+        kept = min(keep, x.shape[1]) if keep else x.shape[1]
+        return self._head.weight.dtype == torch.uint8 or x.shape[0] * kept <= _FEW_ROWS
+
+    def _step(
+        self,
+        base: Any,
+        x: Tensor,
+        cache: Any,
+        mask: Tensor | None,
+        positions: Tensor | None,
+        keep: int,
+        logits: bool,
+    ) -> Tensor | None:
+        layers = roomy_layers(cache, len(self._forms))
+        if layers is None:
+            return None
+        batch, count = x.shape[:2]
+        past = layers[0].get_seq_length()
+        for layer, (heads, depths) in zip(layers, self._forms, strict=True):
+            if layer.get_seq_length() != past or not layer.has_form(batch, heads, depths, self._dtype):
+                return None
+        padding = None
+        if mask is not None:
+            if mask.dim() != 2 or mask.shape != (batch, past + count):
+                return None
+            if not bool(mask.all()) and (padding := _left_padding(mask)) is None:
+                return None
+        last = past + count - 1
+        if positions is not None:
+            if positions.dim() != 2 or positions.shape[1] != count or positions.shape[0] not in (1, batch):
+                return None
+            positions = positions.to(torch.int64).contiguous()
+            last = int(positions.max())
+        if not self._is_ready(base, count, last):
+            return None
+        room = [
+            layer.reserve(batch, heads, depths, self._dtype, count)
+            for layer, (heads, depths) in zip(layers, self._forms, strict=True)
+        ]
+        x = x.contiguous()
+        out = self.decoder.step(x, room, past, positions=positions, padding=padding, keep=keep, logits=logits)
+        for layer in layers:
+            layer.advance(count)
+        return out
+
+    def _is_ready(self, base: Any, count: int, last: int) -> bool:
+        """Follows what has changed in the model since it was described; makes tables for positions up to ``last``."""
+        try:
+            if count > 1 and self._has_changed():
+                self._describe(base)
+            if last >= self._positions:
+                while self._positions <= last:
+                    self._positions *= 2
+                self._describe(base)
+        except NotDescribed as reason:
+            _log.warning("%s runs layer by layer from here on: %s", type(base).__name__, reason)
+            vars(base).pop("forward", None)
+            base._cpumoe_reason = str(reason)
+            return False
+        return True
+
+    def _has_changed(self) -> bool:
+        """Whether a module, a tensor or the memory of one has been replaced since."""
+        for holder, name, value, address in self._held:
+            now = holder.get(name)
+            if now is not value or (address and now.data_ptr() != address):
+                return True
+        return False
+
+
+def _left_padding(mask: Tensor) -> Tensor | None:
+    """The places of padding before each sequence, int64 [B]; None if the mask is more than that."""
+    real = mask.to(torch.bool)
+    padding = real.shape[1] - real.sum(1)
+    expected = torch.arange(real.shape[1]) >= padding.unsqueeze(1)
+    return padding if torch.equal(real, expected) else None

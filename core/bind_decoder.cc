@@ -2,6 +2,7 @@
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
+#include <limits>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -191,6 +192,24 @@ LayerCache read_cache(nb::handle entry, const AttentionPart& a, DType type, std:
   return cache;
 }
 
+LayerCache read_pages(nb::handle entry, const AttentionPart& a, DType type) {
+  const nb::tuple parts = nb::cast<nb::tuple>(entry);
+  CPUMOE_REQUIRE(parts.size() == 2, "a cache in pages is (keys, values)");
+  const Array keys(parts[0], "keys"), values(parts[1], "values");
+  const auto heads_of = [&](const Array& array, std::int64_t depth) {
+    CPUMOE_REQUIRE(array.writable().contiguous(3).float_type() == type, array.name(), " is ", array.dtype_text(),
+                   ", unlike the hidden states");
+    CPUMOE_REQUIRE(array.dim(0) == keys.dim(0) && array.dim(1) == a.kv_heads && array.dim(2) == depth, array.name(),
+                   " is ", array.shape_text(), "; [", keys.dim(0), ", ", a.kv_heads, ", ", depth, "] is accepted");
+    return CachedHeads{array.data(), 0, depth, a.kv_heads * depth};
+  };
+  LayerCache cache{};
+  cache.keys = heads_of(keys, a.depth);
+  cache.values = heads_of(values, a.value_depth);
+  cache.places = keys.dim(0);
+  return cache;
+}
+
 // A decoder and the tensors that it works with.
 class DecoderObject {
  public:
@@ -250,6 +269,62 @@ class DecoderObject {
     decoder_.step(active_kernels(), step);
   }
 
+  // Rows of any sequences, whose keys and values lie in pages: token t of sequence s in page pages[s, t / page_tokens].
+  void step_rows(nb::handle tokens_, nb::handle sequences_, nb::handle places_, nb::handle pages_,
+                 std::int64_t page_tokens, nb::handle caches, nb::handle wanted_, nb::handle logits_out_) {
+    const DecoderModel& model = decoder_.model();
+    const Array tokens(tokens_, "tokens"), sequences(sequences_, "sequences"), places(places_, "places");
+    const Array pages(pages_, "pages"), wanted(wanted_, "wanted"), out(logits_out_, "logits_out");
+    const std::int64_t rows = tokens.contiguous(1).dim(0);
+    for (const Array* array : {&tokens, &sequences, &places, &wanted}) {
+      array->contiguous(1).expect<std::int64_t>("int64");
+      CPUMOE_REQUIRE(array == &wanted || array->dim(0) == rows, array->name(), " has ", array->dim(0), " values for ",
+                     rows, " tokens");
+    }
+    pages.contiguous(2).expect<std::int32_t>("int32");
+    CPUMOE_REQUIRE(page_tokens >= 16 && (page_tokens & (page_tokens - 1)) == 0, "page_tokens=", page_tokens,
+                   "; a power of two from 16 on is accepted");
+    Step step;
+    step.tokens = tokens.data<std::int64_t>();
+    step.seen.assign(static_cast<std::size_t>(pages.dim(0)), 0);
+    for (std::int64_t r = 0; r < rows; ++r) {
+      const std::int64_t sequence = sequences.data<std::int64_t>()[r], place = places.data<std::int64_t>()[r];
+      CPUMOE_REQUIRE(sequence >= 0 && sequence < pages.dim(0), "sequences holds ", sequence, "; 0 to ",
+                     pages.dim(0) - 1, " are accepted");
+      step.rows.push_back({static_cast<std::int32_t>(sequence), place, place});
+    }
+    step.wanted.assign(wanted.data<std::int64_t>(), wanted.data<std::int64_t>() + wanted.dim(0));
+    std::vector<const std::int32_t*> lists;
+    for (std::int64_t i = 0; i < pages.dim(0); ++i) lists.push_back(pages.data<std::int32_t>() + i * pages.dim(1));
+    std::int64_t least = std::numeric_limits<std::int64_t>::max();  // of tokens that all layers have room for
+    for (const nb::handle entry : caches) {
+      CPUMOE_REQUIRE(step.caches.size() < model.layers.size(), "there are caches for more than ", model.layers.size(),
+                     " layers");
+      step.caches.push_back(read_pages(entry, model.layers[step.caches.size()].attention, model.type));
+      LayerCache& cache = step.caches.back();
+      least = std::min(least, cache.places);
+      cache.places = pages.dim(1) * page_tokens;
+      cache.page_tokens = page_tokens;
+      cache.pages = lists.data();
+    }
+    for (const StepRow& row : step.rows) {
+      CPUMOE_REQUIRE(row.place >= 0 && row.place < pages.dim(1) * page_tokens, "places holds ", row.place, "; 0 to ",
+                     pages.dim(1) * page_tokens - 1, " are accepted");
+      for (std::int64_t i = 0; i <= row.place / page_tokens; ++i) {
+        const std::int64_t page = lists[static_cast<std::size_t>(row.sequence)][i];
+        CPUMOE_REQUIRE(page >= 0 && (page + 1) * page_tokens <= least, "pages[", row.sequence, ", ", i, "]=", page,
+                       "; the caches have ", least / page_tokens, " pages");
+      }
+    }
+    CPUMOE_REQUIRE(out.writable().contiguous(2).float_type() == model.type && out.dim(0) == wanted.dim(0) &&
+                       out.dim(1) == model.head.columns,
+                   "logits_out is ", out.dtype_text(), " ", out.shape_text(), "; [", wanted.dim(0), ", ",
+                   model.head.columns, "] of the dtype of hidden states is accepted");
+    step.logits_out = out.data();
+    const Computation computation;
+    decoder_.step(active_kernels(), step);
+  }
+
   nb::list take_seconds() {
     double seconds[kStepParts];
     decoder_.take_seconds(seconds);
@@ -286,6 +361,8 @@ void bind_decoder(nb::module_& m) {
       .def_prop_ro("vocabulary", &DecoderObject::vocabulary)
       .def("step", &DecoderObject::step, "tokens"_a, "caches"_a, "past"_a, "positions"_a.none(), "padding"_a.none(),
            "kept"_a, "hidden_out"_a.none(), "logits_out"_a.none())
+      .def("step_rows", &DecoderObject::step_rows, "tokens"_a, "sequences"_a, "places"_a, "pages"_a, "page_tokens"_a,
+           "caches"_a, "wanted"_a, "logits_out"_a)
       .def("take_seconds", &DecoderObject::take_seconds);
 }
 

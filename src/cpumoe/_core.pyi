@@ -226,6 +226,17 @@ class Decoder:
         hidden_out: Array | None,
         logits_out: Array | None,
     ) -> None: ...
+    def step_rows(
+        self,
+        tokens: Array,
+        sequences: Array,
+        places: Array,
+        pages: Array,
+        page_tokens: int,
+        caches: Sequence[tuple[Array, Array]],
+        wanted: Array,
+        logits_out: Array,
+    ) -> None: ...
     def take_seconds(self) -> list[float]: ...
 
 def read_rate(data: Array) -> float: ...

@@ -197,6 +197,33 @@ class Decoder:
         )
         return out
 
+    def step_rows(
+        self,
+        tokens: Tensor,
+        sequences: Tensor,
+        places: Tensor,
+        pages: Tensor,
+        page_tokens: int,
+        caches: Sequence[tuple[Tensor, Tensor]],
+        wanted: Tensor,
+    ) -> Tensor:
+        """Computes N tokens of any sequences, whose keys and values lie in pages.
+
+        Args:
+            tokens: int64 [N]; those of a sequence side by side, sequences and places ascending.
+            sequences: int64 [N], the sequence of each. places: int64 [N], where in its sequence each is.
+            pages: int32 [S, P]: the page of tokens p * page_tokens and the following of sequence s is pages[s, p].
+            page_tokens: tokens of a page, a power of two from 16 on.
+            caches: for each layer keys and values [pages * page_tokens, kv_heads, depth].
+            wanted: int64 [W], ascending: the rows whose logits are asked for.
+
+        Returns:
+            Logits [W, vocabulary].
+        """
+        out = torch.empty((len(wanted), self._vocabulary), dtype=self._dtype)
+        self._core.step_rows(tokens, sequences, places, pages, page_tokens, caches, wanted, out)
+        return out
+
     def take_seconds(self) -> dict[str, float]:
         """Seconds of each part of the steps since the last call."""
         return dict(zip(STEP_PARTS, self._core.take_seconds(), strict=True))

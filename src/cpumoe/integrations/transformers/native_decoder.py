@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -82,6 +82,12 @@ def native_of(base: nn.Module) -> NativeDecoder | None:
     """What runs a base model in one call, if something does."""
     found = vars(base).get("forward")
     return found.args[1] if isinstance(found, partial) and found.func is forward else None
+
+
+def native_with_head(model: Any) -> NativeDecoder | None:
+    """What takes a model's tokens to logits in one call, if something does."""
+    found = vars(model).get("forward")
+    return found.args[1] if isinstance(found, partial) and found.func is forward_to_logits else None
 
 
 def forward(base: Any, native: NativeDecoder, *arguments: Any, **options: Any) -> Any:
@@ -269,6 +275,34 @@ class NativeDecoder:
         for layer in layers:
             layer.advance(count)
         return out
+
+    def new_pages(self, tokens: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of ``tokens`` tokens for each layer, [tokens, kv_heads, depth], for :meth:`step_rows`."""
+
+        def zeros(heads: int, depth: int) -> Tensor:
+            return torch.zeros((tokens, heads, depth), dtype=self._dtype)
+
+        return [(zeros(heads, depths[0]), zeros(heads, depths[1])) for heads, depths in self._forms]
+
+    def step_rows(
+        self,
+        base: Any,
+        tokens: Tensor,
+        sequences: Tensor,
+        places: Tensor,
+        pages: Tensor,
+        page_tokens: int,
+        caches: Sequence[tuple[Tensor, Tensor]],
+        wanted: Tensor,
+    ) -> Tensor:
+        """Logits [W, vocabulary] of some of the tokens of any sequences.
+
+        The arguments are those of :meth:`cpumoe.ops.decoder.Decoder.step_rows`.
+        Raises NotDescribed if the model has become another one.
+        """
+        if not self._is_ready(base, len(tokens), int(places.max())):
+            raise NotDescribed(base._cpumoe_reason)
+        return self.decoder.step_rows(tokens, sequences, places, pages, page_tokens, caches, wanted)
 
     def _is_ready(self, base: Any, count: int, last: int) -> bool:
         """Follows what has changed in the model since it was described; makes tables for positions up to ``last``."""

@@ -11,6 +11,7 @@
 // whether more than kMaxFewRows rows meet the same weights; never on threads, or on what the other rows hold.
 #include "amx_tiles.h"
 #include "avx512_rows.h"
+#include "bf16_attention.h"
 #include "bf16_products.h"
 #include "rowwise.h"
 #include "vector_avx512.h"
@@ -460,6 +461,7 @@ double float_dot_peak(std::int64_t iterations) {
 
 constexpr Kernels make_kernels() {
   Kernels k = kernels_of<F32x16, Amx>("amx");
+  add_bf16_attention(k);
   k.few_rows = kMaxFewRows;  // from 7 rows on a padded tile of 16 is faster
   k.thread_begin = configure_tiles;
   k.thread_end = release_tiles;

@@ -65,6 +65,7 @@ struct SingleDots {
     float number;
     __builtin_memcpy(&number, x, 4);
     const V spread = V::set(number);
+#pragma GCC unroll 3
     for (int v = 0; v < vectors; ++v) {
       if constexpr (type == DType::kBF16 && V::kWidth == 1) {
         sum[v] = sum[v] + held[v] * spread;  // the same, without a call of fmaf where there is no instruction
@@ -184,32 +185,77 @@ void load_part(const CachedPart& part) {
   }
 }
 
+// What is fetched on the way through a tile, one line a step: `run` steps go from one token to the next (or to the one
+// after that), then it goes on at another place.
 struct FetchNothing {
-  void operator()(int) const {}
+  void operator()(int) {}
+};
+
+struct FetchKeys {
+  const std::uint8_t* first;
+  std::ptrdiff_t stride;
+  const std::uint8_t* at = nullptr;
+  void operator()(int step) {
+    if (step % kRunTokens == 0) at = first + step / kRunTokens * 64;  // all tokens' first lines, then their second ones
+    __builtin_prefetch(at, 0, 2);
+    at += stride;
+  }
+};
+
+struct FetchValues {
+  const std::uint8_t* const* runs;
+  std::ptrdiff_t offset, stride;
+  const std::uint8_t* at = nullptr;
+  void operator()(int step) {
+    constexpr int kSteps = kRunTokens / 2;
+    if (step % kSteps == 0) at = runs[step / kSteps % kPartRuns] + offset;
+    __builtin_prefetch(at, 0, 2);
+    at += 2 * stride;
+  }
 };
 
 // out[row][lane] = sum over steps of a[row][step] * lanes[step][lane], for some rows and vectors of lanes. Rows of `a`
 // lie a_stride bytes apart and their steps side by side; with `columns` the steps lie apart, and rows side by side.
 template <class Dots, DType type, bool columns, int rows, int vectors, class Fetch>
-void multiply_tile(const std::uint8_t* a, std::ptrdiff_t a_stride, const std::uint8_t* lanes, int stride, int steps,
-                   float* out, const Fetch& fetch) {
+__attribute__((noinline)) void multiply_tile(const std::uint8_t* a, std::ptrdiff_t a_stride, const std::uint8_t* lanes,
+                                             int stride, int steps, float* out, Fetch fetch) {
   using V = typename Dots::V;
+  // Three rows each from one pointer: a single one would need a register for the distance of every row.
+  constexpr int kOfEach = 3, kPointers = (rows + kOfEach - 1) / kOfEach;
+  const std::uint8_t* at[kPointers];
+#pragma GCC unroll 6
+  for (int i = 0; i < kPointers; ++i) at[i] = a + i * kOfEach * a_stride;
+  // Unrolled by name: sums that loops count through would not be held in registers.
   V sum[rows][vectors];
-  for (auto& row : sum) {
-    for (V& s : row) s = V::set(0.0f);
+#pragma GCC unroll 16
+  for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 3
+    for (int v = 0; v < vectors; ++v) sum[r][v] = V::set(0.0f);
   }
   for (int step = 0; step < steps; ++step) {
     fetch(step);
     typename Dots::Held held[vectors];
+#pragma GCC unroll 3
     for (int v = 0; v < vectors; ++v) held[v] = Dots::load(lanes + v * V::kWidth * 4);
 #pragma GCC unroll 16
     for (int r = 0; r < rows; ++r) {
-      Dots::template add_row<type, vectors>(sum[r], held, a + (columns ? r * 4 : r * a_stride));
+      const std::uint8_t* x = columns ? a + r * 4 : at[r / kOfEach] + r % kOfEach * a_stride;
+      Dots::template add_row<type, vectors>(sum[r], held, x);
     }
-    a += columns ? a_stride : 4;
+    if constexpr (columns) {
+      a += a_stride;
+    } else {
+#pragma GCC unroll 6
+      for (int i = 0; i < kPointers; ++i) {
+        at[i] += 4;
+        asm("" : "+r"(at[i]));  // a pointer of its own
+      }
+    }
     lanes += stride * 4;
   }
+#pragma GCC unroll 16
   for (int r = 0; r < rows; ++r) {
+#pragma GCC unroll 3
     for (int v = 0; v < vectors; ++v) V::store(out + r * stride + v * V::kWidth, sum[r][v]);
   }
 }
@@ -269,60 +315,72 @@ inline V weight_of(V x, float least) {
   return V::select_less(x, V::set(least), V::set(0.0f), e.mantissa * V::power_of_two(e.exponent));
 }
 
+// Dots become scores, in their place; gives the highest.
+template <class V, bool capped, bool masked>
+inline V score_lanes(const CachedPart& part, const PartLanes& a, int lane) {
+  const V scale = V::set(a.scale), softcap = V::set(a.softcap), to_unit = V::set(capped ? 1.0f / a.softcap : 0.0f);
+  V highest = V::set(kLowest);
+  float* at = a.scores + part.begin * a.stride + lane;
+  for (int place = part.begin; place < part.end; ++place, at += a.stride) {
+    V score = V::load(at) * scale;
+    if constexpr (capped) score = tanh_of(score * to_unit) * softcap;
+    if constexpr (masked) {
+      const V here = V::set(static_cast<float>(place)), unseen = V::set(-__builtin_inff());
+      score = V::select_less(here, V::load(a.first + lane), unseen, score);
+      score = V::select_less(here, V::load(a.last + lane), score, unseen);
+    }
+    V::store(at, score);
+    highest = max_of(score, highest);
+  }
+  return highest;
+}
+
 // Dots become scores, and these weights, in their place.
 template <class Dots, DType type>
 void weigh(const CachedPart& part, const PartLanes& a) {
   using V = typename Dots::V;
   constexpr float kLeast = type == DType::kBF16 ? -34.5f : -87.0f;
-  const V scale = V::set(a.scale), softcap = V::set(a.softcap);
-  const V to_unit = V::set(a.softcap == 0.0f ? 0.0f : 1.0f / a.softcap);
   for (int lane = 0; lane < a.stride; lane += V::kWidth) {
-    float* column = a.scores + lane;
-    V highest = V::set(kLowest);
-    for (int place = part.begin; place < part.end; ++place) {
-      V score = V::load(column + place * a.stride) * scale;
-      if (a.softcap != 0.0f) score = tanh_of(score * to_unit) * softcap;
-      if (a.first != nullptr) {
-        const V at = V::set(static_cast<float>(place)), unseen = V::set(-__builtin_inff());
-        score = V::select_less(at, V::load(a.first + lane), unseen, score);
-        score = V::select_less(at, V::load(a.last + lane), score, unseen);
-      }
-      V::store(column + place * a.stride, score);
-      highest = max_of(score, highest);
+    V highest;
+    if (a.softcap != 0.0f) {
+      highest =
+          a.first == nullptr ? score_lanes<V, true, false>(part, a, lane) : score_lanes<V, true, true>(part, a, lane);
+    } else {
+      highest =
+          a.first == nullptr ? score_lanes<V, false, false>(part, a, lane) : score_lanes<V, false, true>(part, a, lane);
     }
     V even_total = V::set(0.0f), odd_total = V::set(0.0f);
-    const auto weight_at = [&](int place) {
-      if (place < part.begin || place >= part.end) return V::set(0.0f);
-      return weight_of(V::load(column + place * a.stride) - highest, kLeast);
-    };
-    for (int place = even_begin(part); place < even_end(part); place += 2) {
-      V even = weight_at(place), odd = weight_at(place + 1);
-      Dots::template store_weights<type>(column + place / Dots::kTogether * a.stride, a.stride, even, odd);
+    const auto weigh_pair = [&](int place, bool has_even, bool has_odd) __attribute__((always_inline)) {
+      const float* scores = a.scores + place * a.stride + lane;
+      V even = V::set(0.0f), odd = V::set(0.0f);
+      if (has_even) even = weight_of(V::load(scores) - highest, kLeast);
+      if (has_odd) odd = weight_of(V::load(scores + a.stride) - highest, kLeast);
+      Dots::template store_weights<type>(a.scores + place / Dots::kTogether * a.stride + lane, a.stride, even, odd);
       even_total = even_total + even;
       odd_total = odd_total + odd;
+    };
+    int place = part.begin;
+    if (place % 2 != 0) {
+      weigh_pair(place - 1, false, true);
+      ++place;
     }
+    for (; place + 2 <= part.end; place += 2) weigh_pair(place, true, true);
+    if (place < part.end) weigh_pair(place, true, false);
     V::store(a.highest + lane, highest);
     V::store(a.total + lane, even_total + odd_total);
   }
 }
 
-// `keys`: a run's keys as they are multiplied; `values`: the panel of values, rows of value_depth times 32 bits.
+// `key_at(place)`: keys as they are multiplied, key_stride bytes apart within a run. The panel of values has rows of
+// value_depth times 32 bits.
 template <class Dots, DType type, class KeyAt>
 void attend_part_with(const CachedPart& part, const PartLanes& a, const KeyAt& key_at, std::ptrdiff_t key_stride) {
   const std::ptrdiff_t value_stride = static_cast<std::ptrdiff_t>(part.value_depth) * 4;
-  const auto fetch_keys = [&part](int row) {
-    const std::uint8_t* next = part.next_keys[row / kRunTokens];
-    return [next, stride = part.key_stride](int step) {
-      __builtin_prefetch(next + step % kRunTokens * stride + step / kRunTokens * 64, 0, 2);
-    };
-  };
+  const auto fetch_keys = [&part](int row) { return FetchKeys{part.next_keys[row / kRunTokens], part.key_stride}; };
   const auto fetch_values = [&part](int column) {
-    // Of every two tokens one line in turn.
+    // A line of every other token; with the next columns, that of the tokens between.
     const std::ptrdiff_t offset = column / kRunTokens % 2 * part.value_stride + column / (2 * kRunTokens) * 64;
-    return [&part, offset](int step) {
-      const int place = 2 * step % kPartTokens;
-      __builtin_prefetch(part.next_values[place / kRunTokens] + place % kRunTokens * part.value_stride + offset, 0, 2);
-    };
+    return FetchValues{part.next_values, offset, part.value_stride};
   };
   const auto fetch_nothing = [](int) { return FetchNothing{}; };
   const auto value_at = [&part, value_stride](int column) {

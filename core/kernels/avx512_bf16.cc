@@ -1,5 +1,6 @@
 // AVX512-BF16: integers as AVX512-VNNI has them, and vdpbf16ps for rows of floats.
 #include "avx512_rows.h"
+#include "bf16_attention.h"
 #include "bf16_products.h"
 #include "rowwise.h"
 #include "vector_avx512.h"
@@ -16,6 +17,7 @@ struct Avx512Bf16 : Avx512Integers {
 
 constexpr Kernels make_kernels() {
   Kernels k = kernels_of<F32x16, Avx512Bf16>("avx512_bf16");
+  add_bf16_attention(k);
   k.dot_peak = vnni_dot_peak;
   k.float_dot_peak = bf16_dot_peak;
   k.read_bytes = read_zmm;

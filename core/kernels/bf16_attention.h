@@ -1,0 +1,164 @@
+// Attention over cached keys and values of bf16 by vdpbf16ps, in the AVX512-BF16 kernel and in the AMX kernel: the bits
+// are those of attention_parts.h. Vectors are 512 bits wide, or 256 where that leaves fewer lanes empty.
+//
+// Internal linkage on purpose: see kernel.h.
+#pragma once
+
+#include <immintrin.h>
+
+#include "attention_parts.h"
+#include "vector_avx2.h"
+#include "vector_avx512.h"
+
+namespace cpumoe {
+namespace {
+
+// Two numbers at once. Assembly, because GCC 12 copies every running sum of a loop around its own intrinsic.
+template <class V_>
+struct PairDots {
+  using V = V_;
+  static constexpr bool kWide = V::kWidth == 16;
+  using Held = decltype(V::bits(V{}));
+  static constexpr int kTogether = 2, kRows = 8, kVectors = 3, kRowsAlone = 16;
+
+  static Held load(const std::uint8_t* p) { return V::bits(V::load_bits32(p)); }
+
+  template <DType, int vectors>
+  static inline __attribute__((always_inline)) void add_row(V (&sum)[vectors], const Held (&held)[vectors],
+                                                            const std::uint8_t* x) {
+    struct Bytes {
+      std::uint8_t four[4];
+    };
+    const Bytes& pair = *reinterpret_cast<const Bytes*>(x);
+    if constexpr (vectors == 1 && kWide) {
+      asm("vdpbf16ps %2%{1to16%}, %1, %0" : "+v"(sum[0].v) : "v"(held[0]), "m"(pair));
+    } else if constexpr (vectors == 1) {
+      asm("vdpbf16ps %2%{1to8%}, %1, %0" : "+v"(sum[0].v) : "v"(held[0]), "m"(pair));
+    } else {
+      Held spread;
+      asm("vpbroadcastd %1, %0" : "=v"(spread) : "m"(pair));
+#pragma GCC unroll 3
+      for (int v = 0; v < vectors; ++v) {
+        asm("vdpbf16ps %2, %1, %0" : "+v"(sum[v].v) : "v"(held[v]), "v"(spread));
+      }
+    }
+  }
+
+  template <DType>
+  static void store_weights(float* row, std::ptrdiff_t, V& even, V& odd) {
+    static constexpr std::uint16_t kInTurn[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                                                  8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    static constexpr std::uint16_t kInTurn8[16] = {0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15};
+    if constexpr (kWide) {
+      const auto halves = (__m512i)_mm512_cvtne2ps_pbh(odd.v, even.v);
+      const __m512i pairs = _mm512_permutexvar_epi16(_mm512_loadu_si512(kInTurn), halves);
+      _mm512_storeu_si512(row, pairs);
+      even = V::floats(_mm512_slli_epi32(pairs, 16));
+      odd = V::and_bits(V::floats(pairs), 0xFFFF0000u);
+    } else {
+      const auto halves = (__m256i)_mm256_cvtne2ps_pbh(odd.v, even.v);
+      const __m256i pairs = _mm256_permutexvar_epi16(V::load_bits(kInTurn8), halves);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(row), pairs);
+      even = V::floats(_mm256_slli_epi32(pairs, 16));
+      odd = V::and_bits(V::floats(pairs), 0xFFFF0000u);
+    }
+  }
+};
+
+// [pair of numbers][lane]
+inline void load_lane_pairs(const LoadLanes& a) {
+  const int pairs = (a.depth + 1) / 2;
+  auto* out = reinterpret_cast<std::uint32_t*>(a.out);
+  for (int pair = 0; pair < pairs; ++pair) {
+    for (int lane = a.lanes; lane < a.stride; ++lane) out[pair * a.stride + lane] = 0;
+  }
+  for (int lane = 0; lane < a.lanes; ++lane) {
+    constexpr int kAtOnce = 128;
+    const auto* row = static_cast<const std::uint16_t*>(a.query[lane]);
+    for (int first = 0; first < a.depth; first += kAtOnce) {
+      const int count = a.depth - first < kAtOnce ? a.depth - first : kAtOnce;
+      std::uint16_t words[kAtOnce] = {};
+      std::uint32_t both[kAtOnce / 2];
+      for (int i = 0; i < count; ++i) words[i] = flushed_query(F32x1::read(row + first + i));
+      __builtin_memcpy(both, words, sizeof(both));
+      for (int i = 0; i < (count + 1) / 2; ++i) out[(first / 2 + i) * a.stride + lane] = both[i];
+    }
+  }
+}
+
+// Values: [pair of tokens][column]. Keys are multiplied as they lie in memory, if they consist of whole pairs.
+inline void load_part_pairs(const CachedPart& part) {
+  static constexpr std::uint16_t kInTurn[64] = {0,  32, 1,  33, 2,  34, 3,  35, 4,  36, 5,  37, 6,  38, 7,  39,
+                                                8,  40, 9,  41, 10, 42, 11, 43, 12, 44, 13, 45, 14, 46, 15, 47,
+                                                16, 48, 17, 49, 18, 50, 19, 51, 20, 52, 21, 53, 22, 54, 23, 55,
+                                                24, 56, 25, 57, 26, 58, 27, 59, 28, 60, 29, 61, 30, 62, 31, 63};
+  const __m512i low_half = _mm512_loadu_si512(kInTurn), high_half = _mm512_loadu_si512(kInTurn + 32);
+  auto* panel = reinterpret_cast<std::uint32_t*>(part.value_panel);
+  for (int place = even_begin(part); place < part.end; place += 2) {
+    const bool has_even = place >= part.begin, has_odd = place + 1 < part.end;
+    const auto* even = reinterpret_cast<const std::uint16_t*>(value_of(part, place));
+    const auto* odd = reinterpret_cast<const std::uint16_t*>(value_of(part, place + 1));
+    std::uint32_t* row = panel + place / 2 * static_cast<std::ptrdiff_t>(part.value_depth);
+    const auto store_columns = [&](int column, __mmask32 of_even, __mmask32 of_odd, __mmask32 present) {
+      const __m512i first = _mm512_maskz_loadu_epi16(of_even, even + column);
+      const __m512i second = _mm512_maskz_loadu_epi16(of_odd, odd + column);
+      _mm512_mask_storeu_epi32(row + column, static_cast<__mmask16>(present),
+                               _mm512_permutex2var_epi16(first, low_half, second));
+      _mm512_mask_storeu_epi32(row + column + 16, static_cast<__mmask16>(present >> 16),
+                               _mm512_permutex2var_epi16(first, high_half, second));
+    };
+    constexpr __mmask32 kAll = ~__mmask32{0};
+    int column = 0;
+    if (has_even && has_odd) {
+      for (; column + 32 <= part.value_depth; column += 32) store_columns(column, kAll, kAll, kAll);
+    }
+    for (; column < part.value_depth; column += 32) {
+      const int left = part.value_depth - column;
+      const __mmask32 present = left >= 32 ? kAll : (__mmask32{1} << left) - 1;
+      store_columns(column, has_even ? present : 0, has_odd ? present : 0, present);
+    }
+  }
+  if (part.depth % 2 != 0) {
+    for (int place = part.begin; place < part.end; ++place) {
+      auto* row = reinterpret_cast<std::uint16_t*>(part.key_panel) + place * (part.depth + 1);
+      __builtin_memcpy(row, key_of(part, place), static_cast<std::size_t>(part.depth) * 2);
+      row[part.depth] = 0;
+    }
+  }
+}
+
+template <class V>
+void attend_part_pairs(const CachedPart& part, const PartLanes& a) {
+  if (part.depth % 2 == 0) {
+    attend_part_with<PairDots<V>, DType::kBF16>(
+        part, a, [&part](int place) { return key_of(part, place); }, part.key_stride);
+  } else {
+    const std::ptrdiff_t stride = static_cast<std::ptrdiff_t>(part.depth + 1) * 2;
+    attend_part_with<PairDots<V>, DType::kBF16>(
+        part, a, [&part, stride](int place) { return part.key_panel + place * stride; }, stride);
+  }
+}
+
+// What an instruction set with these products has instead of what any vectors do.
+constexpr void add_bf16_attention(Kernels& k) {
+  k.attention.lane_unit[static_cast<int>(DType::kBF16)] = F32x8::kWidth;
+  k.attention.load_lanes = [](const LoadLanes& a) {
+    a.type == DType::kBF16 ? load_lane_pairs(a) : load_lanes<F32x16>(a);
+  };
+  k.attention.load_part = [](const CachedPart& part) {
+    part.type == DType::kBF16 ? load_part_pairs(part) : load_part<F32x16>(part);
+  };
+  k.attention.attend_part = [](const CachedPart& part, const PartLanes& a) {
+    if (part.type != DType::kBF16) return attend_part<F32x16>(part, a);
+    a.stride % F32x16::kWidth == 0 ? attend_part_pairs<F32x16>(part, a) : attend_part_pairs<F32x8>(part, a);
+  };
+  k.attention.fold_part = [](const FoldPart& a) {
+    a.stride % F32x16::kWidth == 0 ? fold_part<F32x16>(a) : fold_part<F32x8>(a);
+  };
+  k.attention.finish_lanes = [](const FinishLanes& a) {
+    a.stride % F32x16::kWidth == 0 ? finish_lanes<F32x16>(a) : finish_lanes<F32x8>(a);
+  };
+}
+
+}  // namespace
+}  // namespace cpumoe

@@ -82,7 +82,6 @@ def describe_decoder(base: Any, choices: tuple[Choices, ...]) -> decoder.Decoder
 
     Raises NotDescribed.
     """
-    _refuse_other_children(base)
     if type(base.embed_tokens) is not nn.Embedding:
         raise NotDescribed(f"its embedding is a {type(base.embed_tokens).__name__}")
     embedding = base.embed_tokens.weight.detach()
@@ -98,7 +97,8 @@ def describe_decoder(base: Any, choices: tuple[Choices, ...]) -> decoder.Decoder
     )
 
 
-def _refuse_other_children(base: Any) -> None:
+def refuse_other_parts(base: Any) -> None:
+    """Raises NotDescribed for a base model that is more than an embedding, layers, a norm and a rotary embedding."""
     for name in ("embed_tokens", "layers", "norm", "rotary_emb"):
         if not isinstance(getattr(base, name, None), nn.Module):
             raise NotDescribed(f"{type(base).__name__} has no {name}")

@@ -27,6 +27,7 @@ from cpumoe.integrations.transformers.decoder_description import (
     describe_decoder,
     describe_matrix,
     layer_type,
+    refuse_other_parts,
 )
 from cpumoe.integrations.transformers.roomy_cache import roomy_layers
 from cpumoe.layers.experts import Experts
@@ -40,6 +41,9 @@ _SERVED = ("input_ids", "attention_mask", "position_ids", "past_key_values", "in
 #: Attributes of a configuration that ask for results which a step does not have.
 _MORE_RESULTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
+
+#: The module of transformers whose hooks stay where hidden states or attentions have been asked for once.
+_CAPTURING = "transformers.utils.output_capturing"
 
 _FEW_ROWS = 16  # up to here our product with a head in float is faster than PyTorch's
 
@@ -55,6 +59,10 @@ def run_natively(model: nn.Module) -> None:
         except NotDescribed as reason:
             base._cpumoe_reason = str(reason)
             _log.info("%s (%s) runs layer by layer: %s", name or "the model", type(base).__name__, reason)
+            continue
+        except Exception as error:  # whatever another release of transformers does differently
+            base._cpumoe_reason = f"it could not be described ({type(error).__name__}: {error})"
+            _log.warning("%s (%s) runs layer by layer: %s", name, type(base).__name__, base._cpumoe_reason)
             continue
         base.forward = _with_signature(partial(forward, base, native), base)
         if getattr(model, "model", None) is base and (output := native.take_head(model)) is not None:
@@ -80,14 +88,17 @@ def explanation(model: nn.Module) -> str:
 
 def native_of(base: nn.Module) -> NativeDecoder | None:
     """What runs a base model in one call, if something does."""
-    found = vars(base).get("forward")
-    return found.args[1] if isinstance(found, partial) and found.func is forward else None
+    return _in_use(vars(base).get("forward"), forward)
 
 
 def native_with_head(model: Any) -> NativeDecoder | None:
     """What takes a model's tokens to logits in one call, if something does."""
-    found = vars(model).get("forward")
-    return found.args[1] if isinstance(found, partial) and found.func is forward_to_logits else None
+    return _in_use(vars(model).get("forward"), forward_to_logits)
+
+
+def _in_use(found: Any, function: Any) -> NativeDecoder | None:
+    is_ours = isinstance(found, partial) and found.func is function and found.args[1].reason is None
+    return found.args[1] if is_ours else None
 
 
 def forward(base: Any, native: NativeDecoder, *arguments: Any, **options: Any) -> Any:
@@ -110,9 +121,11 @@ class NativeDecoder:
     """A base model's decoder in the core. Raises NotDescribed if there is none."""
 
     def __init__(self, base: Any) -> None:
+        refuse_other_parts(base)
         self._choices = self._found_choices(base)
         self.output = output_class(base)
         self._positions = FIRST_POSITIONS
+        self.reason: str | None = None  # why it is no longer used
         self._head: Any = None
         self._arguments = [tuple(inspect.signature(type(base).forward).parameters)[1:]]  # and those of the model
         self._describe(base)
@@ -190,7 +203,9 @@ class NativeDecoder:
 
         Results are hidden states [B, T, H] or, with a model that has the ``head``, logits [B, tokens to keep, V].
         """
-        if torch.is_grad_enabled() or base.training or torch.compiler.is_compiling() or any(self._hooks):
+        if self.reason is not None or torch.is_grad_enabled() or base.training:
+            return None
+        if torch.compiler.is_compiling() or self._is_watched():
             return None
         given = options
         if arguments:
@@ -226,6 +241,14 @@ class NativeDecoder:
         if out is None:
             return None
         return out, cache if use_cache or given.get("past_key_values") is not None else None
+
+    def _is_watched(self) -> bool:
+        """Whether somebody else's hooks wait inside; transformers' own are for calls that ask for more results."""
+        return any(
+            any(getattr(hook, "__module__", None) != _CAPTURING for hook in hooks.values())
+            for hooks in self._hooks
+            if hooks
+        )
 
     def _keeps(self, x: Tensor, keep: Any) -> bool:
         """Whether logits of so many tokens are for the step: of many, a head in float is faster in PyTorch."""
@@ -301,7 +324,7 @@ class NativeDecoder:
         Raises NotDescribed if the model has become another one.
         """
         if not self._is_ready(base, len(tokens), int(places.max())):
-            raise NotDescribed(base._cpumoe_reason)
+            raise NotDescribed(self.reason)
         return self.decoder.step_rows(tokens, sequences, places, pages, page_tokens, caches, wanted)
 
     def _is_ready(self, base: Any, count: int, last: int) -> bool:
@@ -315,8 +338,7 @@ class NativeDecoder:
                 self._describe(base)
         except NotDescribed as reason:
             _log.warning("%s runs layer by layer from here on: %s", type(base).__name__, reason)
-            vars(base).pop("forward", None)
-            base._cpumoe_reason = str(reason)
+            self.reason = base._cpumoe_reason = str(reason)
             return False
         return True
 

@@ -162,28 +162,40 @@ class RoomyLayer(_Roomy, DynamicLayer):  # type: ignore[misc]  # untyped base
 
 
 class RoomySlidingLayer(_Roomy, DynamicSlidingWindowLayer):  # type: ignore[misc]  # untyped base
-    """A layer that keeps what its window can still see. ``cumulative_length`` counts all tokens that there were."""
+    """A layer that keeps what its window can still see, or with ``record_past`` all until it is cropped.
+
+    ``cumulative_length`` counts all tokens that there were.
+    """
+
+    cumulative_length: int
 
     def _held(self) -> tuple[int, int]:
         last = self.cumulative_length
         if self._room is None:
             keys = self._plain["keys"]
             return last - (0 if keys is None or keys.numel() == 0 else keys.shape[-2]), last
-        return max(0, last - self.sliding_window + 1), last
+        return self._first_kept, last
+
+    def _in_window(self) -> int:
+        """The first place that the next token will see."""
+        return max(0, self.cumulative_length - self.sliding_window + 1)
 
     def _with_capacity(self, shape: tuple[int, int], depths: tuple[int, int], dtype: torch.dtype, new: int) -> _Room:
+        self._first_kept = self._held()[0]
         # What leaves the window is overwritten only when the room is full: then the rest moves to its beginning.
         return super()._with_capacity(shape, depths, dtype, max(new, min(self.sliding_window, 1024)))
 
     def advance(self, new: int) -> None:
         self.cumulative_length += new
+        if not self.record_past:
+            self._first_kept = max(self._first_kept, self._in_window())
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """As the parent's: appends, and gives the keys and values that the new tokens may see."""
-        if self.record_past or _wants_gradient(key_states, value_states):
+        if _wants_gradient(key_states, value_states):
             copied: tuple[Tensor, Tensor] = super().update(key_states, value_states)
             return copied
-        first = self._held()[0]
+        first = max(self._held()[0], self._in_window())
         self._append(key_states, value_states)
         room = self._room
         assert room is not None
@@ -191,9 +203,12 @@ class RoomySlidingLayer(_Roomy, DynamicSlidingWindowLayer):  # type: ignore[misc
         return room.buffers[0][:, :, inside], room.buffers[1][:, :, inside]
 
     def crop(self, tokens_to_remove: int) -> None:
-        if self._room is not None:  # in the terms of the parent, which looks at its tensors
-            self.keys = self.keys
-        super().crop(tokens_to_remove)
+        forgets = self.cumulative_length >= self.sliding_window and not self.record_past
+        if self._room is None or tokens_to_remove > 0 or forgets:  # the last two are refused
+            super().crop(tokens_to_remove)
+            return
+        self.cumulative_length = max(self._first_kept, self.cumulative_length + tokens_to_remove)
+        self._first_kept = max(self._first_kept, self._in_window())
 
 
 def _wants_gradient(*tensors: Tensor) -> bool:
@@ -211,11 +226,11 @@ def roomy_layers(cache: Any, count: int) -> list[RoomyLayer | RoomySlidingLayer]
     if len(layers) != count:
         return None
     for index, layer in enumerate(layers):
-        if (kind := type(layer)) is RoomyLayer or (kind is RoomySlidingLayer and not layer.record_past):
+        if (kind := type(layer)) in (RoomyLayer, RoomySlidingLayer):
             continue
         if kind is DynamicLayer:
             layers[index] = _made_roomy(layer, RoomyLayer)
-        elif kind is DynamicSlidingWindowLayer and not layer.record_past:
+        elif kind is DynamicSlidingWindowLayer:
             layers[index] = _made_roomy(layer, RoomySlidingLayer)
         else:
             return None

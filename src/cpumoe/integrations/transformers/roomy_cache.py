@@ -168,6 +168,7 @@ class RoomySlidingLayer(_Roomy, DynamicSlidingWindowLayer):  # type: ignore[misc
     """
 
     cumulative_length: int
+    sliding_window: int
 
     def _held(self) -> tuple[int, int]:
         last = self.cumulative_length

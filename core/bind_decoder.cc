@@ -72,6 +72,8 @@ AttentionPart read_attention(nb::handle object, DType type) {
   a.key = read_matrix(object.attr("key"), "key");
   a.value = read_matrix(object.attr("value"), "value");
   a.out = read_matrix(object.attr("out"), "out");
+  a.gate = read_matrix(object.attr("gate"), "gate");
+  a.value_factor = value_of<float>(object, "value_factor");
   a.heads = value_of<std::int64_t>(object, "heads");
   a.kv_heads = value_of<std::int64_t>(object, "kv_heads");
   a.depth = value_of<std::int64_t>(object, "depth");

@@ -60,6 +60,10 @@ void check_attention(const AttentionPart& a, const DecoderModel& model) {
     check_matrix(a.value, model.type, values, model.hidden, "value");
   }
   check_matrix(a.out, model.type, model.hidden, a.heads * a.value_depth, "out");
+  if (a.gate) {
+    check_matrix(a.gate, model.type, a.gate.columns == a.heads ? a.heads : a.heads * a.value_depth, model.hidden,
+                 "the gate of attention");
+  }
   check_norm(a.query_norm, a.norms_whole_rows ? queries : a.depth, "query_norm");
   check_norm(a.key_norm, a.norms_whole_rows ? keys : a.depth, "key_norm");
   CPUMOE_REQUIRE(!(a.norms_whole_rows && a.norms_after_rotary), "norms of whole rows come before the rotation");
@@ -125,7 +129,7 @@ std::int64_t work_of(const DecoderModel& model, std::int64_t rows) {
   std::int64_t bytes = model.head.bytes();
   for (const DecoderLayer& layer : model.layers) {
     const AttentionPart& a = layer.attention;
-    bytes += a.query.bytes() + a.key.bytes() + a.value.bytes() + a.out.bytes();
+    bytes += a.query.bytes() + a.key.bytes() + a.value.bytes() + a.out.bytes() + a.gate.bytes();
     if (layer.experts.has_value()) {
       const std::int64_t experts = std::min(rows * layer.experts->router.topk, layer.experts->gate_up.spec.experts);
       bytes += (layer.experts->gate_up.expert_bytes + layer.experts->down.expert_bytes) * experts;
@@ -143,7 +147,7 @@ struct Decoder::State {
   double seconds[kStepParts] = {};
 
   // Of the rows of a round; hidden states are of the model's type.
-  Buffer residual, normed, mixed, projected, attended, dense_in, dense_hidden, dense_out, wanted_rows;
+  Buffer residual, normed, mixed, projected, attended, gates, dense_in, dense_hidden, dense_out, wanted_rows;
   Buffer values, share, logits, ids, weights;
   RowProducts projections, output, router, dense_first, dense_second, head;
   CachedAttention attention;
@@ -186,10 +190,11 @@ class Decoder::Round {
     mixed_ = rows_of(s_.mixed, hidden_);
     projected_ = rows_of(s_.projected, projected);
     attended_ = rows_of(s_.attended, attended);
+    gates_ = rows_of(s_.gates, attended);
     dense_in_ = rows_of(s_.dense_in, 2 * inner);
     dense_hidden_ = rows_of(s_.dense_hidden, inner);
     dense_out_ = rows_of(s_.dense_out, hidden_);
-    values_stride_ = (std::max({hidden_, 2 * inner, projected}) + 31) / 16 * 16;
+    values_stride_ = (std::max({hidden_, 2 * inner, projected, 2 * attended}) + 63) / 16 * 16;
     values_ = s_.values.get<float>(threads * values_stride_);
     share_ = s_.share.get<float>(count);
     logits_ = s_.logits.get<float>(count * experts);
@@ -215,6 +220,7 @@ class Decoder::Round {
       end_stage(worker, StepPart::kRows);
       s_.attention.run(worker);
       end_stage(worker, StepPart::kAttention);
+      gate(worker, layer.attention);
       s_.output.prepare(worker);
       end_stage(worker, StepPart::kRows);
       s_.output.multiply(worker);
@@ -318,10 +324,14 @@ class Decoder::Round {
   void plan_projections(std::size_t index) {
     const AttentionPart& a = m_.layers[index].attention;
     const std::int64_t width = width_of(a), keys = a.heads * a.depth, values = keys + a.kv_heads * a.depth;
-    const MatrixOut outs[3] = {{&a.query, projected_, width, type_},
-                               {&a.key, at(projected_, keys, type_), width, type_},
-                               {&a.value, at(projected_, values, type_), width, type_}};
-    s_.projections.plan(k_, outs, a.key ? 3 : 1, normed_, type_, count_, threads_);
+    MatrixOut outs[4] = {{&a.query, projected_, width, type_}};
+    int outs_count = 1;
+    if (a.key) {
+      outs[outs_count++] = {&a.key, at(projected_, keys, type_), width, type_};
+      outs[outs_count++] = {&a.value, at(projected_, values, type_), width, type_};
+    }
+    if (a.gate) outs[outs_count++] = {&a.gate, gates_, a.gate.columns, type_};
+    s_.projections.plan(k_, outs, outs_count, normed_, type_, count_, threads_);
   }
 
   // Everything of a layer whose sizes are known beforehand. The projections are those of the next one.
@@ -444,8 +454,27 @@ class Decoder::Round {
     const std::int64_t place =
         cached.offset(cache.page_tokens == 0 ? row.sequence : 0, kv_head, cache.token_at(row.sequence, row.place));
     k_.load_row(x, type_, static_cast<int>(depth), values);
-    for (std::int64_t i = 0; i < depth; ++i) values[i] = std::fabs(values[i]) < kSmallestCached ? 0.0f : values[i];
+    const float factor = is_key ? 1.0f : a.value_factor;
+    for (std::int64_t i = 0; i < depth; ++i) {
+      const float value = values[i] * factor;
+      values[i] = std::fabs(value) < kSmallestCached ? 0.0f : value;
+    }
     k_.store_row(values, depth, type_, at(cached.data, place, type_));
+  }
+
+  // Results of attention times the sigmoids of their gates.
+  void gate(const Worker& worker, const AttentionPart& a) {
+    if (!a.gate) return;
+    const std::int64_t width = a.heads * a.value_depth, gates = a.gate.columns, each = width / gates;
+    each_row(worker, [&](std::int64_t r) {
+      std::uint8_t* row = at(attended_, r * width, type_);
+      float *values = values_of(worker), *factors = values + (width + 15) / 16 * 16;
+      k_.load_row(row, type_, static_cast<int>(width), values);
+      k_.load_row(at(gates_, r * gates, type_), type_, static_cast<int>(gates), factors);
+      k_.score(factors, static_cast<int>(gates), Scoring::kSigmoid);
+      for (std::int64_t i = 0; i < width; ++i) values[i] *= factors[i / each];
+      k_.store_row(values, width, type_, row);
+    });
   }
 
   // ---- the block behind attention ----------------------------------------------------------------------------------
@@ -577,7 +606,7 @@ class Decoder::Round {
   const DType type_;
   const std::int64_t first_, count_, hidden_;
   const int threads_;
-  std::uint8_t *residual_, *normed_, *mixed_, *projected_, *attended_, *dense_in_, *dense_hidden_, *dense_out_;
+  std::uint8_t *residual_, *normed_, *mixed_, *projected_, *attended_, *gates_, *dense_in_, *dense_hidden_, *dense_out_;
   std::uint8_t* result_ = nullptr;
   std::int64_t values_stride_;
   float *values_, *share_, *logits_, *weights_;

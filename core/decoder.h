@@ -36,6 +36,8 @@ struct RotaryTable {
 struct AttentionPart {
   Matrix query, key, value, out;  // without key and value, query gives all three side by side
   std::int64_t heads = 0, kv_heads = 0, depth = 0, value_depth = 0;
+  Matrix gate;  // or none; what it gives, for each value or for each head, is a sigmoid away from a factor of the result
+  float value_factor = 1.0f;
   Norm query_norm, key_norm;
   bool norms_whole_rows = false;    // of all heads at once, not of each
   bool norms_after_rotary = false;  // else before

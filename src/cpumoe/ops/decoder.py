@@ -54,6 +54,8 @@ class Attention:
         interleaved: pairs to be turned are neighbours, not half of the width apart.
         window: tokens that one sees, itself included; 0 for all before it.
         sinks: [heads] fp32, a score that every row has besides.
+        gate: [heads * value_depth, H] or [heads, H]: the result times the sigmoid of what it gives.
+        value_factor: values are multiplied by this.
     """
 
     query: Matrix
@@ -74,6 +76,8 @@ class Attention:
     window: int = 0
     sinks: Tensor | None = None
     softcap: float = 0.0
+    gate: Matrix | None = None
+    value_factor: float = 1.0
 
 
 @dataclass(frozen=True)

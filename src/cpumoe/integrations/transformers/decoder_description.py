@@ -32,6 +32,7 @@ _CHANGING_ROTARY = ("dynamic", "longrope")
 
 _QUERY_NORMS = ("q_norm", "query_layernorm", "q_layernorm")
 _KEY_NORMS = ("k_norm", "key_layernorm", "k_layernorm")
+_GATES = ("gate_proj", "g_proj")
 _BLOCKS = ("mlp", "feed_forward", "block_sparse_moe")
 _SHARED = ("shared_expert", "shared_experts", "shared_mlp")
 
@@ -276,6 +277,9 @@ def _attention(
     sinks = getattr(attention, "sinks", None)
     parts.take(sinks)
     softcap = getattr(attention, "attn_logit_softcapping", None)
+    gate = next((m for name in _GATES if isinstance(m := getattr(attention, name, None), nn.Module)), None)
+    if gate is not None:
+        parts.take(*_held_by(gate))
     return decoder.Attention(
         query=describe_matrix(projections["q_proj"], "q_proj"),
         key=describe_matrix(projections["k_proj"], "k_proj"),
@@ -295,6 +299,8 @@ def _attention(
         window=_window(base, index),
         sinks=None if sinks is None else sinks.detach().float().contiguous(),
         softcap=0.0 if softcap is None else float(softcap),
+        gate=None if gate is None else describe_matrix(gate, "the gate of attention"),
+        value_factor=float(getattr(attention, "v_scale", 1.0)),
     )
 
 
@@ -312,9 +318,13 @@ def _block(block: Any, parts: _Parts) -> tuple[decoder.RoutedExperts | None, dec
     found = [child for child in children.values() if routers.form_of(child) is not None]
     if len(found) != 1:
         raise NotDescribed(f"{type(block).__name__} has a router that is none we know")
-    parts.take(*_held_by(experts), *_held_by(found[0]))
+    correction = routers.correction_of(found[0], block)
+    parts.take(*_held_by(experts), *_held_by(found[0]), correction)
     routed = decoder.RoutedExperts(
-        _router(found[0]), experts.gate_up_packed, experts.down_packed, _activation(experts.config.activation)
+        _router(found[0], correction),
+        experts.gate_up_packed,
+        experts.down_packed,
+        _activation(experts.config.activation),
     )
     shared = next((children[name] for name in _SHARED if children.get(name) is not None), None)
     if shared is None:
@@ -327,10 +337,10 @@ def _block(block: Any, parts: _Parts) -> tuple[decoder.RoutedExperts | None, dec
     return routed, dense
 
 
-def _router(module: Any) -> decoder.Router:
+def _router(module: Any, correction: Tensor | None) -> decoder.Router:
     form = routers.form_of(module)
     assert form is not None
-    bias, correction = getattr(module, "bias", None), getattr(module, "e_score_correction_bias", None)
+    bias = getattr(module, "bias", None)
     return decoder.Router(
         decoder.Matrix(module.weight.detach().contiguous(), None if bias is None else bias.detach().float()),
         module.top_k,

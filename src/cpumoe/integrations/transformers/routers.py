@@ -31,6 +31,7 @@ _TOKENS = 24  # of random input: some of them differ wherever two forms do
 
 _SCALES = ("routed_scaling_factor", "router_scaling_factor", "output_multiplier")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_CORRECTION = "e_score_correction_bias"
 _TOLERANCE = 1e-4  # relative, of fp32 sums in another order
 _BLOCK_TOLERANCE = 0.02  # of a token's result in 16 bits
 
@@ -85,7 +86,22 @@ def _is_router(module: Any) -> bool:
     return isinstance(top_k, int) and 1 <= top_k <= weight.shape[0]
 
 
-def find_form(router: Any) -> RouterForm | None:
+def correction_of(router: Any, block: Any = None) -> Tensor | None:
+    """What is added to scores for the choice alone: the router has it, or the block that hands it over."""
+    for holder in (router, getattr(router, "moe_statics", None), block):
+        if isinstance(found := getattr(holder, _CORRECTION, None), Tensor):
+            return found
+    return None
+
+
+def _more_arguments(router: Any, block: Any) -> tuple[Tensor, ...]:
+    """What a router is called with besides tokens, if that is no more than its correction."""
+    names = list(inspect.signature(type(router).forward).parameters)[2:]
+    correction = correction_of(router, block)
+    return (correction,) if names == [_CORRECTION] and correction is not None else ()
+
+
+def find_form(router: Any, block: Any = None) -> RouterForm | None:
     """The form that gives what a router gives; None if none does.
 
     It is tried on a twin in fp32, where no two experts have the same score; the router itself tells in which dtype its
@@ -94,17 +110,19 @@ def find_form(router: Any) -> RouterForm | None:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         twin = twin_of(router, {})
-        x = _random_tokens(router.weight)
+        x, more = _random_tokens(router.weight), _more_arguments(router, block)
+        twin_more = tuple(torch.randn(t.shape) * 0.5 for t in more)
         try:
-            own, expected = router(x), twin(x.float())
+            own, expected = router(x, *more), twin(x.float(), *twin_more)
         except Exception:  # it is called in another way
             return None
         if not _is_routing(own, router) or not _is_routing(expected, router):
             return None
-        in_fp32 = own[0].dtype == torch.float32 != router.weight.dtype
+        in_fp32 = own[0].dtype == torch.float32
         if own[0].dtype not in (router.weight.dtype, torch.float32):
             return None
-        return next((form for form in _forms(router, in_fp32) if _agree(route(twin, form, x.float()), expected)), None)
+        forms = _forms(router, in_fp32)
+        return next((form for form in forms if _agree(route(twin, form, x.float(), *twin_more), expected)), None)
 
 
 def _is_routing(found: Any, router: Any) -> bool:
@@ -138,7 +156,7 @@ def _agree(found: tuple[Tensor, Tensor, Tensor], expected: tuple[Tensor, Tensor,
 
 def _form_for_block(block: nn.Module, router: Any) -> RouterForm | None:
     """The form of a router; it keeps the router's dtypes unless the block is seen to do without."""
-    form = find_form(router)
+    form = find_form(router, block)
     if form is None:
         return None
     kept = replace(form, keeps_dtypes=True)
@@ -172,11 +190,14 @@ def _random_tokens(weight: Tensor) -> Tensor:
     return (x * scale).to(weight.dtype)
 
 
-def route(module: Any, form: RouterForm, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """[..., H] -> logits [tokens, experts], weights and ids [tokens, K], computed from the router's own tensors."""
+def route(module: Any, form: RouterForm, hidden_states: Tensor, *more: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[..., H] -> logits [tokens, experts], weights and ids [tokens, K], computed from the router's own tensors.
+
+    ``more``: the correction of the scores, where the caller has it.
+    """
     weight, bias = module.weight, getattr(module, "bias", None)
     if wants_gradient(hidden_states, weight, bias):  # our operators have no gradient, the replaced code has
-        routed: tuple[Tensor, Tensor, Tensor] = type(module).forward(module, hidden_states)
+        routed: tuple[Tensor, Tensor, Tensor] = type(module).forward(module, hidden_states, *more)
         return routed
     x = hidden_states.reshape(-1, hidden_states.shape[-1])
     if x.shape[0] <= _FEW_TOKENS and x.dtype == weight.dtype:
@@ -187,7 +208,7 @@ def route(module: Any, form: RouterForm, hidden_states: Tensor) -> tuple[Tensor,
         logits = nn.functional.linear(x.to(torch.float32), weight.to(torch.float32), bias32)
     else:
         logits = nn.functional.linear(x, weight, bias)
-    correction = getattr(module, "e_score_correction_bias", None)
+    correction = more[0] if more else correction_of(module)
     weights, ids = ops.select_experts(
         logits,
         module.top_k,

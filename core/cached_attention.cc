@@ -13,7 +13,6 @@ constexpr std::int64_t kTileBlocks = 2;  // of lanes that take turns with the ke
 constexpr std::int64_t kTileLanes = kTileBlocks * kMostLanes;
 constexpr std::int64_t kItemsOfThread = 4;  // at least, where there is so much to share out
 constexpr std::int64_t kFoldColumns = 32;
-constexpr std::int64_t kFewLanes = 16;  // that are done with keys before the next have come: these are fetched ahead
 
 constexpr std::int64_t parts_of(std::int64_t count, std::int64_t part) { return (count + part - 1) / part; }
 
@@ -85,14 +84,11 @@ class CachedAttention::Attending {
     }
     for (std::int64_t p = item.first; p < item.last; ++p) {
       CachedPart part = part_of(tile, p);
-      fetch_next(tile,
-                 p + 1 < item.last ? &tile
-                 : next == nullptr ? nullptr
-                                   : next->tile,
-                 p + 1 < item.last ? p + 1
-                 : next == nullptr ? 0
-                                   : next->first,
-                 part);
+      if (p + 1 < item.last) {
+        fetch_next(tile, p + 1, part);
+      } else if (next != nullptr) {
+        fetch_next(*next->tile, next->first, part);
+      }
       const bool apart = has_special_edge(tile, p, part);
       if (!apart) k_.attention.load_part(part);
       each_block(tile, [&](const Block& b) {
@@ -222,6 +218,7 @@ class CachedAttention::Attending {
     part.value_depth = static_cast<int>(c_.value_depth);
     part.begin = place_in(tile.lowest_first, p);
     part.end = place_in(tile.highest_last, p);
+    part.few_lanes = tile.lanes <= kFewLanes;
     part.key_stride = c_.key_token_stride * element_;
     part.value_stride = c_.value_token_stride * element_;
     part.key_panel = reinterpret_cast<std::uint8_t*>(key_panel_);
@@ -230,9 +227,10 @@ class CachedAttention::Attending {
     return part;
   }
 
-  void fetch_next(const Tile& tile, const Tile* next, std::int64_t p, CachedPart& part) const {
-    if (next == nullptr || tile.lanes > kFewLanes || next->first_part == next->last_part) return;
-    find_runs(*next, p, place_in(next->lowest_first, p), place_in(next->highest_last, p), part.next_keys,
+  // What is read after `part`: few lanes are done with it before the next has come.
+  void fetch_next(const Tile& next, std::int64_t p, CachedPart& part) const {
+    if (!part.few_lanes || next.first_part == next.last_part) return;
+    find_runs(next, p, place_in(next.lowest_first, p), place_in(next.highest_last, p), part.next_keys,
               part.next_values);
   }
 
@@ -252,7 +250,8 @@ class CachedAttention::Attending {
   }
 
   PartLanes part_lanes(const Block& b, const Lanes& to) {
-    return {b.stride, queries_of(b), nullptr, nullptr, c_.scale, c_.softcap, scores_, to.highest, to.total, to.sums};
+    return {b.count,    b.stride, queries_of(b), nullptr,  nullptr, c_.scale,
+            c_.softcap, scores_,  to.highest,    to.total, to.sums};
   }
 
   void attend_block(const Tile& tile, std::int64_t p, const CachedPart& part, const Block& b, const Lanes& to) {

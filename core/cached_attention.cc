@@ -475,7 +475,9 @@ void CachedAttention::run(Worker& worker) {
 void attend_cached(const Kernels& kernels, const CachedAttentionCall& call) {
   static thread_local CachedAttention attention;
   CachedAttention& stage = attention;
-  const int threads = thread_count();
+  std::int64_t seen = 0;
+  for (std::int64_t i = 0; i < call.rows; ++i) seen += std::max<std::int64_t>(call.row[i].last - call.row[i].first, 0);
+  const int threads = threads_for(seen * call.kv_heads * (call.depth + call.value_depth) * size_of(call.type));
   stage.plan(kernels, call, threads);
   run_on_threads(threads, [&stage](Worker& worker) { stage.run(worker); });
 }

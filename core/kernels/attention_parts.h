@@ -315,20 +315,30 @@ inline V weight_of(V x, float least) {
   return V::select_less(x, V::set(least), V::set(0.0f), e.mantissa * V::power_of_two(e.exponent));
 }
 
+// Scores of tokens that are not seen.
+template <class V>
+inline V masked(V score, V place, V first, V last) {
+  const V unseen = V::set(-__builtin_inff());
+  return V::select_less(place, last, V::select_less(place, first, unseen, score), unseen);
+}
+
+// Scores of dots.
+template <class V, bool capped>
+inline V score_of(V dot, const PartLanes& a) {
+  const V score = dot * V::set(a.scale);
+  return capped ? tanh_of(score * V::set(1.0f / a.softcap)) * V::set(a.softcap) : score;
+}
+
 // Dots become scores, in their place; gives the highest. Found in two chains: one would be as long as all else takes.
-template <class V, bool capped, bool masked>
+template <class V, bool capped, bool some_unseen>
 inline V score_lanes(const CachedPart& part, const PartLanes& a, int lane) {
-  const V scale = V::set(a.scale), softcap = V::set(a.softcap), to_unit = V::set(capped ? 1.0f / a.softcap : 0.0f);
-  const float *first = a.first + (masked ? lane : 0), *last = a.last + (masked ? lane : 0);
+  const float *first = a.first + (some_unseen ? lane : 0), *last = a.last + (some_unseen ? lane : 0);
   const std::ptrdiff_t stride = a.stride;
   float* at = a.scores + part.begin * stride + lane;
   const auto score_at = [&](float* p, int place) __attribute__((always_inline)) {
-    V score = V::load(p) * scale;
-    if constexpr (capped) score = tanh_of(score * to_unit) * softcap;
-    if constexpr (masked) {
-      const V here = V::set(static_cast<float>(place)), unseen = V::set(-__builtin_inff());
-      score = V::select_less(here, V::load(first), unseen, score);
-      score = V::select_less(here, V::load(last), score, unseen);
+    V score = score_of<V, capped>(V::load(p), a);
+    if constexpr (some_unseen) {
+      score = masked(score, V::set(static_cast<float>(place)), V::load(first), V::load(last));
     }
     V::store(p, score);
     return score;
@@ -343,11 +353,13 @@ inline V score_lanes(const CachedPart& part, const PartLanes& a, int lane) {
   return max_of(other, highest);
 }
 
+template <DType type>
+constexpr float kLeastWeighed = type == DType::kBF16 ? -34.5f : -87.0f;
+
 // Dots become scores, and these weights, in their place.
 template <class Dots, DType type>
 void weigh(const CachedPart& part, const PartLanes& a) {
   using V = typename Dots::V;
-  constexpr float kLeast = type == DType::kBF16 ? -34.5f : -87.0f;
   for (int lane = 0; lane < a.stride; lane += V::kWidth) {
     V highest;
     if (a.softcap != 0.0f) {
@@ -362,8 +374,8 @@ void weigh(const CachedPart& part, const PartLanes& a) {
     const std::ptrdiff_t stride = a.stride;
     const auto weigh_pair = [&](int place, bool has_even, bool has_odd) __attribute__((always_inline)) {
       V even = V::set(0.0f), odd = V::set(0.0f);
-      if (has_even) even = weight_of(V::load(scores + place * stride) - highest, kLeast);
-      if (has_odd) odd = weight_of(V::load(scores + (place + 1) * stride) - highest, kLeast);
+      if (has_even) even = weight_of(V::load(scores + place * stride) - highest, kLeastWeighed<type>);
+      if (has_odd) odd = weight_of(V::load(scores + (place + 1) * stride) - highest, kLeastWeighed<type>);
       Dots::template store_weights<type>(scores + place / Dots::kTogether * stride, stride, even, odd);
       even_total = even_total + even;
       odd_total = odd_total + odd;
@@ -380,9 +392,9 @@ void weigh(const CachedPart& part, const PartLanes& a) {
   }
 }
 
-// Weights of a part's tokens. `key_at(place)`: keys as they are multiplied, key_stride bytes apart within a run.
+// Dots with a part's keys. `key_at(place)`: keys as they are multiplied, key_stride bytes apart within a run.
 template <class Dots, DType type, class KeyAt>
-void weigh_keys(const CachedPart& part, const PartLanes& a, const KeyAt& key_at, std::ptrdiff_t key_stride) {
+void multiply_keys(const CachedPart& part, const PartLanes& a, const KeyAt& key_at, std::ptrdiff_t key_stride) {
   const int steps = padded_depth<type>(part.depth) / Dots::kTogether;
   if (part.next_keys[0] != nullptr) {
     multiply_lanes<Dots, type, false>(
@@ -392,7 +404,6 @@ void weigh_keys(const CachedPart& part, const PartLanes& a, const KeyAt& key_at,
     multiply_lanes<Dots, type, false>(part.begin, part.end, key_at, key_stride, a.queries, a.stride, steps, a.scores,
                                       [](int) { return FetchNothing{}; });
   }
-  weigh<Dots, type>(part, a);
 }
 
 // Sums of the panel of values, which has rows of value_depth times 32 bits, with these weights.
@@ -418,12 +429,13 @@ void sum_values(const CachedPart& part, const PartLanes& a) {
 template <class V, DType type>
 void attend_part_typed(const CachedPart& part, const PartLanes& a) {
   if constexpr (type == DType::kF32) {
-    weigh_keys<SingleDots<V>, type>(part, a, [&part](int place) { return key_of(part, place); }, part.key_stride);
+    multiply_keys<SingleDots<V>, type>(part, a, [&part](int place) { return key_of(part, place); }, part.key_stride);
   } else {
     const std::ptrdiff_t stride = static_cast<std::ptrdiff_t>(padded_depth<type>(part.depth)) * 4;
-    weigh_keys<SingleDots<V>, type>(
+    multiply_keys<SingleDots<V>, type>(
         part, a, [&part, stride](int place) { return part.key_panel + place * stride; }, stride);
   }
+  weigh<SingleDots<V>, type>(part, a);
   sum_values<SingleDots<V>, type>(part, a);
 }
 

@@ -143,6 +143,40 @@ inline void load_part_pairs(const CachedPart& part) {
   }
 }
 
+inline __m512 twice(__m256 x) { return _mm512_broadcast_f32x8(x); }
+inline F32x8 low_half(F32x16 x) { return {_mm512_castps512_ps256(x.v)}; }
+inline F32x8 high_half(F32x16 x) { return {_mm512_extractf32x8_ps(x.v, 1)}; }
+
+// `weigh` of 8 lanes, a pair of places in one vector: half as many instructions wait for each other's results.
+template <bool capped>
+void weigh_eight(const CachedPart& part, const PartLanes& a) {
+  using V = F32x16;
+  const F32x8 begin = F32x8::set(static_cast<float>(part.begin)), end = F32x8::set(static_cast<float>(part.end));
+  const V first = {twice(a.first == nullptr ? begin.v : max_of(begin, F32x8::load(a.first)).v)};
+  const V last = {twice(a.last == nullptr ? end.v : min_of(end, F32x8::load(a.last)).v)};
+  const V odd_place = {_mm512_insertf32x8(_mm512_setzero_ps(), _mm256_set1_ps(1.0f), 1)};
+  V highest = V::set(kLowest);
+  for (int place = even_begin(part), last_place = part.end; place < last_place; place += 2) {
+    float* at = a.scores + place * F32x8::kWidth;
+    V score = score_of<V, capped>(V::load(at), a);
+    score = masked(score, V::set(static_cast<float>(place)) + odd_place, first, last);
+    V::store(at, score);
+    highest = max_of(score, highest);
+  }
+  const F32x8 highest_of_both = max_of(high_half(highest), low_half(highest));
+  highest = {twice(highest_of_both.v)};
+  F32x8 even_total = F32x8::set(0.0f), odd_total = even_total;
+  for (int place = even_begin(part), last_place = part.end; place < last_place; place += 2) {
+    const V weights = weight_of(V::load(a.scores + place * F32x8::kWidth) - highest, kLeastWeighed<DType::kBF16>);
+    F32x8 even = low_half(weights), odd = high_half(weights);
+    PairDots<F32x8>::store_weights<DType::kBF16>(a.scores + place / 2 * F32x8::kWidth, 0, even, odd);
+    even_total = even_total + even;
+    odd_total = odd_total + odd;
+  }
+  F32x8::store(a.highest, highest_of_both);
+  F32x8::store(a.total, even_total + odd_total);
+}
+
 // Rows of 8 lanes, each with columns 0 to 3 and 8 to 11, to out[column * stride + lane], as far as there are columns.
 inline void store_turned(const __m256 (&rows)[8], int columns, float* out, std::ptrdiff_t stride) {
   __m256 pairs[8], quads[8];
@@ -168,21 +202,21 @@ template <int lanes>
 void sum_columns_of_few(const CachedPart& part, const PartLanes& a, int first_lane, int column) {
   const __mmask32 present = columns_from(part, column);
   const auto* weights = reinterpret_cast<const std::uint8_t*>(a.scores + first_lane);
+  const std::ptrdiff_t value_stride = part.value_stride;
   const std::uint8_t* const* next_values = part.next_values[0] == nullptr ? part.values : part.next_values;
   __m512 sum[lanes][2];
 #pragma GCC unroll 8
   for (int lane = 0; lane < lanes; ++lane) sum[lane][0] = sum[lane][1] = _mm512_setzero_ps();
-  for (int place = even_begin(part); place < part.end; place += 2) {
-    const std::ptrdiff_t offset = place % kRunTokens * part.value_stride + static_cast<std::ptrdiff_t>(column) * 2;
+  const auto add = [&](int place, __mmask32 of_even, __mmask32 of_odd) __attribute__((always_inline)) {
+    const std::ptrdiff_t offset = place % kRunTokens * value_stride + static_cast<std::ptrdiff_t>(column) * 2;
     const std::uint8_t* even = part.values[place / kRunTokens] + offset;
-    const __mmask32 of_even = place >= part.begin ? present : 0, of_odd = place + 1 < part.end ? present : 0;
     const __m512i first = _mm512_maskz_loadu_epi16(of_even, even);
-    const __m512i second = _mm512_maskz_loadu_epi16(of_odd, even + part.value_stride);
+    const __m512i second = _mm512_maskz_loadu_epi16(of_odd, even + value_stride);
     // Of every 8 columns the first four, and the others: cheaper than those that lie side by side.
     const __m512i low = _mm512_unpacklo_epi16(first, second), high = _mm512_unpackhi_epi16(first, second);
     const std::uint8_t* next = next_values[place / kRunTokens] + offset;
     __builtin_prefetch(next, 0, 2);
-    __builtin_prefetch(next + part.value_stride, 0, 2);
+    __builtin_prefetch(next + value_stride, 0, 2);
     const std::uint8_t* pairs = weights + static_cast<std::ptrdiff_t>(place / 2) * a.stride * 4;
 #pragma GCC unroll 8
     for (int lane = 0; lane < lanes; ++lane) {
@@ -190,7 +224,15 @@ void sum_columns_of_few(const CachedPart& part, const PartLanes& a, int first_la
       asm("vdpbf16ps %2, %1, %0" : "+v"(sum[lane][0]) : "v"(low), "v"(spread));
       asm("vdpbf16ps %2, %1, %0" : "+v"(sum[lane][1]) : "v"(high), "v"(spread));
     }
+  };
+  int place = part.begin;
+  if (place % 2 != 0) add(place++ - 1, 0, present);
+  if (present == kAllColumns) {
+    for (const int end = part.end - 1; place < end; place += 2) add(place, kAllColumns, kAllColumns);
+  } else {
+    for (const int end = part.end - 1; place < end; place += 2) add(place, present, present);
   }
+  if (place < part.end) add(place, present, 0);
   const auto store = [&]<int vector, int half>() __attribute__((always_inline)) {
     __m256 rows[8];
 #pragma GCC unroll 8
@@ -224,11 +266,17 @@ inline void sum_values_of_few(const CachedPart& part, const PartLanes& a) {
 template <class V>
 void attend_part_pairs(const CachedPart& part, const PartLanes& a) {
   if (part.depth % 2 == 0) {
-    weigh_keys<PairDots<V>, DType::kBF16>(part, a, [&part](int place) { return key_of(part, place); }, part.key_stride);
+    multiply_keys<PairDots<V>, DType::kBF16>(
+        part, a, [&part](int place) { return key_of(part, place); }, part.key_stride);
   } else {
     const std::ptrdiff_t stride = static_cast<std::ptrdiff_t>(part.depth + 1) * 2;
-    weigh_keys<PairDots<V>, DType::kBF16>(
+    multiply_keys<PairDots<V>, DType::kBF16>(
         part, a, [&part, stride](int place) { return part.key_panel + place * stride; }, stride);
+  }
+  if (a.stride == F32x8::kWidth) {
+    a.softcap == 0.0f ? weigh_eight<false>(part, a) : weigh_eight<true>(part, a);
+  } else {
+    weigh<PairDots<V>, DType::kBF16>(part, a);
   }
   if (part.few_lanes) {
     sum_values_of_few(part, a);

@@ -251,7 +251,7 @@ void test_case(const Case& c, DType type) {
                                        : 4e-3),
         c.name() + " is " + std::to_string(error) + " from the truth");
   for (const Kernels* k : all_kernels()) {
-    const std::string name = k->name + (" " + c.name());
+    const std::string name = std::string(k->name) + " " + c.name();
     for (const int threads : {1, 2, 3, 4, 5}) {
       attend_with(*k, numbers.call(out), threads);
       check(out == expected, name + " with " + std::to_string(threads) + " threads");

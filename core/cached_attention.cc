@@ -76,7 +76,9 @@ class CachedAttention::Attending {
     value_panel_ = scratch + places.value_panel;
   }
 
-  void attend(const Item& item, const Item* next) {
+  // `next()`: the item that this thread is likely to take after this one, or null.
+  template <class Next>
+  void attend(const Item& item, const Next& next) {
     const Tile& tile = *item.tile;
     if (loaded_ != &tile) load_queries(tile);
     if (!item.shared) {
@@ -86,8 +88,8 @@ class CachedAttention::Attending {
       CachedPart part = part_of(tile, p);
       if (p + 1 < item.last) {
         fetch_next(tile, p + 1, part);
-      } else if (next != nullptr) {
-        fetch_next(*next->tile, next->first, part);
+      } else if (const Item* other = next(); other != nullptr) {
+        fetch_next(*other->tile, other->first, part);
       }
       const bool apart = has_special_edge(tile, p, part);
       if (!apart) k_.attention.load_part(part);
@@ -453,11 +455,12 @@ void CachedAttention::run(Worker& worker) {
   const auto folds = static_cast<std::int64_t>(shared_.size()) * columns;
   for (std::size_t round = 0; round < round_ends_.size(); ++round) {
     const std::int64_t begin = round == 0 ? 0 : round_ends_[round - 1], end = round_ends_[round];
-    // The item after this one is known, so that its keys can be fetched meanwhile.
-    std::int64_t i = begin + next_item_.fetch_add(1), next = begin + next_item_.fetch_add(1);
-    for (; i < end; i = next, next = begin + next_item_.fetch_add(1)) {
-      const auto item = [&](std::int64_t index) { return items_.data() + index; };
-      attending.attend(*item(i), next < end ? item(next) : nullptr);
+    const auto next = [&]() -> const Item* {
+      const std::int64_t i = begin + next_item_.load(std::memory_order_relaxed);
+      return i < end ? items_.data() + i : nullptr;
+    };
+    for (std::int64_t i = begin + next_item_.fetch_add(1); i < end; i = begin + next_item_.fetch_add(1)) {
+      attending.attend(items_[static_cast<std::size_t>(i)], next);
     }
     if (shared_.empty()) return;
     worker.barrier->wait();

@@ -185,8 +185,7 @@ void load_part(const CachedPart& part) {
   }
 }
 
-// What is fetched on the way through a tile, one line a step: `run` steps go from one token to the next (or to the one
-// after that), then it goes on at another place.
+// What is fetched on the way through a tile, one line a step: as many as are read of the part meanwhile.
 struct FetchNothing {
   void operator()(int) {}
 };
@@ -260,7 +259,7 @@ __attribute__((noinline)) void multiply_tile(const std::uint8_t* a, std::ptrdiff
   }
 }
 
-// The same for rows [begin, end), in tiles of rows that do not cross a run of tokens. `row_at(row)` is where one
+// The same for rows [begin, end), in tiles that do not cross a run of tokens. `row_at(row)` is where one
 // begins, `fetch_for(row)` what is fetched on the way.
 template <class Dots, DType type, bool columns, int vectors, class RowAt, class FetchFor>
 void multiply_rows_of(int begin, int end, const RowAt& row_at, std::ptrdiff_t a_stride, const std::uint8_t* lanes,
@@ -315,14 +314,14 @@ inline V weight_of(V x, float least) {
   return V::select_less(x, V::set(least), V::set(0.0f), e.mantissa * V::power_of_two(e.exponent));
 }
 
-// Scores of tokens that are not seen.
+// A score, or that of a token that is not seen.
 template <class V>
 inline V masked(V score, V place, V first, V last) {
   const V unseen = V::set(-__builtin_inff());
   return V::select_less(place, last, V::select_less(place, first, unseen, score), unseen);
 }
 
-// Scores of dots.
+// The score that a dot makes.
 template <class V, bool capped>
 inline V score_of(V dot, const PartLanes& a) {
   const V score = dot * V::set(a.scale);

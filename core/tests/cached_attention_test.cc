@@ -67,6 +67,18 @@ class Numbers {
     }
   }
 
+  // Brings queries to 2^-48, and keys and values to 2^-58, where some of them are too small: these must be 0 in a
+  // cache.
+  void shrink() {
+    for (float& q : query_) q *= 0x1p-48f;
+    for (auto* caches : {&keys_, &values_}) {
+      for (auto& cache : *caches) {
+        for (float& x : cache) x = std::fabs(x) < 0x1p-2f ? 0.0f : x * 0x1p-58f;
+      }
+    }
+    store();
+  }
+
   void store() {
     stored_query_ = stored(query_);
     stored_keys_.clear();
@@ -308,6 +320,24 @@ void test_special_numbers(DType type) {
   }
 }
 
+// Numbers whose products are next to those that vdpbf16ps takes for zero.
+void test_small_numbers() {
+  const Case c{8, 2, 40, 24, {200}, {20}};
+  Numbers numbers(c, DType::kBF16);
+  numbers.shrink();
+  std::vector<std::uint8_t> expected, out;
+  const auto scaled = [&](std::vector<std::uint8_t>& to) {
+    auto call = numbers.call(to);
+    call.scale = 0x1p104f;
+    return call;
+  };
+  attend_with(scalar(), scaled(expected), 1);
+  for (const Kernels* k : all_kernels()) {
+    attend_with(*k, scaled(out), 1);
+    check(out == expected, std::string(k->name) + " attention of small numbers");
+  }
+}
+
 }  // namespace
 
 void test_cached_attention() {
@@ -330,7 +360,9 @@ void test_cached_attention() {
   }
   for (const DType type : {DType::kBF16, DType::kF32, DType::kF16}) test_special_numbers(type);
 
-  // No rows; rows of all sequences that see nothing; shapes that are refused.
+  test_small_numbers();
+
+  // No rows; rows that see nothing; shapes that are refused.
   const Case c{4, 2, 16, 16, {40}, {5}};
   for (const Kernels* k : all_kernels()) {
     Numbers numbers(c, DType::kBF16);

@@ -12,6 +12,8 @@ static constexpr int kPartTokens = 128;  // tokens are attended in parts that be
 static constexpr int kRunTokens = 16;    // those of a part lie side by side in runs of so many
 static constexpr int kPartRuns = kPartTokens / kRunTokens;
 static constexpr int kMostLanes = 48;  // lanes, each a head of a row, that are attended at once
+// So few lanes are done with keys and values before the next ones have come from memory.
+static constexpr int kFewLanes = 16;
 
 // Queries as lanes: numbers [depth][stride], or of bf16 where the instruction set multiplies pairs, pairs of them
 // [depth / 2][stride]. There are zeros behind the lanes.
@@ -27,18 +29,19 @@ struct CachedPart {
   DType type;
   int depth, value_depth;
   int begin, end;  // places that some lane sees, at least one; no other is read
+  bool few_lanes;  // no more than kFewLanes attend
   // For each run where its first token stands, or would.
   const std::uint8_t *keys[kPartRuns], *values[kPartRuns];
   std::ptrdiff_t key_stride, value_stride;  // bytes from token to token
   // What will be read next, laid out like this; null where nothing is to be fetched ahead.
   const std::uint8_t *next_keys[kPartRuns], *next_values[kPartRuns];
-  std::uint8_t *key_panel,
-      *value_panel;  // written by `load_part`: kPartTokens rows, of depth + 1 and value_depth floats
+  // Written by `load_part`: kPartTokens rows of depth + 1 and of value_depth floats.
+  std::uint8_t *key_panel, *value_panel;
 };
 
 // What lanes make of a part.
 struct PartLanes {
-  int stride;
+  int lanes, stride;
   const std::uint8_t* queries;
   // The places [first, last) that each lane sees, or null: all of the part's. Whole numbers.
   const float *first, *last;
@@ -59,8 +62,7 @@ struct FoldPart {
 struct FinishLanes {
   DType type;
   int lanes, stride, first, last;
-  const float *highest, *total;
-  float* sums;         // overwritten
+  const float *highest, *total, *sums;
   const float* sinks;  // [stride] or null
   void* out[kMostLanes];
 };

@@ -13,7 +13,6 @@ constexpr std::int64_t kTileBlocks = 2;  // of lanes that take turns with the ke
 constexpr std::int64_t kTileLanes = kTileBlocks * kMostLanes;
 constexpr std::int64_t kItemsOfThread = 4;  // at least, where there is so much to share out
 constexpr std::int64_t kFoldColumns = 32;
-constexpr std::int64_t kFewLanes = 16;  // that are done with keys before the next have come: these are fetched ahead
 
 constexpr std::int64_t parts_of(std::int64_t count, std::int64_t part) { return (count + part - 1) / part; }
 
@@ -77,7 +76,9 @@ class CachedAttention::Attending {
     value_panel_ = scratch + places.value_panel;
   }
 
-  void attend(const Item& item, const Item* next) {
+  // `next()`: the item that this thread is likely to take after this one, or null.
+  template <class Next>
+  void attend(const Item& item, const Next& next) {
     const Tile& tile = *item.tile;
     if (loaded_ != &tile) load_queries(tile);
     if (!item.shared) {
@@ -85,14 +86,11 @@ class CachedAttention::Attending {
     }
     for (std::int64_t p = item.first; p < item.last; ++p) {
       CachedPart part = part_of(tile, p);
-      fetch_next(tile,
-                 p + 1 < item.last ? &tile
-                 : next == nullptr ? nullptr
-                                   : next->tile,
-                 p + 1 < item.last ? p + 1
-                 : next == nullptr ? 0
-                                   : next->first,
-                 part);
+      if (p + 1 < item.last) {
+        fetch_next(tile, p + 1, part);
+      } else if (const Item* other = next(); other != nullptr) {
+        fetch_next(*other->tile, other->first, part);
+      }
       const bool apart = has_special_edge(tile, p, part);
       if (!apart) k_.attention.load_part(part);
       each_block(tile, [&](const Block& b) {
@@ -222,6 +220,7 @@ class CachedAttention::Attending {
     part.value_depth = static_cast<int>(c_.value_depth);
     part.begin = place_in(tile.lowest_first, p);
     part.end = place_in(tile.highest_last, p);
+    part.few_lanes = tile.lanes <= kFewLanes;
     part.key_stride = c_.key_token_stride * element_;
     part.value_stride = c_.value_token_stride * element_;
     part.key_panel = reinterpret_cast<std::uint8_t*>(key_panel_);
@@ -230,9 +229,10 @@ class CachedAttention::Attending {
     return part;
   }
 
-  void fetch_next(const Tile& tile, const Tile* next, std::int64_t p, CachedPart& part) const {
-    if (next == nullptr || tile.lanes > kFewLanes || next->first_part == next->last_part) return;
-    find_runs(*next, p, place_in(next->lowest_first, p), place_in(next->highest_last, p), part.next_keys,
+  // What is read after `part`: few lanes are done with it before the next has come.
+  void fetch_next(const Tile& next, std::int64_t p, CachedPart& part) const {
+    if (!part.few_lanes || next.first_part == next.last_part) return;
+    find_runs(next, p, place_in(next.lowest_first, p), place_in(next.highest_last, p), part.next_keys,
               part.next_values);
   }
 
@@ -252,7 +252,8 @@ class CachedAttention::Attending {
   }
 
   PartLanes part_lanes(const Block& b, const Lanes& to) {
-    return {b.stride, queries_of(b), nullptr, nullptr, c_.scale, c_.softcap, scores_, to.highest, to.total, to.sums};
+    return {b.count,    b.stride, queries_of(b), nullptr,  nullptr, c_.scale,
+            c_.softcap, scores_,  to.highest,    to.total, to.sums};
   }
 
   void attend_block(const Tile& tile, std::int64_t p, const CachedPart& part, const Block& b, const Lanes& to) {
@@ -454,11 +455,12 @@ void CachedAttention::run(Worker& worker) {
   const auto folds = static_cast<std::int64_t>(shared_.size()) * columns;
   for (std::size_t round = 0; round < round_ends_.size(); ++round) {
     const std::int64_t begin = round == 0 ? 0 : round_ends_[round - 1], end = round_ends_[round];
-    // The item after this one is known, so that its keys can be fetched meanwhile.
-    std::int64_t i = begin + next_item_.fetch_add(1), next = begin + next_item_.fetch_add(1);
-    for (; i < end; i = next, next = begin + next_item_.fetch_add(1)) {
-      const auto item = [&](std::int64_t index) { return items_.data() + index; };
-      attending.attend(*item(i), next < end ? item(next) : nullptr);
+    const auto next = [&]() -> const Item* {
+      const std::int64_t i = begin + next_item_.load(std::memory_order_relaxed);
+      return i < end ? items_.data() + i : nullptr;
+    };
+    for (std::int64_t i = begin + next_item_.fetch_add(1); i < end; i = begin + next_item_.fetch_add(1)) {
+      attending.attend(items_[static_cast<std::size_t>(i)], next);
     }
     if (shared_.empty()) return;
     worker.barrier->wait();
@@ -476,7 +478,9 @@ void CachedAttention::run(Worker& worker) {
 void attend_cached(const Kernels& kernels, const CachedAttentionCall& call) {
   static thread_local CachedAttention attention;
   CachedAttention& stage = attention;
-  const int threads = thread_count();
+  std::int64_t seen = 0;
+  for (std::int64_t i = 0; i < call.rows; ++i) seen += std::max<std::int64_t>(call.row[i].last - call.row[i].first, 0);
+  const int threads = threads_for(seen * call.kv_heads * (call.depth + call.value_depth) * size_of(call.type));
   stage.plan(kernels, call, threads);
   run_on_threads(threads, [&stage](Worker& worker) { stage.run(worker); });
 }

@@ -185,8 +185,7 @@ void load_part(const CachedPart& part) {
   }
 }
 
-// What is fetched on the way through a tile, one line a step: `run` steps go from one token to the next (or to the one
-// after that), then it goes on at another place.
+// What is fetched on the way through a tile, one line a step: as many as are read of the part meanwhile.
 struct FetchNothing {
   void operator()(int) {}
 };
@@ -260,7 +259,7 @@ __attribute__((noinline)) void multiply_tile(const std::uint8_t* a, std::ptrdiff
   }
 }
 
-// The same for rows [begin, end), in tiles of rows that do not cross a run of tokens. `row_at(row)` is where one
+// The same for rows [begin, end), in tiles that do not cross a run of tokens. `row_at(row)` is where one
 // begins, `fetch_for(row)` what is fetched on the way.
 template <class Dots, DType type, bool columns, int vectors, class RowAt, class FetchFor>
 void multiply_rows_of(int begin, int end, const RowAt& row_at, std::ptrdiff_t a_stride, const std::uint8_t* lanes,
@@ -315,31 +314,51 @@ inline V weight_of(V x, float least) {
   return V::select_less(x, V::set(least), V::set(0.0f), e.mantissa * V::power_of_two(e.exponent));
 }
 
-// Dots become scores, in their place; gives the highest.
-template <class V, bool capped, bool masked>
-inline V score_lanes(const CachedPart& part, const PartLanes& a, int lane) {
-  const V scale = V::set(a.scale), softcap = V::set(a.softcap), to_unit = V::set(capped ? 1.0f / a.softcap : 0.0f);
-  V highest = V::set(kLowest);
-  float* at = a.scores + part.begin * a.stride + lane;
-  for (int place = part.begin; place < part.end; ++place, at += a.stride) {
-    V score = V::load(at) * scale;
-    if constexpr (capped) score = tanh_of(score * to_unit) * softcap;
-    if constexpr (masked) {
-      const V here = V::set(static_cast<float>(place)), unseen = V::set(-__builtin_inff());
-      score = V::select_less(here, V::load(a.first + lane), unseen, score);
-      score = V::select_less(here, V::load(a.last + lane), score, unseen);
-    }
-    V::store(at, score);
-    highest = max_of(score, highest);
-  }
-  return highest;
+// A score, or that of a token that is not seen.
+template <class V>
+inline V masked(V score, V place, V first, V last) {
+  const V unseen = V::set(-__builtin_inff());
+  return V::select_less(place, last, V::select_less(place, first, unseen, score), unseen);
 }
+
+// The score that a dot makes.
+template <class V, bool capped>
+inline V score_of(V dot, const PartLanes& a) {
+  const V score = dot * V::set(a.scale);
+  return capped ? tanh_of(score * V::set(1.0f / a.softcap)) * V::set(a.softcap) : score;
+}
+
+// Dots become scores, in their place; gives the highest. Found in two chains: one would be as long as all else takes.
+template <class V, bool capped, bool some_unseen>
+inline V score_lanes(const CachedPart& part, const PartLanes& a, int lane) {
+  const float *first = a.first + (some_unseen ? lane : 0), *last = a.last + (some_unseen ? lane : 0);
+  const std::ptrdiff_t stride = a.stride;
+  float* at = a.scores + part.begin * stride + lane;
+  const auto score_at = [&](float* p, int place) __attribute__((always_inline)) {
+    V score = score_of<V, capped>(V::load(p), a);
+    if constexpr (some_unseen) {
+      score = masked(score, V::set(static_cast<float>(place)), V::load(first), V::load(last));
+    }
+    V::store(p, score);
+    return score;
+  };
+  V highest = V::set(kLowest), other = highest;
+  int place = part.begin;
+  for (const int end = part.end - 1; place < end; place += 2, at += 2 * stride) {
+    highest = max_of(score_at(at, place), highest);
+    other = max_of(score_at(at + stride, place + 1), other);
+  }
+  if (place < part.end) highest = max_of(score_at(at, place), highest);
+  return max_of(other, highest);
+}
+
+template <DType type>
+constexpr float kLeastWeighed = type == DType::kBF16 ? -34.5f : -87.0f;
 
 // Dots become scores, and these weights, in their place.
 template <class Dots, DType type>
 void weigh(const CachedPart& part, const PartLanes& a) {
   using V = typename Dots::V;
-  constexpr float kLeast = type == DType::kBF16 ? -34.5f : -87.0f;
   for (int lane = 0; lane < a.stride; lane += V::kWidth) {
     V highest;
     if (a.softcap != 0.0f) {
@@ -350,12 +369,13 @@ void weigh(const CachedPart& part, const PartLanes& a) {
           a.first == nullptr ? score_lanes<V, false, false>(part, a, lane) : score_lanes<V, false, true>(part, a, lane);
     }
     V even_total = V::set(0.0f), odd_total = V::set(0.0f);
+    float* const scores = a.scores + lane;
+    const std::ptrdiff_t stride = a.stride;
     const auto weigh_pair = [&](int place, bool has_even, bool has_odd) __attribute__((always_inline)) {
-      const float* scores = a.scores + place * a.stride + lane;
       V even = V::set(0.0f), odd = V::set(0.0f);
-      if (has_even) even = weight_of(V::load(scores) - highest, kLeast);
-      if (has_odd) odd = weight_of(V::load(scores + a.stride) - highest, kLeast);
-      Dots::template store_weights<type>(a.scores + place / Dots::kTogether * a.stride + lane, a.stride, even, odd);
+      if (has_even) even = weight_of(V::load(scores + place * stride) - highest, kLeastWeighed<type>);
+      if (has_odd) odd = weight_of(V::load(scores + (place + 1) * stride) - highest, kLeastWeighed<type>);
+      Dots::template store_weights<type>(scores + place / Dots::kTogether * stride, stride, even, odd);
       even_total = even_total + even;
       odd_total = odd_total + odd;
     };
@@ -364,55 +384,58 @@ void weigh(const CachedPart& part, const PartLanes& a) {
       weigh_pair(place - 1, false, true);
       ++place;
     }
-    for (; place + 2 <= part.end; place += 2) weigh_pair(place, true, true);
+    for (const int end = part.end - 1; place < end; place += 2) weigh_pair(place, true, true);
     if (place < part.end) weigh_pair(place, true, false);
     V::store(a.highest + lane, highest);
     V::store(a.total + lane, even_total + odd_total);
   }
 }
 
-// `key_at(place)`: keys as they are multiplied, key_stride bytes apart within a run. The panel of values has rows of
-// value_depth times 32 bits.
+// Dots with a part's keys. `key_at(place)`: keys as they are multiplied, key_stride bytes apart within a run.
 template <class Dots, DType type, class KeyAt>
-void attend_part_with(const CachedPart& part, const PartLanes& a, const KeyAt& key_at, std::ptrdiff_t key_stride) {
-  const std::ptrdiff_t value_stride = static_cast<std::ptrdiff_t>(part.value_depth) * 4;
-  const auto fetch_keys = [&part](int row) { return FetchKeys{part.next_keys[row / kRunTokens], part.key_stride}; };
-  const auto fetch_values = [&part](int column) {
-    // A line of every other token; with the next columns, that of the tokens between.
-    const std::ptrdiff_t offset = column / kRunTokens % 2 * part.value_stride + column / (2 * kRunTokens) * 64;
-    return FetchValues{part.next_values, offset, part.value_stride};
-  };
-  const auto fetch_nothing = [](int) { return FetchNothing{}; };
-  const auto value_at = [&part, value_stride](int column) {
-    return part.value_panel + even_begin(part) / Dots::kTogether * value_stride + column * 4;
-  };
+void multiply_keys(const CachedPart& part, const PartLanes& a, const KeyAt& key_at, std::ptrdiff_t key_stride) {
   const int steps = padded_depth<type>(part.depth) / Dots::kTogether;
-  const int value_steps = (even_end(part) - even_begin(part)) / Dots::kTogether;
-  const auto* weights = reinterpret_cast<const std::uint8_t*>(a.scores + even_begin(part) / Dots::kTogether * a.stride);
   if (part.next_keys[0] != nullptr) {
-    multiply_lanes<Dots, type, false>(part.begin, part.end, key_at, key_stride, a.queries, a.stride, steps, a.scores,
-                                      fetch_keys);
-    weigh<Dots, type>(part, a);
-    multiply_lanes<Dots, type, true>(0, part.value_depth, value_at, value_stride, weights, a.stride, value_steps,
-                                     a.sums, fetch_values);
+    multiply_lanes<Dots, type, false>(
+        part.begin, part.end, key_at, key_stride, a.queries, a.stride, steps, a.scores,
+        [&part](int row) { return FetchKeys{part.next_keys[row / kRunTokens], part.key_stride}; });
   } else {
     multiply_lanes<Dots, type, false>(part.begin, part.end, key_at, key_stride, a.queries, a.stride, steps, a.scores,
-                                      fetch_nothing);
-    weigh<Dots, type>(part, a);
-    multiply_lanes<Dots, type, true>(0, part.value_depth, value_at, value_stride, weights, a.stride, value_steps,
-                                     a.sums, fetch_nothing);
+                                      [](int) { return FetchNothing{}; });
+  }
+}
+
+// Sums of the panel of values, which has rows of value_depth times 32 bits, with these weights.
+template <class Dots, DType type>
+void sum_values(const CachedPart& part, const PartLanes& a) {
+  const std::ptrdiff_t stride = static_cast<std::ptrdiff_t>(part.value_depth) * 4;
+  const int first = even_begin(part) / Dots::kTogether, steps = even_end(part) / Dots::kTogether - first;
+  const auto value_at = [&part, stride, first](int column) { return part.value_panel + first * stride + column * 4; };
+  const auto* weights = reinterpret_cast<const std::uint8_t*>(a.scores + first * a.stride);
+  if (part.next_values[0] != nullptr) {
+    multiply_lanes<Dots, type, true>(
+        0, part.value_depth, value_at, stride, weights, a.stride, steps, a.sums, [&part](int column) {
+          // A line of every other token; with the next columns, that of the tokens between.
+          const std::ptrdiff_t offset = column / kRunTokens % 2 * part.value_stride + column / (2 * kRunTokens) * 64;
+          return FetchValues{part.next_values, offset, part.value_stride};
+        });
+  } else {
+    multiply_lanes<Dots, type, true>(0, part.value_depth, value_at, stride, weights, a.stride, steps, a.sums,
+                                     [](int) { return FetchNothing{}; });
   }
 }
 
 template <class V, DType type>
 void attend_part_typed(const CachedPart& part, const PartLanes& a) {
   if constexpr (type == DType::kF32) {
-    attend_part_with<SingleDots<V>, type>(part, a, [&part](int place) { return key_of(part, place); }, part.key_stride);
+    multiply_keys<SingleDots<V>, type>(part, a, [&part](int place) { return key_of(part, place); }, part.key_stride);
   } else {
     const std::ptrdiff_t stride = static_cast<std::ptrdiff_t>(padded_depth<type>(part.depth)) * 4;
-    attend_part_with<SingleDots<V>, type>(
+    multiply_keys<SingleDots<V>, type>(
         part, a, [&part, stride](int place) { return part.key_panel + place * stride; }, stride);
   }
+  weigh<SingleDots<V>, type>(part, a);
+  sum_values<SingleDots<V>, type>(part, a);
 }
 
 template <class V>
@@ -428,15 +451,17 @@ constexpr float kLeastFolded = -87.0f;
 
 template <class V>
 void fold_part(const FoldPart& a) {
+  const std::ptrdiff_t stride = a.stride;
   for (int lane = 0; lane < a.stride; lane += V::kWidth) {
     const V before = V::load(a.highest + lane), more = V::load(a.part_highest + lane);
     const V highest = max_of(before, more);
     const V kept = weight_of(before - highest, kLeastFolded), added = weight_of(more - highest, kLeastFolded);
     V::store(a.highest + lane, highest);
     V::store(a.total + lane, V::fma(V::load(a.total + lane), kept, V::load(a.part_total + lane) * added));
-    for (int column = a.first; column < a.last; ++column) {
-      float* sums = a.sums + column * a.stride + lane;
-      V::store(sums, V::fma(V::load(sums), kept, V::load(a.part_sums + column * a.stride + lane) * added));
+    float* sums = a.sums + a.first * stride + lane;
+    const float* part_sums = a.part_sums + a.first * stride + lane;
+    for (int left = a.last - a.first; left > 0; --left, sums += stride, part_sums += stride) {
+      V::store(sums, V::fma(V::load(sums), kept, V::load(part_sums) * added));
     }
   }
 }

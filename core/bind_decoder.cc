@@ -66,6 +66,24 @@ ActivationSpec read_activation(nb::handle object) {
           value_of<float>(object, "limit")};
 }
 
+LatentPart read_latent(nb::handle object, const AttentionPart& a, DType type) {
+  LatentPart l;
+  l.down = read_matrix(object.attr("down"), "down");
+  l.down_norm = read_norm(object.attr("down_norm"), type, "down_norm");
+  l.latent = read_matrix(object.attr("latent"), "latent");
+  l.latent_norm = read_norm(object.attr("latent_norm"), type, "latent_norm");
+  l.rank = value_of<std::int64_t>(object, "rank");
+  l.nope = value_of<std::int64_t>(object, "nope");
+  l.rotated = value_of<std::int64_t>(object, "rotated");
+  const Array expansion(object.attr("expansion"), "expansion");
+  CPUMOE_REQUIRE(expansion.contiguous(2).float_type() == type && expansion.dim(0) == a.heads * (l.nope + a.value_depth) &&
+                     expansion.dim(1) == l.rank,
+                 "expansion is ", expansion.dtype_text(), " ", expansion.shape_text(), "; [",
+                 a.heads * (l.nope + a.value_depth), ", ", l.rank, "] of the dtype of hidden states is accepted");
+  l.expansion = expansion.data();
+  return l;
+}
+
 AttentionPart read_attention(nb::handle object, DType type) {
   AttentionPart a;
   a.query = read_matrix(object.attr("query"), "query");
@@ -88,6 +106,7 @@ AttentionPart read_attention(nb::handle object, DType type) {
   a.window = value_of<std::int64_t>(object, "window");
   a.sinks = optional_floats(object.attr("sinks"), "sinks", a.heads);
   a.softcap = value_of<float>(object, "softcap");
+  if (const nb::object latent = object.attr("latent"); !latent.is_none()) a.latent = read_latent(latent, a, type);
   return a;
 }
 
@@ -188,8 +207,9 @@ LayerCache read_cache(nb::handle entry, const AttentionPart& a, DType type, std:
                    depth, "] is accepted");
     return CachedHeads{array.data(), a.kv_heads * array.dim(2) * depth, array.dim(2) * depth, depth};
   };
-  cache.keys = heads_of(keys, a.depth);
-  cache.values = heads_of(values, a.value_depth);
+  // Latents and rotated parts of keys lie side by side; they are the keys, and the latents the values.
+  cache.keys = heads_of(keys, a.latent.has_value() ? a.latent->depth() : a.depth);
+  cache.values = a.latent.has_value() ? cache.keys : heads_of(values, a.value_depth);
   cache.places = keys.dim(2);
   return cache;
 }
@@ -206,8 +226,8 @@ LayerCache read_pages(nb::handle entry, const AttentionPart& a, DType type) {
     return CachedHeads{array.data(), 0, depth, a.kv_heads * depth};
   };
   LayerCache cache{};
-  cache.keys = heads_of(keys, a.depth);
-  cache.values = heads_of(values, a.value_depth);
+  cache.keys = heads_of(keys, a.latent.has_value() ? a.latent->depth() : a.depth);
+  cache.values = a.latent.has_value() ? cache.keys : heads_of(values, a.value_depth);
   cache.places = keys.dim(0);
   return cache;
 }

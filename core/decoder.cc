@@ -24,6 +24,9 @@ using Clock = std::chrono::steady_clock;
 // Rows for which one thread chooses the experts; more are shared out.
 constexpr std::int64_t kFewRows = 16;
 
+// Of latent attention: rows that are attended at a time, whose queries take memory, and those of one work item.
+constexpr std::int64_t kLatentRows = 256, kLatentItemRows = 16;
+
 // Keys and values in a cache are this or larger, or 0: cached_attention.h.
 constexpr float kSmallestCached = 0x1p-60f;
 
@@ -47,11 +50,40 @@ void check_matrix(const Matrix& m, DType type, std::int64_t columns, std::int64_
                  " has one scale for all rows of a call, which a step does not serve");
 }
 
+void check_rotary(const AttentionPart& a, const DecoderModel& model, std::int64_t most) {
+  CPUMOE_REQUIRE(a.window >= 0, "window=", a.window, "; 0 (none) or more is accepted");
+  CPUMOE_REQUIRE(a.rotary < static_cast<int>(model.rotary.size()), "rotary=", a.rotary, ", but there are ",
+                 model.rotary.size(), " tables");
+  if (a.rotary < 0) return;
+  const std::int64_t width = model.rotary[static_cast<std::size_t>(a.rotary)].width;
+  CPUMOE_REQUIRE(width % 2 == 0 && width <= most, "the rotary table is ", width, " wide for ", most, " values");
+}
+
+void check_latent(const AttentionPart& a, const DecoderModel& model) {
+  const LatentPart& l = *a.latent;
+  CPUMOE_REQUIRE(!a.key && !a.value && !a.query_norm && !a.key_norm && a.value_factor == 1.0f,
+                 "attention over latents has no key, value and norms of heads");
+  CPUMOE_REQUIRE(l.rank >= 1 && l.nope >= 0 && l.rotated >= 0 && l.rank <= 4096 && l.nope + l.rotated == a.depth,
+                 "latents of ", l.rank, " and heads of ", l.nope, " + ", l.rotated, " values do not fit a depth of ",
+                 a.depth);
+  CPUMOE_REQUIRE(a.kv_heads == 1, "attention over latents has one head of keys, not ", a.kv_heads);
+  if (l.down) {
+    check_matrix(l.down, model.type, l.down.columns, model.hidden, "down");
+    check_norm(l.down_norm, l.down.columns, "down_norm");
+  }
+  check_matrix(a.query, model.type, a.heads * a.depth, l.down ? l.down.columns : model.hidden, "query");
+  check_matrix(l.latent, model.type, l.depth(), model.hidden, "latent");
+  check_norm(l.latent_norm, l.rank, "latent_norm");
+  check_matrix(a.out, model.type, model.hidden, a.heads * a.value_depth, "out");
+  check_rotary(a, model, l.rotated);
+}
+
 void check_attention(const AttentionPart& a, const DecoderModel& model) {
   CPUMOE_REQUIRE(a.heads >= 1 && a.kv_heads >= 1 && a.heads % a.kv_heads == 0, "attention has ", a.heads, " heads for ",
                  a.kv_heads, " heads of keys; a multiple is accepted");
   CPUMOE_REQUIRE(a.depth >= 1 && a.value_depth >= 1 && a.depth <= 4096 && a.value_depth <= 4096, "heads have ", a.depth,
                  " and ", a.value_depth, " values; 1 to 4096 are accepted");
+  if (a.latent.has_value()) return check_latent(a, model);
   const std::int64_t queries = a.heads * a.depth, keys = a.kv_heads * a.depth, values = a.kv_heads * a.value_depth;
   CPUMOE_REQUIRE(static_cast<bool>(a.key) == static_cast<bool>(a.value), "key and value must both be given, or none");
   check_matrix(a.query, model.type, a.key ? queries : queries + keys + values, model.hidden, "query");
@@ -67,12 +99,7 @@ void check_attention(const AttentionPart& a, const DecoderModel& model) {
   check_norm(a.query_norm, a.norms_whole_rows ? queries : a.depth, "query_norm");
   check_norm(a.key_norm, a.norms_whole_rows ? keys : a.depth, "key_norm");
   CPUMOE_REQUIRE(!(a.norms_whole_rows && a.norms_after_rotary), "norms of whole rows come before the rotation");
-  CPUMOE_REQUIRE(a.window >= 0, "window=", a.window, "; 0 (none) or more is accepted");
-  CPUMOE_REQUIRE(a.rotary < static_cast<int>(model.rotary.size()), "rotary=", a.rotary, ", but there are ",
-                 model.rotary.size(), " tables");
-  if (a.rotary < 0) return;
-  const std::int64_t width = model.rotary[static_cast<std::size_t>(a.rotary)].width;
-  CPUMOE_REQUIRE(width % 2 == 0 && width <= a.depth, "the rotary table is ", width, " wide for heads of ", a.depth);
+  check_rotary(a, model, a.depth);
 }
 
 void check_dense(const DenseBlock& d, const DecoderModel& model) {
@@ -129,6 +156,10 @@ std::int64_t work_of(const DecoderModel& model, std::int64_t rows) {
   std::int64_t bytes = model.head.bytes();
   for (const DecoderLayer& layer : model.layers) {
     const AttentionPart& a = layer.attention;
+    if (a.latent.has_value()) {
+      bytes += a.latent->down.bytes() + a.latent->latent.bytes() +
+               a.heads * (a.latent->nope + a.value_depth) * a.latent->rank * size_of(model.type);
+    }
     bytes += a.query.bytes() + a.key.bytes() + a.value.bytes() + a.out.bytes() + a.gate.bytes();
     if (layer.experts.has_value()) {
       const std::int64_t experts = std::min(rows * layer.experts->router.topk, layer.experts->gate_up.spec.experts);
@@ -147,9 +178,9 @@ struct Decoder::State {
   double seconds[kStepParts] = {};
 
   // Of the rows of a round; hidden states are of the model's type.
-  Buffer residual, normed, mixed, projected, attended, gates, dense_in, dense_hidden, dense_out, wanted_rows;
+  Buffer residual, normed, mixed, projected, attended, gates, latent_queries, latent_sums, down, dense_in, dense_hidden, dense_out, wanted_rows;
   Buffer values, share, logits, ids, weights;
-  RowProducts projections, output, router, dense_first, dense_second, head;
+  RowProducts projections, queries, output, router, dense_first, dense_second, head;
   CachedAttention attention;
   MoeStage experts;
   std::vector<CachedSequence> sequences;
@@ -172,11 +203,17 @@ class Decoder::Round {
         count_(count),
         hidden_(state.model.hidden),
         threads_(threads) {
-    std::int64_t projected = 0, attended = 0, inner = 0, experts = 0, topk = 0;
+    std::int64_t projected = 0, attended = 0, inner = 0, experts = 0, topk = 0, latent = 0, latent_sums = 0, down = 0;
     for (const DecoderLayer& layer : m_.layers) {
       const AttentionPart& a = layer.attention;
       projected = std::max(projected, width_of(a));
       attended = std::max(attended, a.heads * a.value_depth);
+      if (a.latent.has_value()) {
+        latent = std::max(latent, a.heads * a.latent->depth());
+        latent_sums = std::max(latent_sums, a.heads * a.latent->rank);
+        down = std::max(down, a.latent->down.columns);
+        latent_item_ = std::max(latent_item_, kLatentItemRows * (a.depth + a.latent->rank + a.value_depth + 48));
+      }
       if (layer.dense.has_value()) inner = std::max(inner, layer.dense->up.columns);
       if (!layer.experts.has_value()) continue;
       experts = std::max(experts, layer.experts->gate_up.spec.experts);
@@ -191,10 +228,14 @@ class Decoder::Round {
     projected_ = rows_of(s_.projected, projected);
     attended_ = rows_of(s_.attended, attended);
     gates_ = rows_of(s_.gates, attended);
+    down_ = rows_of(s_.down, down);
+    const std::int64_t latent_rows = std::min(count, kLatentRows);
+    latent_queries_ = s_.latent_queries.get<std::uint8_t>(latent_rows * latent * size_of(type_));
+    latent_sums_ = s_.latent_sums.get<std::uint8_t>(latent_rows * latent_sums * size_of(type_));
     dense_in_ = rows_of(s_.dense_in, 2 * inner);
     dense_hidden_ = rows_of(s_.dense_hidden, inner);
     dense_out_ = rows_of(s_.dense_out, hidden_);
-    values_stride_ = (std::max({hidden_, 2 * inner, projected, 2 * attended}) + 63) / 16 * 16;
+    values_stride_ = (std::max({hidden_, 2 * inner, projected, 2 * attended, latent_item_}) + 63) / 16 * 16;
     values_ = s_.values.get<float>(threads * values_stride_);
     share_ = s_.share.get<float>(count);
     logits_ = s_.logits.get<float>(count * experts);
@@ -215,11 +256,15 @@ class Decoder::Round {
       end_stage(worker, StepPart::kRows);
       s_.projections.multiply(worker);
       end_stage(worker, StepPart::kProducts);
-      make_heads(worker, layer.attention, step_.caches[i]);
-      if (worker.index == 0) plan_layer(i);
-      end_stage(worker, StepPart::kRows);
-      s_.attention.run(worker);
-      end_stage(worker, StepPart::kAttention);
+      if (layer.attention.latent.has_value()) {
+        attend_latents(worker, layer.attention, step_.caches[i], i);
+      } else {
+        make_heads(worker, layer.attention, step_.caches[i]);
+        if (worker.index == 0) plan_layer(i);
+        end_stage(worker, StepPart::kRows);
+        s_.attention.run(worker);
+        end_stage(worker, StepPart::kAttention);
+      }
       gate(worker, layer.attention);
       s_.output.prepare(worker);
       end_stage(worker, StepPart::kRows);
@@ -235,7 +280,9 @@ class Decoder::Round {
   }
 
  private:
+  // Of a row of `projected_`.
   static std::int64_t width_of(const AttentionPart& a) {
+    if (a.latent.has_value()) return a.heads * a.depth + a.latent->depth();
     return a.heads * a.depth + a.kv_heads * (a.depth + a.value_depth);
   }
 
@@ -326,7 +373,10 @@ class Decoder::Round {
     const std::int64_t width = width_of(a), keys = a.heads * a.depth, values = keys + a.kv_heads * a.depth;
     MatrixOut outs[4] = {{&a.query, projected_, width, type_}};
     int outs_count = 1;
-    if (a.key) {
+    if (a.latent.has_value()) {
+      if (a.latent->down) outs[0] = {&a.latent->down, down_, a.latent->down.columns, type_};
+      outs[outs_count++] = {&a.latent->latent, at(projected_, keys, type_), width, type_};
+    } else if (a.key) {
       outs[outs_count++] = {&a.key, at(projected_, keys, type_), width, type_};
       outs[outs_count++] = {&a.value, at(projected_, values, type_), width, type_};
     }
@@ -343,7 +393,7 @@ class Decoder::Round {
     } else {
       plan_head();
     }
-    plan_attention(a, step_.caches[index]);
+    if (!a.latent.has_value()) plan_attention(a, step_.caches[index], 0, count_);
     const MatrixOut out{&a.out, mixed_, hidden_, type_};
     s_.output.plan(k_, &out, 1, attended_, type_, count_, threads_);
     if (layer.experts.has_value()) {
@@ -365,7 +415,8 @@ class Decoder::Round {
     }
   }
 
-  void plan_attention(const AttentionPart& a, const LayerCache& cache) {
+  // Of rows [first, first + count) of the round.
+  void plan_attention(const AttentionPart& a, const LayerCache& cache, std::int64_t first, std::int64_t count) {
     const auto sequences = static_cast<std::int64_t>(step_.seen.size());
     s_.sequences.resize(step_.seen.size());
     for (std::int64_t i = 0; i < sequences; ++i) {
@@ -375,9 +426,9 @@ class Decoder::Round {
           at(cache.keys.data, cache.keys.offset(i, 0, -cache.first_place), type_),
           at(cache.values.data, cache.values.offset(i, 0, -cache.first_place), type_)};
     }
-    s_.attention_rows.resize(static_cast<std::size_t>(count_));
-    for (std::int64_t r = 0; r < count_; ++r) {
-      const StepRow& row = step_.rows[static_cast<std::size_t>(first_ + r)];
+    s_.attention_rows.resize(static_cast<std::size_t>(count));
+    for (std::int64_t r = 0; r < count; ++r) {
+      const StepRow& row = step_.rows[static_cast<std::size_t>(first_ + first + r)];
       std::int64_t seen = step_.seen[static_cast<std::size_t>(row.sequence)];
       if (a.window > 0) seen = std::max(seen, row.place - a.window + 1);
       seen = std::max(seen, cache.first_place);
@@ -385,13 +436,21 @@ class Decoder::Round {
     }
     CachedAttentionCall call{};
     call.type = type_;
-    call.rows = count_;
+    call.rows = count;
     call.heads = a.heads;
     call.kv_heads = a.kv_heads;
     call.depth = a.depth;
     call.value_depth = a.value_depth;
     call.query = projected_;
     call.query_stride = width_of(a);
+    call.out = attended_;
+    if (a.latent.has_value()) {
+      call.depth = a.latent->depth();
+      call.value_depth = a.latent->rank;
+      call.query = latent_queries_;
+      call.query_stride = a.heads * call.depth;
+      call.out = latent_sums_;
+    }
     call.sequences = s_.sequences.data();
     call.row = s_.attention_rows.data();
     call.key_token_stride = cache.keys.token_stride;
@@ -403,8 +462,7 @@ class Decoder::Round {
     call.scale = a.scale;
     call.softcap = a.softcap;
     call.sinks = a.sinks;
-    call.out = attended_;
-    call.out_stride = a.heads * a.value_depth;
+    call.out_stride = a.heads * call.value_depth;
     s_.attention.plan(k_, call, threads_);
   }
 
@@ -440,10 +498,8 @@ class Decoder::Round {
       const bool normed = norm && !a.norms_whole_rows;
       if (normed && !a.norms_after_rotary) normalize_into(x, norm, x);
       if (a.rotary >= 0) {
-        const RotaryTable& table = m_.rotary[static_cast<std::size_t>(a.rotary)];
         k_.load_row(x, type_, static_cast<int>(depth), values);
-        k_.rotate_head({values, table.width, table.cos + row.position * table.width,
-                        table.sin + row.position * table.width, a.interleaved});
+        rotate(a, row, values);
         k_.store_row(values, depth, type_, x);
       }
       if (normed && a.norms_after_rotary) normalize_into(x, norm, x);
@@ -454,12 +510,121 @@ class Decoder::Round {
     const std::int64_t place =
         cached.offset(cache.page_tokens == 0 ? row.sequence : 0, kv_head, cache.token_at(row.sequence, row.place));
     k_.load_row(x, type_, static_cast<int>(depth), values);
-    const float factor = is_key ? 1.0f : a.value_factor;
-    for (std::int64_t i = 0; i < depth; ++i) {
-      const float value = values[i] * factor;
-      values[i] = std::fabs(value) < kSmallestCached ? 0.0f : value;
-    }
+    for (std::int64_t i = 0; !is_key && a.value_factor != 1.0f && i < depth; ++i) values[i] *= a.value_factor;
+    flush(values, depth);
     k_.store_row(values, depth, type_, at(cached.data, place, type_));
+  }
+
+  // Latents and rotated parts of keys go to the cache; then some rows at a time attend to them.
+  void attend_latents(Worker& worker, const AttentionPart& a, const LayerCache& cache, std::size_t index) {
+    const LatentPart& l = *a.latent;
+    if (l.down) {
+      each_row(worker, [&](std::int64_t r) {
+        std::uint8_t* row = at(down_, r * l.down.columns, type_);
+        if (l.down_norm) normalize_into(row, l.down_norm, row);
+      });
+      if (worker.index == 0) {
+        const MatrixOut out{&a.query, projected_, width_of(a), type_};
+        s_.queries.plan(k_, &out, 1, down_, type_, count_, threads_);
+      }
+      end_stage(worker, StepPart::kRows);
+      s_.queries.prepare(worker);
+      end_stage(worker, StepPart::kRows);
+      s_.queries.multiply(worker);
+      end_stage(worker, StepPart::kProducts);
+    }
+    each_row(worker, [&](std::int64_t r) { keep_latent(worker, a, cache, r); });
+    if (worker.index == 0) plan_layer(index);
+    for (std::int64_t first = 0; first < count_; first += kLatentRows) {
+      const std::int64_t rows = std::min(kLatentRows, count_ - first);
+      if (first == 0) end_stage(worker, StepPart::kRows);
+      each_latent_item(worker, a, rows, [&](std::int64_t head, std::int64_t row, std::int64_t count) {
+        absorb(worker, a, head, first, row, count);
+      });
+      if (worker.index == 0) plan_attention(a, cache, first, rows);
+      end_stage(worker, StepPart::kAttention);
+      s_.attention.run(worker);
+      end_stage(worker, StepPart::kAttention);
+      each_latent_item(worker, a, rows, [&](std::int64_t head, std::int64_t row, std::int64_t count) {
+        make_values(worker, a, head, first, row, count);
+      });
+      end_stage(worker, StepPart::kAttention);
+    }
+  }
+
+  void rotate(const AttentionPart& a, const StepRow& row, float* x) const {
+    if (a.rotary < 0) return;
+    const RotaryTable& table = m_.rotary[static_cast<std::size_t>(a.rotary)];
+    const std::int64_t angles = row.position * table.width;
+    k_.rotate_head({x, table.width, table.cos + angles, table.sin + angles, a.interleaved});
+  }
+
+  void keep_latent(const Worker& worker, const AttentionPart& a, const LayerCache& cache, std::int64_t r) {
+    const LatentPart& l = *a.latent;
+    const StepRow& row = step_.rows[static_cast<std::size_t>(first_ + r)];
+    std::uint8_t* x = at(projected_, r * width_of(a) + a.heads * a.depth, type_);
+    if (l.latent_norm) normalize_into(x, l.latent_norm, x);
+    float* values = values_of(worker);
+    k_.load_row(x, type_, static_cast<int>(l.depth()), values);
+    rotate(a, row, values + l.rank);
+    flush(values, l.depth());
+    const std::int64_t token = cache.token_at(row.sequence, row.place);
+    const std::int64_t sequence = cache.page_tokens == 0 ? row.sequence : 0;
+    k_.store_row(values, l.depth(), type_, at(cache.keys.data, cache.keys.offset(sequence, 0, token), type_));
+  }
+
+  static void flush(float* values, std::int64_t count) {
+    for (std::int64_t i = 0; i < count; ++i) values[i] = std::fabs(values[i]) < kSmallestCached ? 0.0f : values[i];
+  }
+
+  // Some of `rows` rows of one head, in shares.
+  template <class Body>
+  void each_latent_item(const Worker& worker, const AttentionPart& a, std::int64_t rows, Body&& body) const {
+    const std::int64_t pieces = (rows + kLatentItemRows - 1) / kLatentItemRows;
+    for (std::int64_t i = worker.share(a.heads * pieces); i < worker.next_share(a.heads * pieces); ++i) {
+      const std::int64_t row = i % pieces * kLatentItemRows;
+      body(i / pieces, row, std::min(kLatentItemRows, rows - row));
+    }
+  }
+
+  const std::uint8_t* expansion_of(const AttentionPart& a, std::int64_t head) const {
+    return at(a.latent->expansion, head * (a.latent->nope + a.value_depth) * a.latent->rank, type_);
+  }
+
+  // What the keys' part of the expansion would multiply latents with, for rows from `row` on behind `first`.
+  void absorb(const Worker& worker, const AttentionPart& a, std::int64_t head, std::int64_t first, std::int64_t row,
+              std::int64_t count) {
+    const LatentPart& l = *a.latent;
+    float *queries = values_of(worker), *absorbed = queries + count * a.depth + 16;
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::int64_t r = first + row + i;
+      float* query = queries + i * a.depth;
+      k_.load_row(at(projected_, r * width_of(a) + head * a.depth, type_), type_, static_cast<int>(a.depth), query);
+      rotate(a, step_.rows[static_cast<std::size_t>(first_ + r)], query + l.nope);
+    }
+    k_.sum_rows({queries, static_cast<int>(count), a.depth, expansion_of(a, head), type_, l.rank, l.nope, 0,
+                 static_cast<int>(l.rank), absorbed, l.rank});
+    for (std::int64_t i = 0; i < count; ++i) {
+      std::uint8_t* out = at(latent_queries_, ((row + i) * a.heads + head) * l.depth(), type_);
+      k_.store_row(absorbed + i * l.rank, l.rank, type_, out);
+      k_.store_row(queries + i * a.depth + l.nope, l.rotated, type_, at(out, l.rank, type_));
+    }
+  }
+
+  void make_values(const Worker& worker, const AttentionPart& a, std::int64_t head, std::int64_t first,
+                   std::int64_t row, std::int64_t count) {
+    const LatentPart& l = *a.latent;
+    float *sums = values_of(worker), *values = sums + count * l.rank + 16;
+    for (std::int64_t i = 0; i < count; ++i) {
+      k_.load_row(at(latent_sums_, ((row + i) * a.heads + head) * l.rank, type_), type_, static_cast<int>(l.rank),
+                  sums + i * l.rank);
+    }
+    k_.dot_rows({sums, static_cast<int>(count), l.rank, at(expansion_of(a, head), l.nope * l.rank, type_), type_, l.rank,
+                 0, a.value_depth, values, a.value_depth});
+    for (std::int64_t i = 0; i < count; ++i) {
+      k_.store_row(values + i * a.value_depth, a.value_depth, type_,
+                   at(attended_, ((first + row + i) * a.heads + head) * a.value_depth, type_));
+    }
   }
 
   // Results of attention times the sigmoids of their gates.
@@ -606,8 +771,9 @@ class Decoder::Round {
   const DType type_;
   const std::int64_t first_, count_, hidden_;
   const int threads_;
-  std::uint8_t *residual_, *normed_, *mixed_, *projected_, *attended_, *gates_, *dense_in_, *dense_hidden_, *dense_out_;
-  std::uint8_t* result_ = nullptr;
+  std::uint8_t *residual_, *normed_, *mixed_, *projected_, *attended_, *gates_, *down_, *dense_in_, *dense_hidden_, *dense_out_;
+  std::uint8_t *latent_queries_, *latent_sums_, *result_ = nullptr;
+  std::int64_t latent_item_ = 0;  // floats that a work item of latent attention takes
   std::int64_t values_stride_;
   float *values_, *share_, *logits_, *weights_;
   std::int32_t* ids_;

@@ -32,9 +32,24 @@ struct RotaryTable {
   std::int64_t positions = 0, width = 0;
 };
 
-// Grouped-query attention.
+// Queries, keys and values of attention over latents. A token's keys and values would be made of its latent; instead
+// queries are brought to the latents, and sums of latents to values ("absorbed").
+struct LatentPart {
+  Matrix down;  // or none: what queries are made of is made smaller first
+  Norm down_norm;
+  Matrix latent;  // [rank + rotated, hidden]: the latent, and the rotated part of a key that all heads share
+  Norm latent_norm;
+  const void* expansion = nullptr;  // [heads, nope + value_depth, rank], of the decoder's type
+  std::int64_t rank = 0, nope = 0, rotated = 0;
+
+  std::int64_t depth() const { return rank + rotated; }
+};
+
+// Grouped-query attention, or attention over latents: then there are no key, value and norms, and a head of `query` is
+// nope + rotated wide, which is also its depth.
 struct AttentionPart {
   Matrix query, key, value, out;  // without key and value, query gives all three side by side
+  std::optional<LatentPart> latent;
   std::int64_t heads = 0, kv_heads = 0, depth = 0, value_depth = 0;
   Matrix gate;  // or none; what it gives, for each value or for each head, is a sigmoid away from a factor of the result
   float value_factor = 1.0f;

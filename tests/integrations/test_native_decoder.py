@@ -16,7 +16,7 @@ import cpumoe
 from cpumoe.integrations.transformers import native_decoder
 from cpumoe.integrations.transformers.decoder_description import NotDescribed
 from cpumoe.integrations.transformers.native_decoder import explanation, native_of, native_with_head
-from cpumoe.integrations.transformers.roomy_cache import RoomyLayer, RoomySlidingLayer, roomy_layers
+from cpumoe.integrations.transformers.roomy_cache import CacheForm, RoomyLayer, RoomySlidingLayer, roomy_layers
 
 #: Families that run in one call, whole models and their text parts; a family that is lost would be noticed here.
 NATIVE = {
@@ -378,9 +378,11 @@ def test_a_roomy_layer_is_a_layer_of_transformers(sliding):
                         assert torch.equal(one, two)
                 else:  # as a step does it
                     stock.update(*new)
-                    *buffers, first = roomy.reserve(batch, 2, (4, 3), torch.float32, count)
+                    *buffers, first = roomy.reserve(batch, CacheForm(2, (4, 3), torch.float32, seed % 2 == 0), count)
                     at = roomy.get_seq_length() - first
-                    for buffer, tensor in zip(buffers, new, strict=True):
+                    if seed % 2 == 0:  # side by side
+                        buffers[0][:, :, at : at + count] = torch.cat(new, -1)
+                    for buffer, tensor in zip(buffers, new if seed % 2 else (), strict=False):
                         buffer[:, :, at : at + count] = tensor
                     roomy.advance(count)
             elif what == 5 and held:

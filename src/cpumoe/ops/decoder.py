@@ -42,6 +42,26 @@ class Rotary:
 
 
 @dataclass(frozen=True)
+class Latent:
+    """Attention over cached latents in its absorbed form.
+
+    Attributes:
+        down: [.., H] or None: what queries are made of is made smaller first, and normed.
+        latent: [rank + rotated, H]: the latent of a token, which is normed, and the rotated part of its keys.
+        expansion: [heads * (nope + value_depth), rank], of the decoder's dtype.
+    """
+
+    down: Matrix | None
+    down_norm: Norm | None
+    latent: Matrix
+    latent_norm: Norm | None
+    expansion: Tensor
+    rank: int
+    nope: int
+    rotated: int
+
+
+@dataclass(frozen=True)
 class Attention:
     """Grouped-query attention.
 
@@ -56,6 +76,8 @@ class Attention:
         sinks: [heads] fp32, a score that every row has besides.
         gate: [heads * value_depth, H] or [heads, H]: the result times the sigmoid of what it gives.
         value_factor: values are multiplied by this.
+        latent: where attention is over latents: then there are no key and value, kv_heads is 1, and a head of ``query``
+            is nope + rotated wide, which is its depth. Caches then have latents and rotated parts side by side.
     """
 
     query: Matrix
@@ -78,6 +100,7 @@ class Attention:
     softcap: float = 0.0
     gate: Matrix | None = None
     value_factor: float = 1.0
+    latent: Latent | None = None
 
 
 @dataclass(frozen=True)

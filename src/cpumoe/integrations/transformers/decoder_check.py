@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from cpumoe.integrations.transformers.decoder_description import (
     Choices,
     NotDescribed,
+    cache_form,
     choices_for,
     describe_decoder,
     layer_type,
@@ -60,8 +61,7 @@ def _difference(twin: Any, model: decoder.DecoderModel) -> str:
     mask[0, :_PADDING] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     core, ours, theirs = decoder.Decoder(model), DynamicCache(config=twin.config), DynamicCache(config=twin.config)
-    attention = model.layers[0].attention
-    depths = (attention.depth, attention.value_depth)
+    form = cache_form(model.layers[0].attention, torch.float32)
     near = []
     past = 0
     for last in (_PROMPT, *range(_PROMPT + 1, _PROMPT + _SINGLE + 1)):
@@ -78,7 +78,7 @@ def _difference(twin: Any, model: decoder.DecoderModel) -> str:
             return f"could not be compared ({type(problem).__name__}: {problem})"
         layers = roomy_layers(ours, 1)
         assert layers is not None  # it was made here
-        room = layers[0].reserve(2, attention.kv_heads, depths, torch.float32, last - past)
+        room = layers[0].reserve(2, form, last - past)
         padding = torch.tensor([_PADDING, 0])
         found = core.step(
             ids[:, new].contiguous(), [room], past, positions=positions[:, new].contiguous(), padding=padding
@@ -129,6 +129,7 @@ def in_fp32(module: Any) -> Any:
     twin = copy.copy(module)
     own = vars(module)
     forward = own.get("forward")
+    vars(twin).pop("forward", None)
     if isinstance(forward, partial) and forward.args and forward.args[0] is module:
         twin.forward = partial(forward.func, twin, *forward.args[1:], **forward.keywords)
 

@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from cpumoe.integrations.transformers import norms, routers
 from cpumoe.integrations.transformers.expert_modules import recognise_function
+from cpumoe.integrations.transformers.latent_attention import absorbed
+from cpumoe.integrations.transformers.roomy_cache import CacheForm
 from cpumoe.layers.activation import Activation
 from cpumoe.layers.backends import NativeBackend
 from cpumoe.layers.experts import Experts
@@ -255,6 +257,8 @@ def _attention(
     attention = getattr(layer, "self_attn", None)
     if attention is None:
         raise NotDescribed(f"{type(layer).__name__} has no self_attn")
+    if hasattr(attention, "kv_lora_rank"):
+        return _latent_attention(base, index, attention, chosen, tables, parts)
     projections = {}
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         if not isinstance(getattr(attention, name, None), nn.Module):
@@ -302,6 +306,57 @@ def _attention(
         gate=None if gate is None else describe_matrix(gate, "the gate of attention"),
         value_factor=float(getattr(attention, "v_scale", 1.0)),
     )
+
+
+def _latent_attention(
+    base: Any, index: int, attention: Any, chosen: Choices, tables: RotaryTables, parts: _Parts
+) -> decoder.Attention:
+    view = absorbed(attention)
+    scale, heads = getattr(attention, "scaling", None), getattr(attention, "num_heads", None)
+    if view is None or not isinstance(scale, float | int) or not isinstance(heads, int):
+        raise NotDescribed(f"its latent attention ({type(attention).__name__}) is none that we know")
+    rank, nope, rotated = attention.kv_lora_rank, attention.qk_nope_head_dim, attention.qk_rope_head_dim
+    names = ["kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"]
+    is_lower = getattr(attention, "q_proj", None) is None
+    names += ["q_a_proj", "q_a_layernorm", "q_b_proj"] if is_lower else ["q_proj"]
+    for name in names:
+        if not isinstance(getattr(attention, name, None), nn.Module):
+            raise NotDescribed(f"its latent attention ({type(attention).__name__}) has no {name}")
+        parts.take(*_held_by(getattr(attention, name)))
+    dtype = base.embed_tokens.weight.dtype
+    latent = decoder.Latent(
+        down=describe_matrix(attention.q_a_proj, "q_a_proj") if is_lower else None,
+        down_norm=_norm(attention.q_a_layernorm, "q_a_layernorm") if is_lower else None,
+        latent=describe_matrix(attention.kv_a_proj_with_mqa, "kv_a_proj_with_mqa"),
+        latent_norm=_norm(attention.kv_a_layernorm, "kv_a_layernorm"),
+        expansion=view.weight(dtype).detach().contiguous(),
+        rank=rank,
+        nope=nope,
+        rotated=rotated,
+    )
+    query = "q_b_proj" if is_lower else "q_proj"
+    return decoder.Attention(
+        query=describe_matrix(getattr(attention, query), query),
+        key=None,
+        value=None,
+        out=describe_matrix(attention.o_proj, "o_proj"),
+        heads=heads,
+        kv_heads=1,
+        depth=nope + rotated,
+        value_depth=attention.v_head_dim,
+        scale=float(scale),
+        rotary=tables.number(index, chosen.interleaved) if chosen.rotates else -1,
+        interleaved=chosen.interleaved,
+        window=_window(base, index),
+        latent=latent,
+    )
+
+
+def cache_form(attention: decoder.Attention, dtype: torch.dtype) -> CacheForm:
+    """What an attention keeps of a token: keys and values, or a latent and the rotated part of keys, side by side."""
+    if (latent := attention.latent) is not None:
+        return CacheForm(1, (latent.rank, latent.rotated), dtype, joined=True)
+    return CacheForm(attention.kv_heads, (attention.depth, attention.value_depth), dtype)
 
 
 def _block(block: Any, parts: _Parts) -> tuple[decoder.RoutedExperts | None, decoder.DenseBlock | None]:

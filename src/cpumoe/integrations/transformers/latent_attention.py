@@ -113,6 +113,15 @@ def _is_plain_weight(linear: Any) -> bool:
     return not (has_bias or linear._forward_hooks or linear._forward_pre_hooks)
 
 
+def absorbed(module: nn.Module) -> AbsorbedAttention | None:
+    """The absorbed form of a module that is a latent attention with no more than sinks; None for other modules."""
+    forward = vars(module).get("forward")
+    if isinstance(forward, partial) and forward.func is _forward:
+        view: AbsorbedAttention = forward.args[0]
+        return view
+    return AbsorbedAttention(module) if _is_latent_attention(module) else None
+
+
 class Latents:
     """Stands for keys [B, heads, S, D], of which the forward of a module asks no more than the shape."""
 

@@ -24,6 +24,7 @@ from cpumoe.integrations.transformers.decoder_description import (
     Choices,
     NotDescribed,
     RotaryTables,
+    cache_form,
     describe_decoder,
     describe_matrix,
     layer_type,
@@ -176,10 +177,8 @@ class NativeDecoder:
         if self._positions > FIRST_POSITIONS:
             model = replace(model, rotary=self._tables(base).made(self._positions))
         self.decoder = decoder.Decoder(model)
-        self._forms = tuple(
-            (layer.attention.kv_heads, (layer.attention.depth, layer.attention.value_depth)) for layer in model.layers
-        )
         self._dtype, self._hidden = model.embedding.dtype, model.embedding.shape[1]
+        self._forms = tuple(cache_form(layer.attention, self._dtype) for layer in model.layers)
         modules = [*base.layers.modules(), base.norm, base.embed_tokens]
         self._hooks = tuple(hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks))
         self._held = tuple(
@@ -272,8 +271,8 @@ class NativeDecoder:
             return None
         batch, count = x.shape[:2]
         past = layers[0].get_seq_length()
-        for layer, (heads, depths) in zip(layers, self._forms, strict=True):
-            if layer.get_seq_length() != past or not layer.has_form(batch, heads, depths, self._dtype):
+        for layer, form in zip(layers, self._forms, strict=True):
+            if layer.get_seq_length() != past or not layer.has_form(batch, form):
                 return None
         padding = None
         if mask is not None:
@@ -289,10 +288,7 @@ class NativeDecoder:
             last = int(positions.max())
         if not self._is_ready(base, count, last):
             return None
-        room = [
-            layer.reserve(batch, heads, depths, self._dtype, count)
-            for layer, (heads, depths) in zip(layers, self._forms, strict=True)
-        ]
+        room = [layer.reserve(batch, form, count) for layer, form in zip(layers, self._forms, strict=True)]
         x = x.contiguous()
         out = self.decoder.step(x, room, past, positions=positions, padding=padding, keep=keep, logits=logits)
         for layer in layers:
@@ -300,12 +296,11 @@ class NativeDecoder:
         return out
 
     def new_pages(self, tokens: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of ``tokens`` tokens for each layer, [tokens, kv_heads, depth], for :meth:`step_rows`."""
+        """Keys and values of ``tokens`` tokens for each layer, [tokens, kv_heads, depth], for :meth:`step_rows`.
 
-        def zeros(heads: int, depth: int) -> Tensor:
-            return torch.zeros((tokens, heads, depth), dtype=self._dtype)
-
-        return [(zeros(heads, depths[0]), zeros(heads, depths[1])) for heads, depths in self._forms]
+        Of latent attention they are one tensor, given twice.
+        """
+        return [form.empty(tokens, form.heads) for form in self._forms]
 
     def step_rows(
         self,

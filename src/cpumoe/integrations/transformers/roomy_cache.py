@@ -8,6 +8,7 @@ made of them, and get new room when there is more to hold.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,13 +19,38 @@ from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLa
 _SHARE, _LEAST = 8, 64
 
 
-class _Room:
-    """Keys and values [B, heads, capacity, D], of which those of ``held`` tokens from ``first`` on are used."""
+@dataclass(frozen=True)
+class CacheForm:
+    """What a layer keeps of a token: keys [heads, depths[0]] and values [heads, depths[1]].
 
-    def __init__(self, buffers: tuple[Tensor, Tensor], first_place: int) -> None:
-        self.buffers = buffers
+    ``joined``: they lie side by side in memory, keys first.
+    """
+
+    heads: int
+    depths: tuple[int, int]
+    dtype: torch.dtype
+    joined: bool = False
+
+    def empty(self, *sizes: int) -> tuple[Tensor, Tensor]:
+        """Tensors [*sizes, depth] for keys and values, or twice one for both."""
+        with torch.inference_mode(False):  # whoever appends later may do so in another mode
+            if self.joined:
+                both = torch.empty((*sizes, sum(self.depths)), dtype=self.dtype)
+                return both, both
+            keys, values = (torch.empty((*sizes, depth), dtype=self.dtype) for depth in self.depths)
+            return keys, values
+
+
+class _Room:
+    """Keys and values [B, heads, capacity, D] in one place of memory, or in one each."""
+
+    def __init__(self, form: CacheForm, batch: int, capacity: int, first_place: int) -> None:
+        self.form = form
+        self.whole = form.empty(batch, form.heads, capacity)
+        keys, values = self.whole
+        self.buffers = (keys[..., : form.depths[0]], keys[..., form.depths[0] :]) if form.joined else (keys, values)
         self.first_place = first_place  # of the first token in the buffers, counted from the sequences' beginning
-        self.capacity = buffers[0].shape[2]
+        self.capacity = capacity
 
 
 class _Roomy:
@@ -69,43 +95,42 @@ class _Roomy:
     def values(self, tensor: Tensor | None) -> None:
         self._set("values", tensor)
 
-    def has_form(self, batch: int, heads: int, depths: tuple[int, int], dtype: torch.dtype) -> bool:
+    def has_form(self, batch: int, form: CacheForm) -> bool:
         """Whether it is empty, or has keys and values of these sizes."""
         if not self.is_initialized:
             return True
         tensors = (self.keys, self.values) if self._room is None else self._room.buffers
         return all(
             tensor is not None
-            and (tensor.numel() == 0 or (tensor.shape[:2] == (batch, heads) and tensor.shape[3] == depth))
-            and tensor.dtype == dtype
+            and (tensor.numel() == 0 or (tensor.shape[:2] == (batch, form.heads) and tensor.shape[3] == depth))
+            and tensor.dtype == form.dtype
             and tensor.is_cpu
-            for tensor, depth in zip(tensors, depths, strict=True)
+            for tensor, depth in zip(tensors, form.depths, strict=True)
         )
 
-    def _with_capacity(self, shape: tuple[int, int], depths: tuple[int, int], dtype: torch.dtype, new: int) -> _Room:
+    def _with_capacity(self, batch: int, form: CacheForm, new: int) -> _Room:
         """Room for all that the layer has and ``new`` tokens more."""
         first, last = self._held()
         held = last - first
-        capacity = held + new + max(_LEAST, held // _SHARE)
-        with torch.inference_mode(False):  # whoever appends later may do so in another mode
-            buffers = tuple(torch.empty((*shape, capacity, depth), dtype=dtype) for depth in depths)
-        for buffer, tensor in zip(buffers, (self.keys, self.values), strict=True):
+        room = _Room(form, batch, held + new + max(_LEAST, held // _SHARE), first)
+        for buffer, tensor in zip(room.buffers, (self.keys, self.values), strict=True):
             if held and tensor is not None:
                 buffer[:, :, :held] = tensor
-        return _Room((buffers[0], buffers[1]), first)
+        return room
 
-    def reserve(
-        self, batch: int, heads: int, depths: tuple[int, int], dtype: torch.dtype, new: int
-    ) -> tuple[Tensor, Tensor, int]:
-        """Tensors [B, heads, room, D] with room for ``new`` tokens behind those held, and the place of their first."""
+    def reserve(self, batch: int, form: CacheForm, new: int) -> tuple[Tensor, Tensor, int]:
+        """Tensors [B, heads, room, D] with room for ``new`` tokens behind those held, and the place of their first.
+
+        Of a joined form they are one tensor.
+        """
         room = self._room
-        if room is None or self._held()[1] + new > room.first_place + room.capacity:
-            room = self._with_capacity((batch, heads), depths, dtype, new)
+        if room is None or room.form != form or self._held()[1] + new > room.first_place + room.capacity:
+            room = self._with_capacity(batch, form, new)
             self._plain = {"keys": None, "values": None}
             self._room = room
             if not self.is_initialized:
-                self.dtype, self.device, self.is_initialized = dtype, torch.device("cpu"), True
-        return *room.buffers, room.first_place
+                self.dtype, self.device, self.is_initialized = form.dtype, torch.device("cpu"), True
+        return *room.whole, room.first_place
 
     def advance(self, new: int) -> None:
         """Counts ``new`` tokens that have been written behind those held."""
@@ -113,10 +138,14 @@ class _Roomy:
 
     def _append(self, keys: Tensor, values: Tensor) -> None:
         count = keys.shape[2]
-        depths = (keys.shape[3], values.shape[3])
-        *buffers, first = self.reserve(keys.shape[0], keys.shape[1], depths, keys.dtype, count)
-        at = self._held()[1] - first
-        for buffer, new in zip(buffers, (keys, values), strict=True):
+        form = CacheForm(keys.shape[1], (keys.shape[3], values.shape[3]), keys.dtype)
+        if self._room is not None and replace(self._room.form, joined=False) == form:
+            form = self._room.form
+        self.reserve(keys.shape[0], form, count)
+        room = self._room
+        assert room is not None
+        at = self._held()[1] - room.first_place
+        for buffer, new in zip(room.buffers, (keys, values), strict=True):
             buffer[:, :, at : at + count] = new
         self.advance(count)
 
@@ -134,9 +163,9 @@ class RoomyLayer(_Roomy, DynamicLayer):  # type: ignore[misc]  # untyped base
             return 0 if keys is None or keys.numel() == 0 else keys.shape[-2]
         return self._room_length
 
-    def _with_capacity(self, *arguments: Any) -> _Room:
+    def _with_capacity(self, batch: int, form: CacheForm, new: int) -> _Room:
         self._room_length = self._length
-        return super()._with_capacity(*arguments)
+        return super()._with_capacity(batch, form, new)
 
     def advance(self, new: int) -> None:
         self._room_length += new
@@ -181,10 +210,10 @@ class RoomySlidingLayer(_Roomy, DynamicSlidingWindowLayer):  # type: ignore[misc
         """The first place that the next token will see."""
         return max(0, self.cumulative_length - self.sliding_window + 1)
 
-    def _with_capacity(self, shape: tuple[int, int], depths: tuple[int, int], dtype: torch.dtype, new: int) -> _Room:
+    def _with_capacity(self, batch: int, form: CacheForm, new: int) -> _Room:
         self._first_kept = self._held()[0]
         # What leaves the window is overwritten only when the room is full: then the rest moves to its beginning.
-        return super()._with_capacity(shape, depths, dtype, max(new, min(self.sliding_window, 1024)))
+        return super()._with_capacity(batch, form, max(new, min(self.sliding_window, 1024)))
 
     def advance(self, new: int) -> None:
         self.cumulative_length += new

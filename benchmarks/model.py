@@ -36,7 +36,7 @@ import cpumoe
 from cpumoe.bench.decoding import decode_times
 from cpumoe.bench.workload import Shape
 from cpumoe.checkpoints.formats.compressed_storages import storage_for
-from cpumoe.cli.arguments import FLOAT, add_threads, positive, scheme_name, scheme_or_float, use_threads
+from cpumoe.cli.arguments import FLOAT, add_threads, positive, scheme_name, scheme_or_float, seconds, use_threads
 from cpumoe.layers.scheme import Scheme
 
 # Options that are not given, and what --quick makes of them.
@@ -58,15 +58,15 @@ def load(folder: Path, linears: str, cache: Path | None) -> tuple[Any, dict[str,
     before = memory_bytes("VmRSS")
     start = time.perf_counter()
     model = load_model(folder, linears=None if linears == FLOAT else linears, cache=cache)
-    seconds = time.perf_counter() - start
+    duration = time.perf_counter() - start
     packed = sum(b.numel() for b in model.buffers() if b.dtype == torch.uint8)
     model_bytes = packed + sum(p.numel() * p.element_size() for p in model.parameters())
     per_layer = packed // model.config.num_hidden_layers
     peak = memory_bytes("VmHWM") - before
     return model, {
-        "seconds": seconds,
+        "seconds": duration,
         "packed_gb": packed * 1e-9,
-        "packed_gb_per_second": packed * 1e-9 / seconds,
+        "packed_gb_per_second": packed * 1e-9 / duration,
         "model_gb": model_bytes * 1e-9,
         "peak_gb": peak * 1e-9,
         "peak_over_packed_and_layer": peak / (packed + per_layer),
@@ -128,6 +128,13 @@ def parse_arguments() -> argparse.Namespace:
         help="virtual environment with llama.cpp: made if it is not there (build/llama-cpp-environment)",
     )
     parser.add_argument("--peer-at-once", type=positive, default=512, help="llama.cpp's n_ubatch (512, its default)")
+    parser.add_argument(
+        "--patience",
+        type=seconds,
+        default=0.0,
+        metavar="F",
+        help="seconds, in all, to wait for other programs to leave the CPUs alone (0)",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--cache-folder", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--load-only", action="store_true", help="load, print the figures as JSON, and stop")
@@ -197,7 +204,8 @@ def run(arguments: argparse.Namespace, scratch: Path, stack: ExitStack) -> dict[
     if max(arguments.batches) > 1:
         sizes = (shape.hidden, shape.intermediate, shape.experts, shape.topk)
         layer = LayerAlone(Shape("one layer", *sizes), scheme)
-    stopwatch = Stopwatch(OwnModel(model), peers, arguments.rounds, arguments.tokens, layer)
+    own = OwnModel(model)
+    stopwatch = Stopwatch(own, peers, arguments.rounds, arguments.tokens, layer, arguments.patience)
     rows = []
     for workload in workloads(arguments.prompts, arguments.depths, arguments.batches):
         rows.append(workload_figures(facts, stopwatch.measure(workload)))

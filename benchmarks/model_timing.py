@@ -18,6 +18,9 @@ from cpumoe.evaluation.expert_load import count_expert_load
 from cpumoe.layers.scheme import Scheme
 
 _SETTLE = 0.1  # seconds until the waiting threads of a system have stopped spinning
+_LOOK = 0.25  # seconds that are watched to see whether other programs run
+_IDLE = 0.05  # of the CPUs' time that they may take
+_IDLE_LOOKS = 3  # in a row
 _LAYER_SECONDS = 0.3  # for one measurement of a layer alone
 
 
@@ -150,12 +153,22 @@ class Measured:
 class Stopwatch:
     """Measures workloads, the systems in turn. ``rounds``: how often each has its turn."""
 
-    def __init__(self, own: OwnModel, peers: Sequence[System], rounds: int, steps: int, layer: LayerAlone | None):
+    def __init__(
+        self,
+        own: OwnModel,
+        peers: Sequence[System],
+        rounds: int,
+        steps: int,
+        layer: LayerAlone | None,
+        patience: float = 0.0,
+    ) -> None:
+        """``patience``: seconds, in all, that turns may wait for other programs to leave the CPUs alone."""
         self._own, self._peers = own, peers
         self._systems: list[System] = [own, *peers]
         self._rounds = rounds
         self._steps_per_round = max(1, steps // rounds)
         self._layer = layer
+        self._patience = patience
         self._memory = memory_to_probe()
 
     def measure(self, workload: Workload) -> Measured:
@@ -172,14 +185,25 @@ class Stopwatch:
         for _ in range(self._rounds):
             self._own_turn(workload, out)
             for peer in self._peers:
-                time.sleep(_SETTLE)
+                self._settle()
                 out.seconds[peer.name] += self._turn(peer, workload)
         if workload.kind == "decode":
             out.experts = self._own.experts_per_layer(2)
         return out
 
-    def _own_turn(self, workload: Workload, out: Measured) -> None:
+    def _settle(self) -> None:
+        """Lets the threads of the turn before stop, and waits until the machine is idle while there is patience."""
         time.sleep(_SETTLE)
+        idle = 0
+        while self._patience > 0 and idle < _IDLE_LOOKS:
+            load, start = MachineLoad(), time.perf_counter()
+            time.sleep(_LOOK)
+            taken = load.taken_by_others()
+            idle = idle + 1 if taken is None or taken < _IDLE else 0
+            self._patience -= time.perf_counter() - start
+
+    def _own_turn(self, workload: Workload, out: Measured) -> None:
+        self._settle()
         load = MachineLoad()
         out.before.probe(self._memory)
         out.floats.probe(self._memory)

@@ -76,6 +76,7 @@ def load(folder: Path, linears: str, cache: Path | None) -> tuple[Any, dict[str,
 def load_figures(folder: Path, linears: str, cache: Path | None) -> dict[str, float]:
     """The figures of one load, measured in a separate process."""
     command = [sys.executable, __file__, "--folder", str(folder), "--load-only", "--linears", linears]
+    command += ["--threads", str(cpumoe.get_num_threads())]
     command += [] if cache is None else ["--cache-folder", str(cache)]
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     figures: dict[str, float] = json.loads(out.splitlines()[-1])

@@ -1,10 +1,13 @@
 """Measures a model with the shape of Qwen3-30B-A3B but fewer layers: loading, memory, prefill, decode and its parts.
 
-    python benchmarks/model.py                                     # 4 layers, w4a8-g128
-    python benchmarks/model.py --layers 16 --linears w8a8 --cache  # head in 8 bits; also a second start from the cache
+    python benchmarks/model.py                                # 4 layers, w4a8-g128, head in w8a8
+    python benchmarks/model.py --layers 16 --cache            # also a second start from the cache
+    python benchmarks/model.py --layers 16 --peers            # llama.cpp in turn with it, from its own environment
+    python benchmarks/model.py --quick --no-load-figures
 
 The checkpoint has random weights and is written to a temporary folder, or to ``--folder``, where it is kept. Loading is
-measured in a separate process, so that the peak of memory is that of loading alone.
+measured in a separate process, so that the peak of memory is that of loading alone. What is decoded and prefilled is
+put beside the DRAM read rate and the peak of int8 dot products of the same minutes; the most that was seen counts.
 """
 
 from __future__ import annotations
@@ -15,102 +18,31 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from model_checkpoint import write_checkpoint
+from model_limits import cpumoe_bytes, llama_cpp_bytes
+from model_report import ModelFacts, byte_lines, doubts, markdown_table, workload_figures
+from model_shape import ModelShape
+from model_timing import LayerAlone, OwnModel, Stopwatch, Workload
+from peer_llama_cpp import ENVIRONMENT, LlamaCpp, environment_python
 
 import cpumoe
 from cpumoe.bench.decoding import decode_times
+from cpumoe.bench.workload import Shape
 from cpumoe.checkpoints.formats.compressed_storages import storage_for
-from cpumoe.checkpoints.formats.compressed_tensors import write_config
-from cpumoe.checkpoints.storage import LinearStorage
-from cpumoe.checkpoints.tensor_file import TensorFileWriter
-from cpumoe.layers.rounding import quantize_weight
+from cpumoe.cli.arguments import FLOAT, add_threads, positive, scheme_name, scheme_or_float, seconds, use_threads
 from cpumoe.layers.scheme import Scheme
 
-HIDDEN, INTERMEDIATE, NUM_EXPERTS, TOPK = 2048, 768, 128, 8
-HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 32, 4, 128, 151936
-_DIFFERENT = 4  # matrices of each shape; the others repeat them, because speed does not depend on values
-
-
-def write_checkpoint(folder: Path, layers: int, storage: LinearStorage) -> None:
-    """Writes random weights as a quantiser would store them."""
-    generator = torch.Generator().manual_seed(0)
-    made: dict[tuple[int, int], list[dict[str, Tensor]]] = defaultdict(list)
-
-    def linear(rows: int, columns: int, number: int) -> dict[str, Tensor]:
-        pool = made[rows, columns]
-        while len(pool) <= number % _DIFFERENT:
-            weight = quantize_weight(normal(rows, columns), storage.scheme)
-            pool.append(storage.encode(weight))
-        return pool[number % _DIFFERENT]
-
-    def normal(*shape: int) -> Tensor:
-        return (torch.randn(shape, generator=generator) * 0.02).bfloat16()
-
-    def ones(size: int) -> Tensor:
-        return torch.ones(size, dtype=torch.bfloat16)
-
-    def layer_tensors(layer: int) -> dict[str, Tensor]:
-        attention, mlp = f"model.layers.{layer}.self_attn", f"model.layers.{layer}.mlp"
-        linears = {
-            f"{attention}.q_proj": (HEADS * HEAD_DIM, HIDDEN),
-            f"{attention}.k_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
-            f"{attention}.v_proj": (KV_HEADS * HEAD_DIM, HIDDEN),
-            f"{attention}.o_proj": (HIDDEN, HEADS * HEAD_DIM),
-        }
-        for expert in range(NUM_EXPERTS):
-            linears[f"{mlp}.experts.{expert}.gate_proj"] = (INTERMEDIATE, HIDDEN)
-            linears[f"{mlp}.experts.{expert}.up_proj"] = (INTERMEDIATE, HIDDEN)
-            linears[f"{mlp}.experts.{expert}.down_proj"] = (HIDDEN, INTERMEDIATE)
-        out = {
-            f"model.layers.{layer}.input_layernorm.weight": ones(HIDDEN),
-            f"model.layers.{layer}.post_attention_layernorm.weight": ones(HIDDEN),
-            f"{attention}.q_norm.weight": ones(HEAD_DIM),
-            f"{attention}.k_norm.weight": ones(HEAD_DIM),
-            f"{mlp}.gate.weight": normal(NUM_EXPERTS, HIDDEN),
-        }
-        for number, (name, (rows, columns)) in enumerate(linears.items()):
-            out |= {f"{name}.{suffix}": tensor for suffix, tensor in linear(rows, columns, number).items()}
-        return out
-
-    outside = {
-        "model.embed_tokens.weight": normal(VOCABULARY, HIDDEN),
-        "lm_head.weight": normal(VOCABULARY, HIDDEN),
-        "model.norm.weight": ones(HIDDEN),
-    }
-    weight_map: dict[str, str] = {}
-    for index in range(layers + 1):
-        tensors = outside if index == 0 else layer_tensors(index - 1)
-        shard = f"model-{index + 1:05}-of-{layers + 1:05}.safetensors"
-        weight_map |= dict.fromkeys(tensors, shard)
-        specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
-        with TensorFileWriter(folder / shard, specs, {"format": "pt"}) as writer:
-            for name, tensor in tensors.items():
-                writer.write(name, tensor)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    config = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
-        "hidden_size": HIDDEN,
-        "moe_intermediate_size": INTERMEDIATE,
-        "num_experts": NUM_EXPERTS,
-        "num_experts_per_tok": TOPK,
-        "num_hidden_layers": layers,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "head_dim": HEAD_DIM,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": 40960,
-        "norm_topk_prob": True,
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
-        "quantization_config": write_config({"Linear": storage}, ["lm_head", "re:.*mlp[.]gate$"]),
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+# Options that are not given, and what --quick makes of them.
+_DEFAULTS = {"layers": 4, "prompts": [512, 2048, 4096], "depths": [8, 512, 4096], "batches": [1, 8, 32], "tokens": 32}
+_QUICK = {"layers": 2, "prompts": [128], "depths": [8, 128], "batches": [1, 8], "tokens": 8}
+_PROFILED = 8  # tokens that are decoded to see which kinds of work take how much
 
 
 def memory_bytes(key: str) -> int:
@@ -119,92 +51,189 @@ def memory_bytes(key: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def load(folder: Path, linears: str | None, cache: Path | None) -> tuple[Any, dict[str, float]]:
+def load(folder: Path, linears: str, cache: Path | None) -> tuple[Any, dict[str, float]]:
     """Loads the model and measures the time and the memory that it takes."""
     from cpumoe.integrations.transformers.plugin import load_model
 
     before = memory_bytes("VmRSS")
     start = time.perf_counter()
-    model = load_model(folder, linears=linears, cache=cache)
-    seconds = time.perf_counter() - start
+    model = load_model(folder, linears=None if linears == FLOAT else linears, cache=cache)
+    duration = time.perf_counter() - start
     packed = sum(b.numel() for b in model.buffers() if b.dtype == torch.uint8)
     model_bytes = packed + sum(p.numel() * p.element_size() for p in model.parameters())
     per_layer = packed // model.config.num_hidden_layers
     peak = memory_bytes("VmHWM") - before
     return model, {
-        "seconds": seconds,
+        "seconds": duration,
         "packed_gb": packed * 1e-9,
-        "packed_gb_per_second": packed * 1e-9 / seconds,
+        "packed_gb_per_second": packed * 1e-9 / duration,
         "model_gb": model_bytes * 1e-9,
         "peak_gb": peak * 1e-9,
         "peak_over_packed_and_layer": peak / (packed + per_layer),
     }
 
 
-def load_figures(folder: Path, linears: str | None, cache: Path | None) -> dict[str, float]:
+def load_figures(folder: Path, linears: str, cache: Path | None) -> dict[str, float]:
     """The figures of one load, measured in a separate process."""
-    command = [sys.executable, __file__, "--folder", str(folder), "--load-only"]
-    command += [] if linears is None else ["--linears", linears]
+    command = [sys.executable, __file__, "--folder", str(folder), "--load-only", "--linears", linears]
+    command += ["--threads", str(cpumoe.get_num_threads())]
     command += [] if cache is None else ["--cache-folder", str(cache)]
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     figures: dict[str, float] = json.loads(out.splitlines()[-1])
     return figures
 
 
-def generation_figures(model: Any, prompt: int, tokens: int) -> dict[str, Any]:
-    """Prefill and decode rates, and the shares of a decoded token's time."""
-    ids = torch.randint(0, VOCABULARY, (1, prompt), generator=torch.Generator().manual_seed(1))
-    times = []
-    with torch.inference_mode():
-        model(ids[:, :32])
-        for _ in range(3):
-            start = time.perf_counter()
-            model(ids, logits_to_keep=1)
-            times.append(time.perf_counter() - start)
-    decode = decode_times(model, ids, tokens)
-    return {
-        "prompt": prompt,
-        "prefill_tokens_per_second": prompt / min(times),
-        "decode_ms": decode.seconds * 1e3,
-        "decode_tokens_per_second": 1 / decode.seconds,
-        "decode_shares": decode.shares,
-        "decode_share_outside_arithmetic": decode.outside,
+def decode_shares(model: Any, depth: int) -> dict[str, Any]:
+    """The shares of a decoded token's time, from a profiler, which inflates what is not arithmetic."""
+    ids = torch.randint(0, model.config.vocab_size, (1, depth), generator=torch.Generator().manual_seed(1))
+    decode = decode_times(model, ids, _PROFILED)
+    return {"depth": depth, "shares": decode.shares, "outside_arithmetic": decode.outside}
+
+
+def workloads(prompts: list[int], depths: list[int], batches: list[int]) -> Iterator[Workload]:
+    """Each once: a batch of 1 behind the smallest depth may be asked for twice."""
+    wanted = [Workload("prefill", prompt) for prompt in prompts]
+    wanted += [Workload("decode", depth) for depth in depths]
+    wanted += [Workload("decode", min(depths), batch) for batch in batches]
+    yield from dict.fromkeys(wanted)
+
+
+def parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=positive, help="of 48 (4)")
+    parser.add_argument("--scheme", type=scheme_name, default="w4a8-g128")
+    parser.add_argument("--form", default="pack-quantized", choices=["pack-quantized", "int-quantized"])
+    parser.add_argument(
+        "--linears", type=scheme_or_float, default="w8a8", help="scheme for what the checkpoint has in float: the head"
+    )
+    parser.add_argument("--prompts", type=positive, nargs="+", help="lengths to prefill (512 2048 4096)")
+    parser.add_argument("--depths", type=positive, nargs="+", help="tokens to decode one sequence behind (8 512 4096)")
+    parser.add_argument(
+        "--batches", type=positive, nargs="+", help="sequences to decode at once, behind the smallest depth (1 8 32)"
+    )
+    parser.add_argument("--tokens", type=positive, help="steps to time for each kind of decode (32)")
+    parser.add_argument("--rounds", type=positive, default=3, help="turns that each system has (3)")
+    parser.add_argument("--quick", action="store_true", help="2 layers, short prompts, few tokens, where not given")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        help="checkpoint folder: written if it is not there, and kept; so is the GGUF of --peers beside it",
+    )
+    parser.add_argument("--no-load-figures", action="store_true", help="do not measure loading by itself")
+    parser.add_argument("--cache", action="store_true", help="also measure starts with the packed cache")
+    parser.add_argument("--peers", action="store_true", help="measure llama.cpp in turn with cpumoe")
+    parser.add_argument(
+        "--peer-environment",
+        type=Path,
+        default=ENVIRONMENT,
+        help="virtual environment with llama.cpp: made if it is not there (build/llama-cpp-environment)",
+    )
+    parser.add_argument("--peer-at-once", type=positive, default=512, help="llama.cpp's n_ubatch (512, its default)")
+    parser.add_argument(
+        "--patience",
+        type=seconds,
+        default=0.0,
+        metavar="F",
+        help="seconds, in all, to wait for other programs to leave the CPUs alone (0)",
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    parser.add_argument("--cache-folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--load-only", action="store_true", help="load, print the figures as JSON, and stop")
+    add_threads(parser)
+    arguments = parser.parse_args()
+    if arguments.cache and arguments.no_load_figures:
+        parser.error("--cache has no effect with --no-load-figures")
+    for name, value in (_QUICK if arguments.quick else _DEFAULTS).items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+    return arguments
+
+
+def checkpoint_in(folder: Path, arguments: argparse.Namespace) -> ModelShape:
+    """The shape of the checkpoint, which is written if the folder has none."""
+    shape = ModelShape(arguments.layers)
+    if (folder / "config.json").exists():
+        layers = json.loads((folder / "config.json").read_text())["num_hidden_layers"]
+        if layers != shape.layers:
+            raise ValueError(f"{folder} has {layers} layers, not {shape.layers}; give --layers {layers}")
+    else:
+        note(f"writing a checkpoint of {shape.layers} layers")
+        folder.mkdir(parents=True, exist_ok=True)
+        write_checkpoint(folder, shape, storage_for(Scheme.parse(arguments.scheme), arguments.form))
+    return shape
+
+
+def note(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def run(arguments: argparse.Namespace, scratch: Path, stack: ExitStack) -> dict[str, Any]:
+    """All figures. ``stack`` ends the processes of peers."""
+    folder = arguments.folder or scratch / "model"
+    shape = checkpoint_in(folder, arguments)
+    figures: dict[str, Any] = {
+        "isa": cpumoe.isa(),
+        "threads": cpumoe.get_num_threads(),
+        "model": asdict(shape),
+        "scheme": arguments.scheme,
+        "linears": arguments.linears,
     }
+    if not arguments.no_load_figures:
+        figures["load"] = load_figures(folder, arguments.linears, None)
+    if arguments.cache:
+        figures["load_writing_cache"] = load_figures(folder, arguments.linears, scratch / "cache")
+        figures["load_from_cache"] = load_figures(folder, arguments.linears, scratch / "cache")
+    peers = []
+    if arguments.peers:
+        python = environment_python(arguments.peer_environment)
+        file = folder.with_name(f"{folder.name}-{shape.layers}-layers.gguf")
+        threads = cpumoe.get_num_threads()
+        peer = stack.enter_context(LlamaCpp(python, file, shape, threads, arguments.peer_at_once))
+        figures[peer.name] = {**peer.about, "at_once": arguments.peer_at_once}
+        peers.append(peer)
+    model, loaded = load(folder, arguments.linears, None)
+    scheme, head = Scheme.parse(arguments.scheme), None
+    if arguments.linears != FLOAT:
+        head = Scheme.parse(arguments.linears)
+    stored = {"cpumoe": cpumoe_bytes(shape, scheme, head, model.dtype), LlamaCpp.name: llama_cpp_bytes(shape)}
+    facts = ModelFacts(shape, stored, head_is_packed=head is not None)
+    # What is said about bytes should be what the model has.
+    counted = shape.layers * (stored["cpumoe"].linears + shape.experts * stored["cpumoe"].expert)
+    counted += 0 if head is None else stored["cpumoe"].head
+    figures["packed_gb"] = {"in_the_model": loaded["packed_gb"], "counted": counted * 1e-9}
+    layer = None
+    if max(arguments.batches) > 1:
+        sizes = (shape.hidden, shape.intermediate, shape.experts, shape.topk)
+        layer = LayerAlone(Shape("one layer", *sizes), scheme)
+    own = OwnModel(model)
+    stopwatch = Stopwatch(own, peers, arguments.rounds, arguments.tokens, layer, arguments.patience)
+    rows = []
+    for workload in workloads(arguments.prompts, arguments.depths, arguments.batches):
+        rows.append(workload_figures(facts, stopwatch.measure(workload)))
+        speeds = (f"{name} {speed['tokens_per_second']:.1f}" for name, speed in rows[-1]["systems"].items())
+        note(f"{workload}: {', '.join(speeds)} tokens/s")
+    figures["decode_profile"] = decode_shares(model, sorted(arguments.depths)[len(arguments.depths) // 2])
+    figures["workloads"] = rows
+    return figures
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--scheme", default="w4a8-g128")
-    parser.add_argument("--form", default="pack-quantized", choices=["pack-quantized", "int-quantized"])
-    parser.add_argument("--linears", help="scheme for what the checkpoint has in float (the head)")
-    parser.add_argument("--prompt", type=int, default=512)
-    parser.add_argument("--tokens", type=int, default=32)
-    parser.add_argument("--folder", type=Path, help="checkpoint folder: written if it is not there, and kept")
-    parser.add_argument("--cache", action="store_true", help="also measure starts with the packed cache")
-    parser.add_argument("--cache-folder", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--load-only", action="store_true", help="load, print the figures as JSON, and stop")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    arguments = parse_arguments()
+    if arguments.threads is not None:
+        use_threads(arguments.threads)
     if arguments.load_only:
         print(json.dumps(load(arguments.folder, arguments.linears, arguments.cache_folder)[1]))
         return
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = arguments.folder or Path(scratch) / "model"
-        if not (folder / "config.json").exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            write_checkpoint(folder, arguments.layers, storage_for(Scheme.parse(arguments.scheme), arguments.form))
-        figures: dict[str, Any] = {"isa": cpumoe.isa(), "threads": cpumoe.get_num_threads()}
-        figures["load"] = load_figures(folder, arguments.linears, None)
-        if arguments.cache:
-            cache = Path(scratch) / "cache"
-            figures["load_writing_cache"] = load_figures(folder, arguments.linears, cache)
-            figures["load_from_cache"] = load_figures(folder, arguments.linears, cache)
-        model, _ = load(folder, arguments.linears, None)
-        figures["generation"] = generation_figures(model, arguments.prompt, arguments.tokens)
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        figures = run(arguments, Path(scratch), stack)
+    rows = figures.pop("workloads")
     print(json.dumps(figures, indent=1))
+    print("\n" + byte_lines(rows))
+    print("\n" + markdown_table(rows, [name for name in rows[0]["systems"] if name != "cpumoe"]))
+    if doubtful := doubts(rows):
+        print("\n" + doubtful)
     if arguments.json is not None:
-        arguments.json.write_text(json.dumps(figures, indent=1) + "\n")
+        arguments.json.write_text(json.dumps({**figures, "workloads": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,347 @@
+"""Steps of a decoder through the seam: any description and any rows compute or raise, and never crash.
+
+Like test_fuzz_seam.py it needs NumPy only and runs under the sanitizers in CI.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_fuzz_seam import EXAMPLES, ISAS, Format, core, packed
+
+HIDDEN, VOCABULARY, EXPERTS, INNER, POSITIONS = 64, 40, 4, 32, 64
+
+
+def matrix(rng: np.random.Generator, rows: int, columns: int, dtype: Any, *, is_packed: bool = False) -> Any:
+    if is_packed:
+        blob = packed(rng, Format("int8", 0), 1, rows, columns, gated=False, bias=False)
+        return SimpleNamespace(weight=blob, bias=None)
+    weight = (rng.standard_normal((rows, columns)) * 0.1).astype(dtype)
+    return SimpleNamespace(weight=weight, bias=rng.standard_normal(rows).astype(np.float32) if rows % 3 else None)
+
+
+def norm(rng: np.random.Generator, width: int, dtype: Any) -> Any:
+    weight = rng.standard_normal(width).astype(dtype)
+    return SimpleNamespace(weight=weight, epsilon=1e-6, round_first=bool(width % 2), plus_one=width % 3 == 0)
+
+
+SILU = SimpleNamespace(kind=0, gated=True, alpha=1.702, limit=7.0)
+
+
+def attention(rng: np.random.Generator, shape: dict[str, Any], dtype: Any) -> Any:
+    heads, kv_heads, depth, value_depth = shape["heads"], shape["kv_heads"], shape["depth"], shape["value_depth"]
+    common = {
+        "heads": heads,
+        "depth": depth,
+        "value_depth": value_depth,
+        "scale": 0.3,
+        "norms_whole_rows": False,
+        "norms_after_rotary": shape["norms"] == 2,
+        "rotary": shape["rotary"],
+        "interleaved": bool(depth % 3),
+        "window": shape["window"],
+        "sinks": rng.standard_normal(heads).astype(np.float32) if shape["window"] % 2 else None,
+        "softcap": 5.0 if shape["window"] == 3 else 0.0,
+        "value_factor": 1.0,
+        "gate": matrix(rng, heads, HIDDEN, dtype) if shape["norms"] == 1 else None,
+        "out": matrix(rng, HIDDEN, heads * value_depth, dtype, is_packed=shape["is_packed"]),
+        "query_norm": None,
+        "key_norm": None,
+        "key": None,
+        "value": None,
+        "latent": None,
+        "kv_heads": kv_heads,
+    }
+    if shape["rank"]:
+        nope = depth - 4
+        common |= {"kv_heads": 1, "query": matrix(rng, heads * depth, HIDDEN, dtype), "rotary": -1}
+        common["latent"] = SimpleNamespace(
+            down=None,
+            down_norm=None,
+            latent=matrix(rng, shape["rank"] + 4, HIDDEN, dtype),
+            latent_norm=norm(rng, shape["rank"], dtype),
+            expansion=rng.standard_normal((heads * (nope + value_depth), shape["rank"])).astype(dtype),
+            rank=shape["rank"],
+            nope=nope,
+            rotated=4,
+        )
+        return SimpleNamespace(**common)
+    if shape["norms"]:
+        common |= {"query_norm": norm(rng, depth, dtype), "key_norm": norm(rng, depth, dtype)}
+    is_packed = shape["is_packed"]
+    return SimpleNamespace(
+        **common
+        | {
+            "query": matrix(rng, heads * depth, HIDDEN, dtype, is_packed=is_packed),
+            "key": matrix(rng, kv_heads * depth, HIDDEN, dtype, is_packed=is_packed),
+            "value": matrix(rng, kv_heads * value_depth, HIDDEN, dtype),
+        }
+    )
+
+
+def layer(rng: np.random.Generator, shape: dict[str, Any], dtype: Any) -> Any:
+    router = SimpleNamespace(
+        weight=matrix(rng, EXPERTS, HIDDEN, dtype),
+        topk=2,
+        scoring=1,
+        score_chosen=False,
+        renormalize=True,
+        correction=None,
+        groups=0,
+        topk_groups=0,
+        scale=1.0,
+        in_fp32=bool(shape["heads"] % 2),
+    )
+    experts = SimpleNamespace(
+        router=router,
+        gate_up=packed(rng, Format("int4", 32), EXPERTS, 2 * INNER, HIDDEN, gated=True, bias=False),
+        down=packed(rng, Format("int4", 32), EXPERTS, HIDDEN, INNER, gated=False, bias=False),
+        activation=SILU,
+        weight_on_input=False,
+    )
+    dense = SimpleNamespace(
+        gate=matrix(rng, INNER, HIDDEN, dtype),
+        up=matrix(rng, INNER, HIDDEN, dtype),
+        down=matrix(rng, HIDDEN, INNER, dtype),
+        activation=SILU,
+        share=matrix(rng, 1, HIDDEN, dtype) if shape["block"] == 2 else None,
+    )
+    return SimpleNamespace(
+        attention=attention(rng, shape, dtype),
+        experts=experts if shape["block"] else None,
+        dense=dense if shape["block"] != 1 else None,
+        before_attention=norm(rng, HIDDEN, dtype),
+        after_attention=norm(rng, HIDDEN, dtype) if shape["block"] == 2 else None,
+        before_block=norm(rng, HIDDEN, dtype),
+        after_block=None,
+        residual_factor=0.5,
+    )
+
+
+def described(rng: np.random.Generator, shapes: list[dict[str, Any]], dtype: Any) -> Any:
+    width = 4
+    angles = rng.standard_normal((POSITIONS, width))
+    table = SimpleNamespace(cos=np.cos(angles).astype(np.float32), sin=np.sin(angles).astype(np.float32))
+    return SimpleNamespace(
+        embedding=rng.standard_normal((VOCABULARY, HIDDEN)).astype(dtype),
+        embedding_factor=1.5,
+        rotary=(table,),
+        layers=tuple(layer(rng, shape, dtype) for shape in shapes),
+        norm=norm(rng, HIDDEN, dtype),
+        head=matrix(rng, VOCABULARY, HIDDEN, dtype, is_packed=shapes[0]["is_packed"]),
+    )
+
+
+SHAPES = st.fixed_dictionaries(
+    {
+        "heads": st.sampled_from([2, 4, 6]),
+        "kv_heads": st.sampled_from([1, 2]),
+        "depth": st.sampled_from([5, 8, 16]),
+        "value_depth": st.sampled_from([3, 8, 16]),
+        "rank": st.sampled_from([0, 0, 12]),
+        "rotary": st.sampled_from([-1, 0]),
+        "window": st.integers(0, 5),
+        "norms": st.integers(0, 2),
+        "block": st.integers(0, 2),
+        "is_packed": st.booleans(),
+    }
+)
+
+
+def depths_of(part: Any) -> tuple[int, int]:
+    if part.latent is not None:
+        return part.latent.rank + 4, part.latent.rank + 4
+    return part.depth, part.value_depth
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    shapes=st.lists(SHAPES, min_size=1, max_size=3),
+    batch=st.integers(0, 3),
+    counts=st.lists(st.integers(1, 9), min_size=1, max_size=3),
+    half=st.booleans(),
+    page_tokens=st.sampled_from([16, 32]),
+    isa=st.sampled_from(ISAS),
+    threads=st.integers(1, 3),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_steps_have_the_same_bits_everywhere_and_in_pages(
+    shapes: list[dict[str, Any]],
+    batch: int,
+    counts: list[int],
+    half: bool,
+    page_tokens: int,
+    isa: str,
+    threads: int,
+    seed: int,
+) -> None:
+    rng = np.random.default_rng(seed)
+    dtype = np.float16 if half else np.float32
+    model = described(rng, shapes, dtype)
+    tokens = rng.integers(0, VOCABULARY, (batch, sum(counts)))
+    results = []
+    for name, team in (("scalar", 1), (isa, threads)):
+        core.use_isa(name)
+        core.set_thread_count(team)
+        try:
+            decoder = core.Decoder(model)
+            room = sum(counts) + 2
+            caches = [
+                tuple(
+                    np.full((batch, part.attention.kv_heads, room, depth), np.nan, dtype)
+                    for depth in depths_of(part.attention)
+                )
+                for part in model.layers
+            ]
+            parts, past = [], 0
+            for count in counts:
+                out = np.zeros((batch, count, VOCABULARY), dtype)
+                piece = np.ascontiguousarray(tokens[:, past : past + count])
+                decoder.step(piece, [(*cache, 0) for cache in caches], past, None, None, count, None, out)
+                parts.append(out)
+                past += count
+            results.append(np.concatenate(parts, 1))
+        finally:
+            core.use_isa("")
+            core.set_thread_count(0)
+    assert np.array_equal(*results, equal_nan=True)
+    assert batch == 0 or np.isfinite(results[0]).all()
+    # The same in pages that lie anywhere, all rows at once.
+    total, per = sum(counts), -(-sum(counts) // page_tokens)
+    pages = rng.permutation(batch * per).astype(np.int32).reshape(batch, per)
+    pools = [
+        tuple(
+            np.full((batch * per * page_tokens, part.attention.kv_heads, depth), np.nan, dtype)
+            for depth in depths_of(part.attention)
+        )
+        for part in model.layers
+    ]
+    out = np.zeros((batch * total, VOCABULARY), dtype)
+    core.Decoder(model).step_rows(
+        np.ascontiguousarray(tokens.reshape(-1)),
+        np.repeat(np.arange(batch), total),
+        np.tile(np.arange(total), batch),
+        pages,
+        page_tokens,
+        pools,
+        np.arange(batch * total),
+        out,
+    )
+    assert np.array_equal(out.reshape(results[0].shape), results[0], equal_nan=True)
+
+
+DAMAGES = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["token", "past", "position", "padding", "cache", "first place", "dtype", "kept", "out", "caches", "page"]
+        ),
+        st.integers(-3, 70),
+    ),
+    max_size=2,
+)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(shape=SHAPES, damages=DAMAGES, seed=st.integers(0, 2**32 - 1))
+def test_bad_rows_and_caches_are_refused(shape: dict[str, Any], damages: list[tuple[str, int]], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    model = described(rng, [shape, shape], np.float32)
+    decoder = core.Decoder(model)
+    batch, count, room, past, kept, first = 2, 3, 8, 0, 3, 0
+    tokens = rng.integers(0, VOCABULARY, (batch, count))
+    positions: Any = None
+    padding: Any = None
+    sizes: list[int] = [batch, model.layers[0].attention.kv_heads, room]
+    dtype: Any = np.float32
+    layers, out_rows = 2, batch
+    for what, number in damages:
+        if what == "token":
+            tokens[1, 2] = number
+        elif what == "past":
+            past = number
+        elif what == "position":
+            positions = np.full((batch, count), number)
+        elif what == "padding":
+            padding = np.array([number, 0])
+        elif what == "cache":
+            sizes[number % 3] = max(number, 0)
+        elif what == "first place":
+            first = number
+        elif what == "dtype":
+            dtype = [np.float16, np.float64, np.int32][number % 3]
+        elif what == "kept":
+            kept = number
+        elif what == "out":
+            out_rows = max(number, 0)
+        elif what == "caches":
+            layers = max(number % 5, 0)
+    caches = [
+        (*(np.zeros((*sizes, depth), dtype) for depth in depths_of(model.layers[0].attention)), first)
+        for _ in range(layers)
+    ]
+    out = np.zeros((out_rows, min(max(kept, 0), count), VOCABULARY), np.float32)
+    try:
+        decoder.step(tokens, caches, past, positions, padding, kept, None, out)
+    except (ValueError, TypeError) as problem:
+        assert damages and str(problem)
+    else:
+        assert np.isfinite(out).all()
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    numbers=st.lists(st.integers(-2, 40), min_size=12, max_size=12),
+    page_tokens=st.sampled_from([0, 3, 16, 32, -16]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_bad_pages_are_refused(numbers: list[int], page_tokens: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    shape = dict.fromkeys(("rank", "window", "norms", "is_packed"), 0) | {"heads": 2, "kv_heads": 1, "block": 1}
+    model = described(rng, [shape | {"depth": 8, "value_depth": 8, "rotary": 0}], np.float32)
+    pools = [tuple(np.zeros((64, 1, 8), np.float32) for _ in range(2))]
+    rows, out = 3, np.zeros((2, VOCABULARY), np.float32)
+    arrays = [np.array(numbers[i : i + rows]) for i in (0, 3, 6)]
+    pages = np.array(numbers[8:12], np.int32).reshape(2, 2)
+    try:
+        core.Decoder(model).step_rows(*arrays, pages, page_tokens, pools, np.array(numbers[6:8]), out)
+    except (ValueError, TypeError) as problem:
+        assert str(problem)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    shape=SHAPES,
+    part=st.sampled_from(["query", "key", "out", "heads", "kv_heads", "depth", "window", "rotary", "sinks", "norm"]),
+    number=st.integers(-2, 300),
+)
+def test_parts_that_do_not_belong_together_are_refused(shape: dict[str, Any], part: str, number: int) -> None:
+    rng = np.random.default_rng(0)
+    model = described(rng, [shape], np.float32)
+    attention_part = model.layers[0].attention
+    if part in ("query", "key", "out"):
+        setattr(attention_part, part, matrix(rng, max(number, 1), HIDDEN, np.float32))
+    elif part == "sinks":
+        attention_part.sinks = np.zeros(max(number, 0), np.float32)
+    elif part == "norm":
+        model.layers[0].before_block = norm(rng, max(number, 1), np.float32)
+    else:
+        setattr(attention_part, part, number)
+    try:
+        decoder = core.Decoder(model)
+    except (ValueError, TypeError) as problem:
+        assert str(problem)
+    else:  # it was nothing that matters
+        depths = depths_of(attention_part)
+        caches = [(*(np.zeros((1, attention_part.kv_heads, 4, depth), np.float32) for depth in depths), 0)]
+        decoder.step(np.array([[1, 2]]), caches, 0, None, None, 2, np.zeros((1, 2, HIDDEN), np.float32), None)
+
+
+def test_what_no_decoder_has() -> None:
+    for model in (None, 3, SimpleNamespace(), SimpleNamespace(embedding=np.zeros((3, 4)))):
+        with pytest.raises((ValueError, TypeError, AttributeError, RuntimeError)):
+            core.Decoder(model)

@@ -13,8 +13,10 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 import cpumoe
+from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.integrations.transformers import native_decoder
 from cpumoe.integrations.transformers.decoder_description import NotDescribed
+from cpumoe.integrations.transformers.describing import explain_step
 from cpumoe.integrations.transformers.native_decoder import explanation, native_of, native_with_head
 from cpumoe.integrations.transformers.roomy_cache import CacheForm, RoomyLayer, RoomySlidingLayer, roomy_layers
 
@@ -100,6 +102,16 @@ def test_which_families_run_in_one_call(loaded, name):
     said = explanation(loaded(name))
     assert (said == "every step is one call of the core") == (name in NATIVE), said
     assert "could not be described" not in said
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", "deepseek_v3", "gpt_oss", "mimo_v2_flash", "jamba", "qwen3_next", "llama4_text"]
+)
+def test_the_configuration_alone_tells_whether_a_step_is_one_call(tmp_path, name):
+    write_family(tmp_path / "model", name)
+    with Checkpoint.open(tmp_path / "model") as checkpoint:
+        said = explain_step(checkpoint)
+    assert said.startswith("each in one call" if name in NATIVE else "layer by layer through transformers: ")
 
 
 @pytest.mark.parametrize("name", sorted(NATIVE))

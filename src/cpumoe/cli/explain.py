@@ -24,7 +24,7 @@ from cpumoe.cli.arguments import (
     size_in_features,
 )
 from cpumoe.errors import NoBackend
-from cpumoe.integrations.transformers.describing import describe
+from cpumoe.integrations.transformers.describing import describe, explain_step
 from cpumoe.layers.activation import KINDS, Activation
 from cpumoe.layers.backends import explain, select_backend, serving_matrix
 from cpumoe.layers.config import MoEConfig
@@ -71,12 +71,15 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.what is None:
         refuse_given(arguments, "without a MODEL or SCHEME", "download", "activations", *_LAYER_OPTIONS)
         return _explain_all(arguments.json)
-    answers = [_answer(config, layers) for config, layers in _layers(arguments).items()]
+    layers, steps = _layers(arguments)
+    answers = [_answer(config, count) | ({} if steps is None else {"steps": steps}) for config, count in layers.items()]
     if arguments.json:
         print(json.dumps(answers[0] if len(answers) == 1 else answers, indent=1))
     else:
         for answer in answers:
             _print(answer)
+        if steps is not None:
+            print(f"steps: {steps}")
     return 0 if all(answer["chosen"] for answer in answers) else 1
 
 
@@ -101,20 +104,21 @@ def _explain_all(as_json: bool) -> int:
     return 0
 
 
-def _layers(arguments: argparse.Namespace) -> dict[MoEConfig, int]:
-    """The different layers to ask about, and how often each occurs."""
+def _layers(arguments: argparse.Namespace) -> tuple[dict[MoEConfig, int], str | None]:
+    """The different layers to ask about and how often each occurs, and of a model, how a step is computed."""
     what = Path(arguments.what).expanduser()
     if not what.is_dir() and "/" not in arguments.what:
         refuse_given(arguments, f"for the scheme {arguments.what}", "download", "activations")
-        return {_layer_of_options(arguments): 1}
+        return {_layer_of_options(arguments): 1}, None
     refuse_given(arguments, f"for a model, whose layers {arguments.what} has", *_LAYER_OPTIONS)
     arguments.model = what
     find_models(arguments, "model")
     with Checkpoint.open(arguments.model, arguments.activations) as checkpoint:
         found = Counter(source.config for source in experts_of(checkpoint, describe(checkpoint)).values())
+        steps = explain_step(checkpoint)
     if not found:
         raise ValueError(f"{arguments.what} has no quantised experts; name a scheme instead, such as w4a8-g128")
-    return found
+    return found, steps
 
 
 def _layer_of_options(arguments: argparse.Namespace) -> MoEConfig:

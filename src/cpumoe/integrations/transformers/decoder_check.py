@@ -22,7 +22,9 @@ from cpumoe.integrations.transformers.decoder_description import (
     describe_decoder,
     layer_type,
 )
+from cpumoe.integrations.transformers.latent_attention import absorbed
 from cpumoe.integrations.transformers.roomy_cache import roomy_layers
+from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.ops import decoder
 
 _TOKENS = 16  # of the made-up embedding
@@ -112,6 +114,8 @@ def _twin(base: Any, index: int) -> Any:
     for module in layer.modules():
         if isinstance(getattr(module, "layer_idx", None), int):
             module.layer_idx = 0
+        if isinstance(getattr(module, "kv_b_proj", None), QuantizedLinear):
+            module.kv_b_proj = _unpacked(module)
     embedding = nn.Embedding(_TOKENS, base.embed_tokens.weight.shape[1], dtype=torch.float32, device="cpu")
     generator = torch.Generator().manual_seed(1)
     embedding.weight.data = torch.randn(embedding.weight.shape, generator=generator) * 0.05
@@ -122,6 +126,17 @@ def _twin(base: Any, index: int) -> Any:
         "norm": in_fp32(base.norm),
     }
     return twin
+
+
+def _unpacked(attention: Any) -> nn.Linear:
+    """The expansion of latents in fp32, as the core has it, where rounded activations meet the packed one."""
+    view = absorbed(attention)
+    if view is None:
+        raise NotDescribed(f"its latent attention ({type(attention).__name__}) is none that we know")
+    weight = view.weight(torch.float32)
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear
 
 
 def in_fp32(module: Any) -> Any:

@@ -27,6 +27,17 @@ def expert_shapes(checkpoint: Checkpoint) -> frozenset[ExpertsShape]:
     return shapes
 
 
+def explain_step(checkpoint: Checkpoint) -> str:
+    """Whether a step of the checkpoint's model is one call of the core, and if not, why: one sentence.
+
+    Raises what :func:`describe` raises.
+    """
+    _description()
+    from cpumoe.integrations.transformers import step_explanation
+
+    return step_explanation.explain_step(checkpoint)
+
+
 def _description() -> Any:
     try:
         from cpumoe.integrations.transformers import model_description

@@ -22,16 +22,21 @@ from cpumoe.integrations.transformers.roomy_cache import CacheForm, RoomyLayer, 
 
 #: Families that run in one call, whole models and their text parts; a family that is lost would be noticed here.
 NATIVE = {
-    *("dots1", "exaone_moe", "flex_olmo", "flint", "glm4_moe", "gpt_oss", "granitemoe", "mellum", "mixtral", "olmoe"),
-    *("qwen2_moe", "qwen3_moe", "solar_open", "aria", "aria_text", "glm4v_moe", "glm4v_moe_text", "qwen3_vl_moe"),
+    *("aria", "aria_text", "deepseek_ocr2", "deepseek_ocr2_text", "deepseek_v3", "dots1", "ernie4_5_moe", "exaone_moe"),
     *(
-        "qwen3_omni_moe",
-        "qwen3_omni_moe_thinker",
-        "qwen3_omni_moe_text",
-        "qwen3_vl_moe_text",
-        "deepseek_ocr2",
-        "deepseek_ocr2_text",
+        "flex_olmo",
+        "flint",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "glm4v_moe",
+        "glm4v_moe_text",
+        "gpt_oss",
+        "granitemoe",
+        "hy_v3",
     ),
+    *("mellum", "mimo_v2_flash", "minimax_m2", "mistral4", "mistral4_text", "mixtral", "olmoe", "qwen2_moe"),
+    *("qwen3_moe", "qwen3_omni_moe", "qwen3_omni_moe_text", "qwen3_omni_moe_thinker", "qwen3_vl_moe"),
+    *("qwen3_vl_moe_text", "solar_open"),
 }
 ALONE = [name for name in FAMILIES if name != "mistral_large4_text"]  # which transformers itself cannot load
 

@@ -175,7 +175,7 @@ def _form_for_block(block: nn.Module, router: Any) -> RouterForm | None:
     finally:
         vars(router).pop("forward", None)
     expected, found = (out[0] if isinstance(out, tuple) else out for out in (expected, found))
-    if found.dtype != expected.dtype or found.shape != expected.shape:
+    if found.dtype != expected.dtype or found.shape != expected.shape or found.dim() < 2:
         return kept
     # In 16 bits an expert may change places with one of the same score, so that a token's result is another.
     errors = (found - expected).float().flatten(0, -2).norm(dim=-1)

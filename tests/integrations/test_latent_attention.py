@@ -15,8 +15,8 @@ from transformers import DynamicCache, StaticCache
 
 from cpumoe import ops
 from cpumoe.integrations.transformers import attention, latent_attention
-from cpumoe.integrations.transformers.growing_cache import GrowingCache
 from cpumoe.integrations.transformers.latent_attention import absorb_latents
+from cpumoe.integrations.transformers.roomy_cache import make_roomy
 from cpumoe.layers.linear import QuantizedLinear
 
 attention.register_attention()
@@ -291,14 +291,15 @@ def grown(cache: object, count: int, batch: int = 2) -> None:
 def test_a_cache_grows_in_its_place():
     cache = DynamicCache()
     cache.update(torch.randn(2, 1, 5, 4), torch.randn(2, 1, 5, 2), 0)
-    growing, layer = GrowingCache(cache), cache.layers[0]
-    grown(growing, 2)
+    assert make_roomy(cache, 0)
+    layer = cache.layers[0]
+    grown(cache, 2)
     address, before = layer.keys.data_ptr(), layer.keys.clone()
-    grown(growing, 30)
+    grown(cache, 30)
     assert layer.keys.data_ptr() == address
     assert torch.equal(layer.keys[:, :, :7], before)
-    assert growing.get_seq_length() == 37
-    grown(growing, 100)  # beyond the room
+    assert cache.get_seq_length() == 37
+    grown(cache, 100)  # beyond the room
     assert torch.equal(layer.keys[:, :, :7], before)
     assert layer.keys.shape == (2, 1, 137, 4)
     assert layer.values.shape == (2, 1, 137, 2)
@@ -307,21 +308,22 @@ def test_a_cache_grows_in_its_place():
 def test_nothing_that_someone_may_hold_is_overwritten():
     cache = DynamicCache()
     cache.update(torch.randn(2, 1, 5, 4), torch.randn(2, 1, 5, 2), 0)
-    grown(GrowingCache(cache), 3)
+    make_roomy(cache, 0)
+    grown(cache, 3)
     held, layer = cache.layers[0].keys, cache.layers[0]
     expected, other = held.clone(), copy.copy(layer)
     cache.crop(-2)
-    grown(GrowingCache(cache), 2)
+    grown(cache, 2)
     assert torch.equal(held, expected)
     again = DynamicCache()
     again.layers = [other]
     assert torch.equal(again.layers[0].keys, expected)
-    grown(GrowingCache(again), 2)
+    grown(again, 2)
     mine = other.keys.clone()
     cache.batch_select_indices(torch.tensor([1, 0]))
-    grown(GrowingCache(cache), 4)
+    grown(cache, 4)
     assert torch.equal(other.keys, mine)
     twin = copy.deepcopy(cache)
     before = cache.layers[0].keys.clone()
-    grown(GrowingCache(twin), 3)
+    grown(twin, 3)
     assert torch.equal(cache.layers[0].keys, before)

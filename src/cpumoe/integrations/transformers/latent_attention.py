@@ -22,10 +22,10 @@ from torch import Tensor, nn
 
 from cpumoe import ops
 from cpumoe.integrations.transformers.attention import ATTENTION, PASSED_OVER, additive_mask, attention_with_sinks
-from cpumoe.integrations.transformers.growing_cache import GrowingCache
 from cpumoe.integrations.transformers.latent_check import first_difference, kind_of
 from cpumoe.integrations.transformers.module_view import ModuleView
 from cpumoe.integrations.transformers.norms import find_form, rms_norm
+from cpumoe.integrations.transformers.roomy_cache import make_roomy
 from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.layers.packed_weights import unpack_weight
 from cpumoe.layers.reference import dequantize
@@ -143,7 +143,7 @@ class AbsorbedAttention(ModuleView):
 
     def run(self, *arguments: Any, **options: Any) -> Any:
         if (held := options.get("past_key_values")) is not None:
-            options["past_key_values"] = GrowingCache(held)
+            make_roomy(held, self.module.layer_idx)
         return super().run(*arguments, **options)
 
     def expand_kv(self, latents: Tensor, rotated: Tensor) -> tuple[Latents, None]:

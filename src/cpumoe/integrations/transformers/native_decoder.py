@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -50,10 +51,18 @@ _FEW_ROWS = 16  # up to here our product with a head in float is faster than PyT
 
 
 def run_natively(model: nn.Module) -> None:
-    """Gives the decoders inside of a model their one-call form; where there is none, the reason is kept and logged."""
+    """Gives the decoders inside of a model their one-call form; where there is none, the reason is kept and logged.
+
+    ``CPUMOE_STEPS=0`` in the environment leaves models as they are.
+    """
+    if (wanted := os.environ.get("CPUMOE_STEPS", "1")) not in ("0", "1"):
+        raise ValueError(f"CPUMOE_STEPS={wanted}; 0 and 1 are accepted")
     for name, base in model.named_modules():
         layers = getattr(base, "layers", None)
         if not isinstance(layers, nn.ModuleList) or not any(isinstance(m, Experts) for m in layers.modules()):
+            continue
+        if wanted == "0":
+            base._cpumoe_reason = "CPUMOE_STEPS=0"
             continue
         try:
             native = NativeDecoder(base)

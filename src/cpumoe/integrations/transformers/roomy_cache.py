@@ -44,7 +44,9 @@ class CacheForm:
 class _Room:
     """Keys and values [B, heads, capacity, D] in one place of memory, or in one each."""
 
-    def __init__(self, form: CacheForm, batch: int, capacity: int, first_place: int) -> None:
+    def __init__(self, owner: object, form: CacheForm, batch: int, capacity: int, first_place: int) -> None:
+        self.owner = id(owner)  # the layer that may write here; a copy of it may not
+        self.shown = 0  # up to this place others may hold views, which must not change
         self.form = form
         self.whole = form.empty(batch, form.heads, capacity)
         keys, values = self.whole
@@ -69,6 +71,7 @@ class _Roomy:
         if room is None:
             return self._plain[name]
         first, last = self._held()
+        room.shown = max(room.shown, last)
         return room.buffers[index][:, :, first - room.first_place : last - room.first_place]
 
     def _set(self, name: str, tensor: Tensor | None) -> None:
@@ -78,6 +81,13 @@ class _Roomy:
             self._plain = {"keys": None, "values": None}
         self._room = None
         self._plain[name] = tensor
+
+    def __copy__(self) -> Any:
+        if self._room is not None:
+            self._room.shown = self._held()[1]  # to the copy
+        twin: Any = object.__new__(type(self))
+        vars(twin).update(vars(self))
+        return twin
 
     @property
     def keys(self) -> Tensor | None:
@@ -112,7 +122,7 @@ class _Roomy:
         """Room for all that the layer has and ``new`` tokens more."""
         first, last = self._held()
         held = last - first
-        room = _Room(form, batch, held + new + max(_LEAST, held // _SHARE), first)
+        room = _Room(self, form, batch, held + new + max(_LEAST, held // _SHARE), first)
         for buffer, tensor in zip(room.buffers, (self.keys, self.values), strict=True):
             if held and tensor is not None:
                 buffer[:, :, :held] = tensor
@@ -123,8 +133,9 @@ class _Roomy:
 
         Of a joined form they are one tensor.
         """
-        room = self._room
-        if room is None or room.form != form or self._held()[1] + new > room.first_place + room.capacity:
+        room, last = self._room, self._held()[1]
+        fits = room is not None and room.form == form and last + new <= room.first_place + room.capacity
+        if room is None or not fits or room.owner != id(self) or last < room.shown:
             room = self._with_capacity(batch, form, new)
             self._plain = {"keys": None, "values": None}
             self._room = room
@@ -247,29 +258,37 @@ def _wants_gradient(*tensors: Tensor) -> bool:
 
 def roomy_layers(cache: Any, count: int) -> list[RoomyLayer | RoomySlidingLayer] | None:
     """The ``count`` layers of a growing cache with room for more, in its place; None for caches of other kinds."""
-    layers = getattr(cache, "layers", None)
-    if type(cache).update is not Cache.update or cache.offloading or not isinstance(layers, list):
+    if not _holds_layers(cache):
         return None
+    layers: list[Any] = cache.layers
     if cache.layer_class_to_replicate is not None:
         while len(layers) < count:
             layers.append(cache.layer_class_to_replicate())
-    if len(layers) != count:
+    if len(layers) != count or not all(make_roomy(cache, index) for index in range(count)):
         return None
-    for index, layer in enumerate(layers):
-        if (kind := type(layer)) in (RoomyLayer, RoomySlidingLayer):
-            continue
-        if kind is DynamicLayer:
-            layers[index] = _made_roomy(layer, RoomyLayer)
-        elif kind is DynamicSlidingWindowLayer:
-            layers[index] = _made_roomy(layer, RoomySlidingLayer)
-        else:
-            return None
     return layers
 
 
-def _made_roomy(layer: Any, kind: type[Any]) -> Any:
-    roomy: Any = object.__new__(kind)
+def make_roomy(cache: Any, index: int) -> bool:
+    """Puts a layer with room for more in the place of one that grows; whether there is one now."""
+    if not _holds_layers(cache) or index >= len(cache.layers):
+        return False
+    layer = cache.layers[index]
+    if (kind := type(layer)) in (RoomyLayer, RoomySlidingLayer):
+        return True
+    if kind not in _ROOMY:
+        return False
+    roomy: Any = object.__new__(_ROOMY[kind])
     facts = dict(vars(layer))
     roomy._plain, roomy._room = {"keys": facts.pop("keys"), "values": facts.pop("values")}, None
     vars(roomy).update(facts)
-    return roomy
+    cache.layers[index] = roomy
+    return True
+
+
+_ROOMY = {DynamicLayer: RoomyLayer, DynamicSlidingWindowLayer: RoomySlidingLayer}
+
+
+def _holds_layers(cache: Any) -> bool:
+    """Whether a cache does no more than hand what it gets to its layers."""
+    return getattr(type(cache), "update", None) is Cache.update and not cache.offloading

@@ -76,8 +76,8 @@ LatentPart read_latent(nb::handle object, const AttentionPart& a, DType type) {
   l.nope = value_of<std::int64_t>(object, "nope");
   l.rotated = value_of<std::int64_t>(object, "rotated");
   const Array expansion(object.attr("expansion"), "expansion");
-  CPUMOE_REQUIRE(expansion.contiguous(2).float_type() == type && expansion.dim(0) == a.heads * (l.nope + a.value_depth) &&
-                     expansion.dim(1) == l.rank,
+  CPUMOE_REQUIRE(expansion.contiguous(2).float_type() == type &&
+                     expansion.dim(0) == a.heads * (l.nope + a.value_depth) && expansion.dim(1) == l.rank,
                  "expansion is ", expansion.dtype_text(), " ", expansion.shape_text(), "; [",
                  a.heads * (l.nope + a.value_depth), ", ", l.rank, "] of the dtype of hidden states is accepted");
   l.expansion = expansion.data();
@@ -161,7 +161,8 @@ DecoderLayer read_layer(nb::handle object, DType type) {
   layer.before_block = read_norm(object.attr("before_block"), type, "before_block");
   layer.after_block = read_norm(object.attr("after_block"), type, "after_block");
   layer.attention = read_attention(object.attr("attention"), type);
-  if (const nb::object experts = object.attr("experts"); !experts.is_none()) layer.experts = read_experts(experts, type);
+  if (const nb::object experts = object.attr("experts"); !experts.is_none())
+    layer.experts = read_experts(experts, type);
   if (const nb::object dense = object.attr("dense"); !dense.is_none()) layer.dense = read_dense(dense);
   layer.residual_factor = value_of<float>(object, "residual_factor");
   return layer;
@@ -201,10 +202,10 @@ LayerCache read_cache(nb::handle entry, const AttentionPart& a, DType type, std:
   const auto heads_of = [&](const Array& array, std::int64_t depth) {
     CPUMOE_REQUIRE(array.writable().contiguous(4).float_type() == type, array.name(), " is ", array.dtype_text(),
                    ", unlike the hidden states");
-    CPUMOE_REQUIRE(array.dim(0) == batch && array.dim(1) == a.kv_heads && array.dim(2) == keys.dim(2) &&
-                       array.dim(3) == depth,
-                   array.name(), " is ", array.shape_text(), "; [", batch, ", ", a.kv_heads, ", ", keys.dim(2), ", ",
-                   depth, "] is accepted");
+    CPUMOE_REQUIRE(
+        array.dim(0) == batch && array.dim(1) == a.kv_heads && array.dim(2) == keys.dim(2) && array.dim(3) == depth,
+        array.name(), " is ", array.shape_text(), "; [", batch, ", ", a.kv_heads, ", ", keys.dim(2), ", ", depth,
+        "] is accepted");
     return CachedHeads{array.data(), a.kv_heads * array.dim(2) * depth, array.dim(2) * depth, depth};
   };
   // Latents and rotated parts of keys lie side by side; they are the keys, and the latents the values.
@@ -247,8 +248,8 @@ class DecoderObject {
     if (is_tokens) {
       input.contiguous(2);
     } else {
-      CPUMOE_REQUIRE(input.contiguous(3).float_type() == model.type && input.dim(2) == model.hidden, "hidden states are ",
-                     input.dtype_text(), " ", input.shape_text(), "; rows of ", model.hidden,
+      CPUMOE_REQUIRE(input.contiguous(3).float_type() == model.type && input.dim(2) == model.hidden,
+                     "hidden states are ", input.dtype_text(), " ", input.shape_text(), "; rows of ", model.hidden,
                      " of the decoder's dtype are accepted");
     }
     const std::int64_t batch = input.dim(0), count = input.dim(1);

@@ -165,7 +165,8 @@ std::int64_t work_of(const DecoderModel& model, std::int64_t rows) {
       const std::int64_t experts = std::min(rows * layer.experts->router.topk, layer.experts->gate_up.spec.experts);
       bytes += (layer.experts->gate_up.expert_bytes + layer.experts->down.expert_bytes) * experts;
     }
-    if (layer.dense.has_value()) bytes += layer.dense->gate.bytes() + layer.dense->up.bytes() + layer.dense->down.bytes();
+    if (layer.dense.has_value())
+      bytes += layer.dense->gate.bytes() + layer.dense->up.bytes() + layer.dense->down.bytes();
   }
   return bytes;
 }
@@ -178,7 +179,8 @@ struct Decoder::State {
   double seconds[kStepParts] = {};
 
   // Of the rows of a round; hidden states are of the model's type.
-  Buffer residual, normed, mixed, projected, attended, gates, latent_queries, latent_sums, down, dense_in, dense_hidden, dense_out, wanted_rows;
+  Buffer residual, normed, mixed, projected, attended, gates, latent_queries, latent_sums, down, dense_in, dense_hidden,
+      dense_out, wanted_rows;
   Buffer values, share, logits, ids, weights;
   RowProducts projections, queries, output, router, dense_first, dense_second, head;
   CachedAttention attention;
@@ -312,9 +314,8 @@ class Decoder::Round {
 
   void embed(const Worker& worker) {
     each_row(worker, [&](std::int64_t r) {
-      const std::uint8_t* from = step_.tokens == nullptr
-                                     ? at(step_.hidden, (first_ + r) * hidden_, type_)
-                                     : at(m_.embedding, step_.tokens[first_ + r] * hidden_, type_);
+      const std::uint8_t* from = step_.tokens == nullptr ? at(step_.hidden, (first_ + r) * hidden_, type_)
+                                                         : at(m_.embedding, step_.tokens[first_ + r] * hidden_, type_);
       std::memcpy(row(residual_, r), from, static_cast<std::size_t>(hidden_ * size_of(type_)));
       if (step_.tokens == nullptr || m_.embedding_factor == 1.0f) return;
       float* values = values_of(worker);
@@ -325,8 +326,7 @@ class Decoder::Round {
   }
 
   void normalize_into(const void* from, const Norm& norm, void* to) const {
-    k_.normalize_row(
-        {from, norm.weight, type_, norm.width, norm.epsilon, norm.round_first, norm.plus_one, to});
+    k_.normalize_row({from, norm.weight, type_, norm.width, norm.epsilon, norm.round_first, norm.plus_one, to});
   }
 
   void normalize(const Worker& worker, const Norm& norm) {
@@ -619,8 +619,8 @@ class Decoder::Round {
       k_.load_row(at(latent_sums_, ((row + i) * a.heads + head) * l.rank, type_), type_, static_cast<int>(l.rank),
                   sums + i * l.rank);
     }
-    k_.dot_rows({sums, static_cast<int>(count), l.rank, at(expansion_of(a, head), l.nope * l.rank, type_), type_, l.rank,
-                 0, a.value_depth, values, a.value_depth});
+    k_.dot_rows({sums, static_cast<int>(count), l.rank, at(expansion_of(a, head), l.nope * l.rank, type_), type_,
+                 l.rank, 0, a.value_depth, values, a.value_depth});
     for (std::int64_t i = 0; i < count; ++i) {
       k_.store_row(values + i * a.value_depth, a.value_depth, type_,
                    at(attended_, ((first + row + i) * a.heads + head) * a.value_depth, type_));
@@ -771,7 +771,8 @@ class Decoder::Round {
   const DType type_;
   const std::int64_t first_, count_, hidden_;
   const int threads_;
-  std::uint8_t *residual_, *normed_, *mixed_, *projected_, *attended_, *gates_, *down_, *dense_in_, *dense_hidden_, *dense_out_;
+  std::uint8_t *residual_, *normed_, *mixed_, *projected_, *attended_, *gates_, *down_, *dense_in_, *dense_hidden_,
+      *dense_out_;
   std::uint8_t *latent_queries_, *latent_sums_, *result_ = nullptr;
   std::int64_t latent_item_ = 0;  // floats that a work item of latent attention takes
   std::int64_t values_stride_;
@@ -802,9 +803,9 @@ void check_step(const DecoderModel& m, const Step& s) {
     CPUMOE_REQUIRE(row.position >= 0 && row.position < least, "position ", row.position, "; 0 to ", least - 1,
                    " are accepted");
     const StepRow* last = r == 0 ? nullptr : &s.rows[static_cast<std::size_t>(r - 1)];
-    CPUMOE_REQUIRE(last == nullptr || last->sequence < row.sequence ||
-                       (last->sequence == row.sequence && last->place < row.place),
-                   "rows must come in the order of their sequences and places");
+    CPUMOE_REQUIRE(
+        last == nullptr || last->sequence < row.sequence || (last->sequence == row.sequence && last->place < row.place),
+        "rows must come in the order of their sequences and places");
     for (const LayerCache& cache : s.caches) {
       CPUMOE_REQUIRE(row.place >= cache.first_place && row.place < cache.first_place + cache.places, "place ",
                      row.place, "; the cache has room for ", cache.first_place, " to ",
@@ -821,13 +822,13 @@ void check_step(const DecoderModel& m, const Step& s) {
 }  // namespace
 
 Decoder::Decoder(DecoderModel model) : state_(std::make_unique<State>()) {
-  CPUMOE_REQUIRE(model.hidden >= 1 && model.hidden < (1 << 24), "hidden=", model.hidden, "; 1 to 2^24 - 1 are accepted");
+  CPUMOE_REQUIRE(model.hidden >= 1 && model.hidden < (1 << 24), "hidden=", model.hidden,
+                 "; 1 to 2^24 - 1 are accepted");
   state_->most_rows = 4096;
   for (const DecoderLayer& layer : model.layers) {
     check_layer(layer, model);
     if (layer.experts.has_value()) {
-      state_->most_rows =
-          std::min(state_->most_rows, tokens_at_once(layer.experts->down, layer.experts->router.topk));
+      state_->most_rows = std::min(state_->most_rows, tokens_at_once(layer.experts->down, layer.experts->router.topk));
     }
   }
   check_norm(model.norm, model.hidden, "norm");

@@ -51,7 +51,8 @@ struct AttentionPart {
   Matrix query, key, value, out;  // without key and value, query gives all three side by side
   std::optional<LatentPart> latent;
   std::int64_t heads = 0, kv_heads = 0, depth = 0, value_depth = 0;
-  Matrix gate;  // or none; what it gives, for each value or for each head, is a sigmoid away from a factor of the result
+  Matrix
+      gate;  // or none; what it gives, for each value or for each head, is a sigmoid away from a factor of the result
   float value_factor = 1.0f;
   Norm query_norm, key_norm;
   bool norms_whole_rows = false;    // of all heads at once, not of each
@@ -141,8 +142,8 @@ struct StepRow {
 };
 
 struct Step {
-  std::vector<StepRow> rows;       // those of a sequence side by side, in the order of their places
-  std::vector<std::int64_t> seen;  // by sequence: the first place that is seen (what lies before is padding)
+  std::vector<StepRow> rows;             // those of a sequence side by side, in the order of their places
+  std::vector<std::int64_t> seen;        // by sequence: the first place that is seen (what lies before is padding)
   const std::int64_t* tokens = nullptr;  // [rows], or
   const void* hidden = nullptr;          // [rows, hidden]
   std::vector<LayerCache> caches;        // by layer

@@ -378,8 +378,8 @@ struct NormalizeRow {
 };
 
 // The first `rotated` values of a head turned by the angles of a position, in place: x[i] = x[i] * cos[i] + y * sin[i],
-// where y is what x[i] is turned with: the value half of `rotated` further on, negated, or as far back; or, interleaved,
-// its neighbour in a pair.
+// where y is what x[i] is turned with: the value half of `rotated` further on, negated, or as far back; or,
+// interleaved, its neighbour in a pair.
 struct RotateHead {
   float* x;
   std::int64_t rotated;

@@ -244,8 +244,8 @@ void RowProducts::plan(const Kernels& kernels, const MatrixOut* outs, int count,
     } else {
       const std::int64_t row_bytes = std::max<std::int64_t>(m.depth * size_of(m.type), 1);
       part.units = m.columns;
-      part.step = std::clamp<std::int64_t>(std::min(item_bytes, kFloatItemBytes) / row_bytes / 16 * 16, 16,
-                                           kMostColumnsOfItem);
+      part.step =
+          std::clamp<std::int64_t>(std::min(item_bytes, kFloatItemBytes) / row_bytes / 16 * 16, 16, kMostColumnsOfItem);
     }
     part.form = s.form_for(m, part.packed.spec.rows);
     items += static_cast<int>((part.units + part.step - 1) / part.step);

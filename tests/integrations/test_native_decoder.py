@@ -13,6 +13,7 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 import cpumoe
+from cpumoe import _core
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.integrations.transformers import native_decoder
 from cpumoe.integrations.transformers.decoder_description import NotDescribed
@@ -221,6 +222,27 @@ def test_the_same_bits_for_any_number_of_threads(loaded):
             cpumoe.set_num_threads(0)
     for other in results[1:]:
         assert all(torch.equal(one, two) for one, two in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
+def test_the_same_bits_on_every_instruction_set(loaded, name):
+    model, inputs, results = loaded(name, torch.bfloat16, "w8a8"), prompt(), []
+    for isa, supported, _ in _core.instruction_sets():
+        if not supported:
+            continue
+        _core.use_isa(isa)
+        try:
+            with torch.no_grad():
+                cache = DynamicCache(config=model.config)
+                first = model(**inputs, past_key_values=cache).logits
+                mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)
+                second = model(input_ids=torch.tensor([[5], [6]]), attention_mask=mask, past_key_values=cache).logits
+            results.append(torch.cat((first, second), 1)[:, 3:])
+        finally:
+            _core.use_isa("")
+    assert len(results) > 1
+    for other in results[1:]:
+        assert torch.equal(results[0], other)
 
 
 def test_embeddings_instead_of_tokens(loaded):

@@ -397,10 +397,11 @@ def test_ends_while_it_answers(mode: str, folder: Path) -> None:
             check_sequential(server)
         else:
             assert ("in one call of the core" if mode == "steps" else "by transformers'") in server.lines[1]
+        others = 64 if mode == "steps" else 1  # alone it might be over before the server is told to end
         with ThreadPoolExecutor(1) as pool:
             with server.open("/v1/chat/completions", server.ask(stream=True, max_tokens=2000)) as streamed:
                 assert streamed.read(10)
-                waiting = pool.submit(server.call, "/v1/chat/completions", server.ask(max_tokens=2000))
+                waiting = pool.submit(server.call, "/v1/chat/completions", server.ask(max_tokens=2000, n=others))
                 time.sleep(0.5)
                 code, seconds = server.stop(signal.SIGINT if mode == "sequential" else signal.SIGTERM)
                 # 2 s for the answers, 3 s for the step being computed; the rest is a busy machine's

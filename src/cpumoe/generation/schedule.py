@@ -140,7 +140,7 @@ class Schedule:
         return -(-tokens // self.page_tokens)
 
     def _start(self, sequence: Sequence) -> bool:
-        """Lets a sequence begin if there is room for its tokens, and for the next page of each that has begun.
+        """Lets a sequence begin if there is room for its tokens, and for those of all that have begun and a page more.
 
         Otherwise it would soon have to give its pages back again.
         """
@@ -153,8 +153,11 @@ class Schedule:
                 break
             found += 1
             free += not self.pool.is_held(page)
-        begun = _MOST_SEQUENCES - len(self._lines)
-        if self._page_count(len(sequence.tokens)) - found + begun > self.pool.available - free:
+        needed = self._page_count(len(sequence.tokens)) - found
+        for other in self.sequences:
+            if other.line is not None:
+                needed += self._page_count(len(other.tokens)) + 1 - len(other.pages)
+        if needed > self.pool.available - free:
             return False
         sequence.line = self._lines.pop()
         return True

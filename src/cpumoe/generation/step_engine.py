@@ -164,7 +164,7 @@ class StepEngine:
             rate = len(tokens) / (time.perf_counter() - started)
             self._prompt_rows = max(self._least_prompt_rows, int(rate * _PROMPT_SECONDS))
         self._schedule.advance(pieces)
-        for sequence, scores in zip(complete, logits, strict=True):
+        for sequence, scores in zip(complete, logits.to(torch.float32), strict=True):
             token = sequence.job.next_token(scores)
             if token is not None:
                 sequence.tokens.append(token)

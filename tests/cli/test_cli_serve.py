@@ -55,6 +55,7 @@ def test_says_what_it_serves(server: Server, folder: Path) -> None:
     assert server.model == str(folder)
     assert server.lines[0].startswith("cache: 512 blocks of 32 tokens, ")
     assert server.lines[0].endswith("; a request may have 2048 tokens")
+    assert server.lines[1] == "requests are computed together, each step in one call of the core"
     assert server.call("/health") == (200, {"status": "ok"})
     with server.client() as client:
         assert [model.id for model in client.models.list()] == [str(folder)]
@@ -388,16 +389,19 @@ def check_sequential(server: Server) -> None:
     assert status == 400 and "there is room for 2048" in str(reply)
 
 
-@pytest.mark.parametrize("mode", ["batched", "sequential"])
+@pytest.mark.parametrize("mode", ["steps", "batched", "sequential"])
 def test_ends_while_it_answers(mode: str, folder: Path) -> None:
     options = ["--sequential"] if mode == "sequential" else []
-    with serve(str(folder), "--scheme", "float", *options) as server:
+    with serve(str(folder), "--scheme", "w4a8-g32" if mode == "steps" else "float", *options) as server:
         if mode == "sequential":
             check_sequential(server)
+        else:
+            assert ("in one call of the core" if mode == "steps" else "by transformers'") in server.lines[1]
+        others = 64 if mode == "steps" else 1  # alone it might be over before the server is told to end
         with ThreadPoolExecutor(1) as pool:
             with server.open("/v1/chat/completions", server.ask(stream=True, max_tokens=2000)) as streamed:
                 assert streamed.read(10)
-                waiting = pool.submit(server.call, "/v1/chat/completions", server.ask(max_tokens=2000))
+                waiting = pool.submit(server.call, "/v1/chat/completions", server.ask(max_tokens=2000, n=others))
                 time.sleep(0.5)
                 code, seconds = server.stop(signal.SIGINT if mode == "sequential" else signal.SIGTERM)
                 # 2 s for the answers, 3 s for the step being computed; the rest is a busy machine's
@@ -477,6 +481,9 @@ def test_the_size_of_the_cache() -> None:
     assert cache_size(config, torch.float32, 20 * 10**9, None).blocks < plan.blocks / 1.9
     assert cache_size(config, torch.bfloat16, 20 * 10**9, 5).blocks < plan.blocks / 1.9
     assert cache_size(config, torch.bfloat16, 10**12, None).blocks * 32 == 8 * 40960
+    # Without masks and copies.
+    plan = cache_size(config, torch.bfloat16, 20 * 10**9, None, token_bytes=48 * 4 * 128 * 2 * 2)
+    assert plan.blocks == 10 * 10**9 // (32 * 48 * 4 * 128 * 2 * 2) and plan.total_bytes <= 10 * 10**9
     with pytest.raises(ValueError, match="--memory-gb 30; the model leaves 20.0 GB"):
         cache_size(config, torch.bfloat16, 20 * 10**9, 30)
     with pytest.raises(ValueError, match="a cache of 512 tokens takes .* MB; half of what the model leaves is 5.0 MB"):

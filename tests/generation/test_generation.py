@@ -26,13 +26,16 @@ pytest.importorskip("starlette")
 import transformers
 from pydantic import ValidationError
 
+import cpumoe
 from cpumoe.generation import admission, http_answers
 from cpumoe.generation import http as limits
 from cpumoe.generation.api_requests import ApiError, ChatRequest, CompletionRequest, parse_body
 from cpumoe.generation.engine import Failure, Job, SequentialEngine
 from cpumoe.generation.sampling import Sampling, Token, TokenChooser
 from cpumoe.generation.server import Server
+from cpumoe.generation.step_engine import StepEngine
 from cpumoe.generation.text import StopStrings, StructuredMessage, TextPieces
+from cpumoe.integrations.transformers.native_decoder import native_with_head
 
 SECONDS = 60.0  # at most, for things that take milliseconds
 
@@ -219,11 +222,24 @@ def test_bytes_that_never_become_characters(tmp_path: Path) -> None:
 # ---- engines and connections -----------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+@pytest.fixture(scope="module", params=["sequential", "steps"])
+def parts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """A model and its tokenizer; packed, its steps are one call of the core."""
     folder = write_tiny_model(tmp_path_factory.mktemp("tiny"))
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if request.param == "steps":
+        model = cpumoe.load_model(folder, scheme="w4a8-g32", dtype=torch.float32)
+    else:
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model, transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def engine_for(model: Any) -> SequentialEngine | StepEngine:
+    native = native_with_head(model)
+    if native is None:
+        return SequentialEngine(model)
+    engine = StepEngine(model, native, pages=4096, page_tokens=32, step_rows=64)
+    assert engine.start() is None
+    return engine
 
 
 def until(condition: Any) -> None:
@@ -237,7 +253,7 @@ def test_an_engine_answers_as_generate_does(parts: tuple[Any, Any]) -> None:
     model, _ = parts
     prompt = [5, 6, 7]
     expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)[0, 3:].tolist()
-    engine = SequentialEngine(model)
+    engine = engine_for(model)
     items: list[Any] = []
     engine.add(Job(prompt, 12, frozenset({3}), Sampling(), items.append))
     until(lambda: items and not isinstance(items[-1], Token))
@@ -249,7 +265,7 @@ def test_an_engine_answers_as_generate_does(parts: tuple[Any, Any]) -> None:
 
 
 def test_a_cancelled_job_makes_room(parts: tuple[Any, Any]) -> None:
-    engine = SequentialEngine(parts[0])
+    engine = engine_for(parts[0])
     items: list[Any] = []
     long = Job([5], 100_000, frozenset(), Sampling(), items.append)
     engine.add(long)
@@ -263,7 +279,7 @@ def test_a_cancelled_job_makes_room(parts: tuple[Any, Any]) -> None:
 
 
 def test_a_job_that_fails_does_not_end_the_others(parts: tuple[Any, Any]) -> None:
-    engine = SequentialEngine(parts[0])
+    engine = engine_for(parts[0])
     bad: list[Any] = []
     engine.add(Job([10**6], 2, frozenset(), Sampling(), bad.append))  # beyond the vocabulary
     good: list[Any] = []
@@ -291,7 +307,11 @@ def test_a_model_that_cannot_be_batched_and_a_mistake_of_our_own(
 def serving(parts: tuple[Any, Any]) -> Iterator[tuple[Server, int]]:
     """The server inside this process, on a thread of its own."""
     with socket.create_server(("127.0.0.1", 0)) as listener, Server(*parts, "tiny", 2048) as served:
-        served.start_sequential()
+        native = native_with_head(parts[0])
+        if native is None:
+            served.start_sequential()
+        else:
+            assert served.start_steps(native, 512, 32, 64) is None
         ready = threading.Event()
         uvicorn_server = served._uvicorn("warning", ready.set)
         thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]})

@@ -15,12 +15,16 @@ from typing import TYPE_CHECKING
 from cpumoe.checkpoints.checkpoint import read_json
 from cpumoe.cli.arguments import find_models
 from cpumoe.cli.model_arguments import add_model_arguments, load_chosen_model
-from cpumoe.generation.memory import BATCH_TOKENS, available_bytes, cache_size, model_bytes
+from cpumoe.generation.memory import BATCH_TOKENS, available_bytes, cache_size, model_bytes, token_bytes
 from cpumoe.generation.model_folder import check_folder, context_length, prepare_transformers
 from cpumoe.integrations.transformers.tokenizer import load_tokenizer
 from cpumoe.tables import size_text
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from cpumoe.generation.server import Server
+
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _PACKAGES = ("starlette", "uvicorn", "pydantic")
@@ -128,25 +132,40 @@ def _serve(arguments: argparse.Namespace, listener: socket.socket) -> bool:
     free = available - max(model_bytes(model), available - available_bytes())
 
     with Server(model, tokenizer, arguments.name, context) as server:
-        obstacle: str | None = None
-        if not arguments.sequential:
-            size = cache_size(model.config, model.dtype, free, arguments.memory_gb)
-            obstacle = server.start_batching(size.blocks, size.block_tokens, BATCH_TOKENS)
-            if obstacle is None:
-                print(
-                    f"cache: {size.blocks} blocks of {size.block_tokens} tokens, {size_text(size.total_bytes)} of the "
-                    f"{size_text(free)} that the model leaves; a request may have {server.token_limit} tokens"
-                )
-            else:
-                print(f"requests are answered one at a time, since batching fails for this model: {obstacle}")
-        if arguments.sequential or obstacle is not None:
+        if arguments.sequential:
             server.start_sequential()
+        else:
+            _start_together(server, model, free, arguments.memory_gb)
 
         def print_address() -> None:
             host, port = listener.getsockname()[:2]
             print(f'model: "{server.name}" at http://{f"[{host}]" if ":" in host else host}:{port}/v1', flush=True)
 
         return server.run(listener, log_level="info" if arguments.verbose else "warning", on_ready=print_address)
+
+
+def _start_together(server: Server, model: PreTrainedModel, free: int, memory_gb: float | None) -> None:
+    """Starts the best engine that there is for a model which leaves ``free`` bytes of memory, and says which it is."""
+    from cpumoe.integrations.transformers.native_decoder import native_with_head
+
+    way, obstacle = "each step in one call of the core", None
+    native = native_with_head(model)
+    if native is not None:
+        size = cache_size(model.config, model.dtype, free, memory_gb, token_bytes(native))
+        obstacle = server.start_steps(native, size.blocks, size.block_tokens, BATCH_TOKENS)
+    if native is None or obstacle is not None:
+        way = "by transformers' continuous batching" + ("" if obstacle is None else f": {obstacle}")
+        size = cache_size(model.config, model.dtype, free, memory_gb)
+        obstacle = server.start_batching(size.blocks, size.block_tokens, BATCH_TOKENS)
+    if obstacle is not None:
+        print(f"requests are answered one at a time, since batching fails for this model: {obstacle}")
+        server.start_sequential()
+        return
+    print(
+        f"cache: {size.blocks} blocks of {size.block_tokens} tokens, {size_text(size.total_bytes)} of the "
+        f"{size_text(free)} that the model leaves; a request may have {server.token_limit} tokens"
+    )
+    print(f"requests are computed together, {way}")
 
 
 def _has_plain_attention(folder: Path) -> bool:

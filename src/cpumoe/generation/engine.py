@@ -1,7 +1,8 @@
 """Engines: one thread that owns the model and generates for all requests, together or one after another.
 
 An engine takes :class:`Job` objects and delivers their tokens. Nothing else may run the model while an engine has it,
-because a call changes settings inside a model of transformers.
+because a call changes settings inside a model of transformers. The engine that computes whole steps in the core is in
+:mod:`cpumoe.generation.step_engine`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger("cpumoe")
 
 _REQUESTS_PER_BATCH = 64
-_STOP_SECONDS = 3.0  # how long an engine that is told to stop waits for the step that is being computed
+STOP_SECONDS = 3.0  # how long an engine that is told to stop waits for the step that is being computed
+
+ENDING = "the server is ending; ask again when it has been started anew"
+ENDED = "the thread that computes has ended; the log says why"
+NOT_COMPUTED = "the model could not compute this request; the log has more"
 
 Finish = Literal["stop", "length"]
 
@@ -74,7 +79,7 @@ class Job:
             return None
         except Exception:  # an error in one job must not end the thread that computes for all others
             _log.exception("no token could be chosen")
-            self.fail("the model could not compute this request; the log has more")
+            self.fail(NOT_COMPUTED)
             return None
         self._count += 1
         self._deliver(token)
@@ -108,9 +113,6 @@ class Engine(Protocol):
     @property
     def problem(self) -> str | None:
         """Why this engine can compute no more jobs, or None if it can."""
-
-
-ENDING = "the server is ending; ask again when it has been started anew"
 
 
 # ---- requests computed together ------------------------------------------------------------------------------------
@@ -166,7 +168,7 @@ class BatchEngine:
             self._jobs.pop(job.id, None)
             if output.error is not None:
                 _log.error("a request failed: %s", output.error)
-                job.fail(ENDING if self._stopping else "the model could not compute this request; the log has more")
+                job.fail(ENDING if self._stopping else NOT_COMPUTED)
 
         self._jobs[job.id] = job
         self._batches.register_result_handler(job.id, ended)
@@ -194,7 +196,7 @@ class BatchEngine:
     def stop(self) -> bool:
         self._stopping = True
         if self._batches.is_running():
-            self._batches.stop(block=True, timeout=_STOP_SECONDS, hard_stop=True)
+            self._batches.stop(block=True, timeout=STOP_SECONDS, hard_stop=True)
         for job in list(self._jobs.values()):  # the event loop is ending too and may not hear of their ends
             job.fail(ENDING)
         return not self._batches.is_running()
@@ -203,7 +205,7 @@ class BatchEngine:
     def problem(self) -> str | None:
         if self._stopping:
             return ENDING
-        return None if self._batches.is_running() else "the thread that computes has ended; the log says why"
+        return None if self._batches.is_running() else ENDED
 
 
 class _Chooser(ContinuousBatchingLogitsProcessor):  # type: ignore[misc]  # untyped base
@@ -260,7 +262,7 @@ class SequentialEngine:
     def stop(self) -> bool:
         self._stopping = True
         self._waiting.put(None)
-        self._thread.join(_STOP_SECONDS)
+        self._thread.join(STOP_SECONDS)
         for job in list(self._unfinished):  # the step that is being computed may take longer than we wait
             job.fail(ENDING)
         return not self._thread.is_alive()
@@ -302,7 +304,7 @@ class SequentialEngine:
             )
         except Exception:  # an error in one job must not end the thread that computes for all others
             _log.exception("a request failed")
-            job.fail("the model could not compute this request; the log has more")
+            job.fail(NOT_COMPUTED)
 
 
 # Neutral settings: those of the model's own configuration are part of the job.

@@ -14,6 +14,8 @@ from cpumoe.tables import size_text
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+    from cpumoe.integrations.transformers.native_decoder import NativeDecoder
+
 # The part of the memory left free by the model that the cache takes. The rest is for activations, the page cache and
 # other programs.
 _SHARE = 0.5
@@ -32,35 +34,50 @@ class CacheSize:
     total_bytes: int
 
 
-def cache_size(config: PreTrainedConfig, dtype: torch.dtype, free_bytes: int, memory_gb: float | None) -> CacheSize:
-    """The size of the cache for a model that leaves ``free_bytes`` of memory; ``memory_gb`` is the user's choice."""
-    config = config.get_text_config()
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    block_bytes = config.num_hidden_layers * kv_heads * head_dim * 2 * dtype.itemsize * _BLOCK_TOKENS
-    # transformers keeps a mask of [batch tokens, cache tokens + batch tokens] for each kind of attention. While it
-    # computes a layer it also has a copy of the layer's keys and values, repeated for all heads.
-    mask_row_bytes = BATCH_TOKENS * dtype.itemsize * len(set(getattr(config, "layer_types", None) or ["full"]))
-    copy_bytes = (2 * heads + kv_heads) * head_dim * dtype.itemsize
-    cost = block_bytes + (mask_row_bytes + copy_bytes) * _BLOCK_TOKENS
-    fixed = mask_row_bytes * BATCH_TOKENS
+def cache_size(
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    free_bytes: int,
+    memory_gb: float | None,
+    token_bytes: int | None = None,
+) -> CacheSize:
+    """The size of the cache for a model that leaves ``free_bytes`` of memory; ``memory_gb`` is the user's choice.
 
+    ``token_bytes`` is what a token takes in an engine that needs nothing else; by default the engine is transformers'.
+    """
+    config = config.get_text_config()
+    if token_bytes is None:
+        block_cost, fixed = _batching_costs(config, dtype)
+    else:
+        block_cost, fixed = token_bytes * _BLOCK_TOKENS, 0
     free_bytes = max(free_bytes, 0)
     budget = free_bytes * _SHARE if memory_gb is None else memory_gb * 1e9
     if budget > free_bytes:
         raise ValueError(f"--memory-gb {memory_gb:g}; the model leaves {size_text(free_bytes)}")
-    blocks = int((budget - fixed) // cost)
+    blocks = int((budget - fixed) // block_cost)
     if blocks < _LEAST_BLOCKS:
         raise ValueError(
-            f"a cache of {_LEAST_BLOCKS * _BLOCK_TOKENS} tokens takes {size_text(fixed + _LEAST_BLOCKS * cost)}; "
+            f"a cache of {_LEAST_BLOCKS * _BLOCK_TOKENS} tokens takes {size_text(fixed + _LEAST_BLOCKS * block_cost)}; "
             + ("half of what the model leaves" if memory_gb is None else "--memory-gb")
             + f" is {size_text(budget)}"
         )
     context = getattr(config, "max_position_embeddings", None)
     if context is not None:
         blocks = min(blocks, -(-context * _SEQUENCES // _BLOCK_TOKENS))
-    return CacheSize(blocks, _BLOCK_TOKENS, fixed + blocks * cost)
+    return CacheSize(blocks, _BLOCK_TOKENS, fixed + blocks * block_cost)
+
+
+def _batching_costs(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes for each block, and whatever their number, in transformers' continuous batching."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    block_bytes = config.num_hidden_layers * kv_heads * head_dim * 2 * dtype.itemsize * _BLOCK_TOKENS
+    # It keeps a mask of [batch tokens, cache tokens + batch tokens] for each kind of attention. While it computes a
+    # layer it also has a copy of the layer's keys and values, repeated for all heads.
+    mask_row_bytes = BATCH_TOKENS * dtype.itemsize * len(set(getattr(config, "layer_types", None) or ["full"]))
+    copy_bytes = (2 * heads + kv_heads) * head_dim * dtype.itemsize
+    return block_bytes + (mask_row_bytes + copy_bytes) * _BLOCK_TOKENS, mask_row_bytes * BATCH_TOKENS
 
 
 def available_bytes() -> int:
@@ -78,3 +95,8 @@ def available_bytes() -> int:
 def model_bytes(model: PreTrainedModel) -> int:
     """Bytes of all parameters and buffers of a model."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def token_bytes(native: NativeDecoder) -> int:
+    """Bytes of the keys and values of a token where the core computes whole steps; it makes no copies of them."""
+    return sum(tensor.nbytes for pair in native.new_pages(1) for tensor in pair)

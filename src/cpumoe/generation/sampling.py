@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,6 +61,14 @@ class Token:
     likeliest: tuple[tuple[int, float], ...] = ()
 
 
+def _largest(scores: Tensor) -> int:
+    """The first of the largest scores [vocabulary], or the first NaN.
+
+    NumPy's is ten times as fast as PyTorch's, which also shares the work among threads that may be busy elsewhere.
+    """
+    return int(scores.numpy().argmax())
+
+
 class TokenChooser:
     """Chooses the tokens of one sequence, with its own random numbers."""
 
@@ -79,10 +88,12 @@ class TokenChooser:
     def choose(self, scores: Tensor) -> Token:
         """The next token by the model's ``scores`` [vocabulary]. Raises ValueError if they are not finite numbers."""
         scores = scores.to(torch.float32)
-        if bool(scores.isnan().any()) or bool((best := scores.max()).isinf()):
+        likeliest = _largest(scores)
+        best = float(scores[likeliest])
+        if not math.isfinite(best):
             raise ValueError("the model's scores are not finite numbers, so no token can be chosen")
         adjusted = self._adjusted(scores)
-        chosen = self._sample(adjusted) if self._samples else int(adjusted.argmax())
+        chosen = self._sample(adjusted) if self._samples else likeliest if adjusted is scores else _largest(adjusted)
         self._generated[chosen] += 1
         if self._seen is not None and not bool((self._seen == chosen).any()):
             self._seen = torch.cat([self._seen, torch.tensor([chosen])])

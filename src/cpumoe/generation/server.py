@@ -2,7 +2,8 @@
 
 Only ``cpumoe serve`` imports this module, and only when it runs, since it needs transformers and the ``serve`` extra.
 The event loop does nothing but answer connections (:mod:`cpumoe.generation.endpoints`). One thread renders prompts
-(:mod:`cpumoe.generation.prompts`), and another one computes (:mod:`cpumoe.generation.engine`).
+(:mod:`cpumoe.generation.prompts`), and another one computes (:mod:`cpumoe.generation.step_engine`, or
+:mod:`cpumoe.generation.engine` for models whose steps go through transformers).
 """
 
 from __future__ import annotations
@@ -22,9 +23,12 @@ from cpumoe.generation.endpoints import Endpoints
 from cpumoe.generation.engine import BatchEngine, CannotBatch, Engine, SequentialEngine
 from cpumoe.generation.http import ImpatientProtocol
 from cpumoe.generation.prompts import Prompts
+from cpumoe.generation.step_engine import StepEngine
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from cpumoe.integrations.transformers.native_decoder import NativeDecoder
 
 _GRACE_SECONDS = 2.0  # that answers may still take when the server is told to end
 _PATIENCE_SECONDS = 7  # for the whole shutdown: the above, and the step that is being computed
@@ -56,8 +60,21 @@ class Server:
         if self._engine is not None:
             self._engine.stop()
 
+    def start_steps(self, native: NativeDecoder, blocks: int, block_tokens: int, batch_tokens: int) -> str | None:
+        """Computes requests together from now on, each step in one call of the core. Returns what went wrong, if so."""
+        engine = StepEngine(self._model, native, blocks, block_tokens, batch_tokens)
+        obstacle = engine.start()
+        if obstacle is not None:
+            engine.stop()
+            return obstacle
+        self._use(engine, blocks * block_tokens)
+        return None
+
     def start_batching(self, blocks: int, block_tokens: int, batch_tokens: int) -> str | None:
-        """Computes requests together from now on. Returns the reason if that is not possible with this model."""
+        """Computes requests together from now on, with transformers' continuous batching.
+
+        Returns the reason if that is not possible with this model.
+        """
         try:
             engine = BatchEngine(self._model, blocks, block_tokens, batch_tokens)
         except CannotBatch as problem:
@@ -66,16 +83,17 @@ class Server:
         if obstacle is not None:
             engine.stop()
             return obstacle
-        tokens = blocks * block_tokens
-        self.token_limit = tokens if self.token_limit is None else min(self.token_limit, tokens)
-        self._use(engine)
+        self._use(engine, blocks * block_tokens)
         return None
 
     def start_sequential(self) -> None:
         """Computes one request after another from now on."""
         self._use(SequentialEngine(self._model))
 
-    def _use(self, engine: Engine) -> None:
+    def _use(self, engine: Engine, cached_tokens: int | None = None) -> None:
+        """Gives requests to ``engine`` from now on; ``cached_tokens`` is what its cache has room for."""
+        if cached_tokens is not None:
+            self.token_limit = cached_tokens if self.token_limit is None else min(self.token_limit, cached_tokens)
         self._engine = engine
         self._admission = Admission(self._model, self._tokenizer, engine, self._renderer, self.token_limit)
 
@@ -87,7 +105,7 @@ class Server:
         return server.idle
 
     def _uvicorn(self, log_level: str, on_ready: Callable[[], None]) -> _Uvicorn:
-        assert self._engine is not None and self._admission is not None  # one of the two engines was started
+        assert self._engine is not None and self._admission is not None  # an engine was started
         app = Endpoints(self.name, self._tokenizer, self._prompts, self._admission).app()
         return _Uvicorn(app, log_level, on_ready, self._engine.stop)
 

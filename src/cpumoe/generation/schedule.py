@@ -1,0 +1,203 @@
+"""Which tokens of which sequences the next step computes, and in which pages their keys and values lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cpumoe.generation.engine import Job
+from cpumoe.generation.page_pool import PagePool, page_name
+
+_MOST_SEQUENCES = 256  # that have pages at the same time; further ones wait
+
+
+class Sequence:
+    """The tokens of a job: its prompt and what has been generated.
+
+    Attributes:
+        computed: so many tokens have their keys and values in ``pages``; the others are to be computed.
+        line: the line of the schedule's table that has the pages; None while the sequence waits, without any.
+    """
+
+    def __init__(self, job: Job, page_tokens: int) -> None:
+        self.job = job
+        self.tokens = list(job.prompt)
+        self.computed = 0
+        self.pages: list[int] = []
+        self.line: int | None = None
+        self._page_tokens = page_tokens
+        self._names: list[bytes] = []
+
+    @property
+    def pending(self) -> int:
+        """Tokens to be computed; one if the sequence waits for nothing but its next token."""
+        return len(self.tokens) - self.computed
+
+    @property
+    def shareable_pages(self) -> int:
+        """How many of its pages might be found; the last token is always computed, because its scores are needed."""
+        return (len(self.tokens) - 1) // self._page_tokens
+
+    def page_name(self, index: int) -> bytes:
+        """The name of a page whose tokens are all known."""
+        size = self._page_tokens
+        while len(self._names) <= index:
+            first = len(self._names) * size
+            self._names.append(page_name(self._names[-1] if first else b"", self.tokens[first : first + size]))
+        return self._names[index]
+
+
+@dataclass
+class Piece:
+    """The next ``count`` tokens of a sequence that are to be computed."""
+
+    sequence: Sequence
+    count: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the scores of its last token are those of the sequence's next one."""
+        return self.count == self.sequence.pending
+
+
+class Schedule:
+    """Sequences in the order in which they came. Those with pages are always the oldest ones.
+
+    Every step has one row for each sequence that only waits for its next token; the rest of its rows are pieces of
+    prompts, oldest first. Where pages run out, the youngest sequence with pages gives them back and waits. As its full
+    pages keep their names, most of them are found again unless they were needed.
+
+    Args:
+        pages: of keys and values, each for ``page_tokens`` tokens.
+        step_rows: the most tokens that a step may have.
+    """
+
+    def __init__(self, pages: int, page_tokens: int, step_rows: int) -> None:
+        self.pool = PagePool(pages)
+        self.page_tokens = page_tokens
+        self.tokens = pages * page_tokens  # that there is room for
+        self.sequences: list[Sequence] = []
+        self.table = torch.zeros((_MOST_SEQUENCES, pages), dtype=torch.int32)  # the pages of each line's sequence
+        self._lines = list(reversed(range(_MOST_SEQUENCES)))  # free ones; taken from the end
+        self._step_rows = step_rows
+
+    def add(self, job: Job) -> None:
+        """Adds a job; all of its tokens must fit into the pages."""
+        self.sequences.append(Sequence(job, self.page_tokens))
+
+    def drop_ended(self) -> list[Job]:
+        """Drops all sequences whose jobs are over and takes their pages back."""
+        ended = [sequence for sequence in self.sequences if sequence.job.over]
+        if ended:
+            self.sequences = [sequence for sequence in self.sequences if not sequence.job.over]
+        for sequence in ended:
+            self._give_back(sequence)
+        return [sequence.job for sequence in ended]
+
+    def next_step(self, prompt_rows: int) -> list[Piece]:
+        """The pieces of the next step, ordered by line; empty only if there are no sequences.
+
+        Where sequences wait for their next tokens, at most ``prompt_rows`` rows are of prompts.
+        """
+        counts: dict[Sequence, int] = {}
+        rows = self._step_rows
+        for sequence in self.sequences:
+            if sequence.pending == 1 and rows and sequence.line is not None and self._get_pages(sequence, 1, counts):
+                counts[sequence] = 1
+                rows -= 1
+        if counts:
+            rows = min(rows, prompt_rows)
+        coming: set[bytes] = set()  # pages that older sequences will have computed soon
+        for sequence in self.sequences:
+            if rows == 0:
+                break
+            if sequence in counts:
+                continue
+            if sequence.line is None and not self._start(sequence):
+                break  # those behind it came later
+            self._share_pages(sequence)
+            index = sequence.computed // self.page_tokens
+            if index < sequence.shareable_pages and sequence.page_name(index) in coming:
+                continue
+            count = min(rows, sequence.pending)
+            if self._get_pages(sequence, count, counts):
+                counts[sequence] = count
+                rows -= count
+                coming.update(sequence.page_name(i) for i in range(index, sequence.shareable_pages))
+        return [Piece(*item) for item in sorted(counts.items(), key=lambda item: item[0].line or 0)]
+
+    def advance(self, pieces: list[Piece]) -> None:
+        """Notes that the pieces have been computed."""
+        for piece in pieces:
+            sequence = piece.sequence
+            first = sequence.computed // self.page_tokens
+            sequence.computed += piece.count
+            for index in range(first, sequence.computed // self.page_tokens):
+                self.pool.give_name(sequence.pages[index], sequence.page_name(index))
+
+    def _page_count(self, tokens: int) -> int:
+        return -(-tokens // self.page_tokens)
+
+    def _start(self, sequence: Sequence) -> bool:
+        """Lets a sequence begin if there is room for its tokens, and for those of all that have begun and a page more.
+
+        Otherwise it would soon have to give its pages back again.
+        """
+        if not self._lines:
+            return False
+        found = free = 0
+        while found < sequence.shareable_pages:
+            page = self.pool.find(sequence.page_name(found))
+            if page is None:
+                break
+            found += 1
+            free += not self.pool.is_held(page)
+        needed = self._page_count(len(sequence.tokens)) - found
+        for other in self.sequences:
+            if other.line is not None:
+                needed += self._page_count(len(other.tokens)) + 1 - len(other.pages)
+        if needed > self.pool.available - free:
+            return False
+        sequence.line = self._lines.pop()
+        return True
+
+    def _share_pages(self, sequence: Sequence) -> None:
+        """Takes what others have computed of the tokens that come next."""
+        while sequence.computed == len(sequence.pages) * self.page_tokens:
+            index = len(sequence.pages)
+            page = self.pool.find(sequence.page_name(index)) if index < sequence.shareable_pages else None
+            if page is None:
+                break
+            self.pool.hold(page)
+            self._append(sequence, page)
+            sequence.computed += self.page_tokens
+
+    def _get_pages(self, sequence: Sequence, count: int, counts: dict[Sequence, int]) -> bool:
+        """Gets pages for the next ``count`` tokens, from the youngest sequences if there are no others.
+
+        Who gives pages back is taken out of ``counts``, too. Returns False if that was the sequence itself.
+        """
+        needed = self._page_count(sequence.computed + count) - len(sequence.pages)
+        while self.pool.available < needed:
+            youngest = next(other for other in reversed(self.sequences) if other.line is not None)
+            self._give_back(youngest)
+            counts.pop(youngest, None)
+            if youngest is sequence:
+                return False
+        for _ in range(needed):
+            self._append(sequence, self.pool.take())
+        return True
+
+    def _append(self, sequence: Sequence, page: int) -> None:
+        self.table[sequence.line, len(sequence.pages)] = page
+        sequence.pages.append(page)
+
+    def _give_back(self, sequence: Sequence) -> None:
+        """Takes the pages of a sequence; what is needed of it will be computed again."""
+        if sequence.line is None:
+            return
+        for page in reversed(sequence.pages):
+            self.pool.give_back(page)
+        self._lines.append(sequence.line)
+        sequence.pages, sequence.computed, sequence.line = [], 0, None

@@ -1,0 +1,170 @@
+"""The engine for models whose steps are one call of the core: rows of all requests in every step."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import torch
+
+from cpumoe.generation.engine import ENDED, ENDING, NOT_COMPUTED, STOP_SECONDS, Failure, Finish, Job
+from cpumoe.generation.sampling import Sampling, Token
+from cpumoe.generation.schedule import Piece, Schedule
+from cpumoe.integrations.transformers.decoder_description import NotDescribed
+from cpumoe.integrations.transformers.native_decoder import NativeDecoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_log = logging.getLogger("cpumoe")
+
+# While answers are being written, a step takes no more rows of prompts than it can compute in about this time, since
+# no answer goes on before it ends. With few rows, prompts are read slowly.
+_PROMPT_SECONDS = 0.5
+_LEAST_PROMPT_ROWS = 128
+
+
+class StepEngine:
+    """Computes all requests together with :meth:`NativeDecoder.step_rows`; see :class:`Schedule` for what a step has.
+
+    A step's results do not depend on what else is computed in it, so that an answer is the same whoever else asks.
+
+    Args:
+        native: what computes the steps of ``model``, to logits.
+        pages: of keys and values, each for ``page_tokens`` tokens.
+        step_rows: the most tokens that one step computes; a longer prompt is read in pieces.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, native: NativeDecoder, pages: int, page_tokens: int, step_rows: int
+    ) -> None:
+        self._base = model.model
+        self._native = native
+        self._caches = native.new_pages(pages * page_tokens)
+        self._vocabulary = native.decoder.model.embedding.shape[0]
+        self._schedule = Schedule(pages, page_tokens, step_rows)
+        self._least_prompt_rows = self._prompt_rows = min(_LEAST_PROMPT_ROWS, step_rows)
+        self._added: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._unfinished: set[Job] = set()
+        self._stopping = False
+        self._ended = False
+        self._lock = threading.Lock()  # no job may be added behind the back of a thread that ends
+        self._thread = threading.Thread(target=self._run, name="cpumoe-steps", daemon=True)
+
+    def start(self) -> str | None:
+        """Starts the thread that computes and tries it out. Returns what went wrong, or None."""
+        items: queue.SimpleQueue[Token | Finish | Failure] = queue.SimpleQueue()
+        self._thread.start()
+        self.add(Job([0, 0], 2, frozenset(), Sampling(), items.put))
+        while isinstance(item := items.get(), Token):
+            pass
+        return item.sentence if isinstance(item, Failure) else None
+
+    def add(self, job: Job) -> None:
+        if any(not 0 <= token < self._vocabulary for token in job.prompt):
+            # The core would refuse the whole step.
+            _log.error("a request failed: its prompt has tokens that are not 0 to %d", self._vocabulary - 1)
+            job.fail(NOT_COMPUTED)
+            return
+        tokens = len(job.prompt) + job.max_new_tokens
+        if tokens > self._schedule.tokens:
+            job.fail(
+                f"the prompt has {len(job.prompt)} tokens and {job.max_new_tokens} for the answer; there is room for "
+                f"{self._schedule.tokens} in all"
+            )
+            return
+        with self._lock:
+            problem = self.problem
+            if problem is None:
+                self._unfinished.add(job)
+                self._added.put(job)
+        if problem is not None:
+            job.fail(ENDING if self._stopping else f"no more requests are computed: {problem}")
+
+    def cancel(self, job: Job) -> None:
+        job.over = True  # the thread drops it before its next step
+
+    def stop(self) -> bool:
+        with self._lock:
+            self._stopping = True
+        self._added.put(None)
+        if self._thread.ident is not None:
+            self._thread.join(STOP_SECONDS)
+        for job in list(self._unfinished):  # the step that is being computed may take longer than we wait
+            job.fail(ENDING)
+        return not self._thread.is_alive()
+
+    @property
+    def problem(self) -> str | None:
+        if self._stopping:
+            return ENDING
+        return ENDED if self._ended else None
+
+    def _run(self) -> None:
+        try:
+            while self._take_jobs():
+                if pieces := self._schedule.next_step(self._prompt_rows):
+                    self._compute(pieces)
+        except Exception:
+            _log.exception("no more requests are computed")
+        with self._lock:
+            self._ended = True
+        for job in list(self._unfinished):
+            job.fail(ENDING if self._stopping else NOT_COMPUTED)
+
+    def _take_jobs(self) -> bool:
+        """Takes what was added and drops what has ended; waits if there is nothing to compute. False at the end."""
+        while not self._stopping:
+            try:
+                job = self._added.get(block=not self._schedule.sequences)
+            except queue.Empty:
+                break
+            if job is not None:
+                self._schedule.add(job)
+        self._unfinished.difference_update(self._schedule.drop_ended())
+        return not self._stopping
+
+    def _compute(self, pieces: list[Piece]) -> None:
+        """Computes a step, and chooses the next token of every sequence that is complete with it."""
+        tokens: list[int] = []
+        lines: list[int | None] = []
+        places: list[int] = []
+        wanted: list[int] = []
+        for piece in pieces:
+            first, last = piece.sequence.computed, piece.sequence.computed + piece.count
+            tokens += piece.sequence.tokens[first:last]
+            lines += [piece.sequence.line] * piece.count
+            places += range(first, last)
+            if piece.is_last:
+                wanted.append(len(tokens) - 1)
+        complete = [piece.sequence for piece in pieces if piece.is_last]
+        started = time.perf_counter()
+        try:
+            logits = self._native.step_rows(
+                self._base,
+                torch.tensor(tokens),
+                torch.tensor(lines),
+                torch.tensor(places),
+                self._schedule.table,
+                self._schedule.page_tokens,
+                self._caches,
+                torch.tensor(wanted, dtype=torch.int64),
+            )
+        except NotDescribed:  # nor will the next step be computed
+            raise
+        except Exception:  # an error in one step must not end the thread that computes all others
+            _log.exception("a step failed")
+            for piece in pieces:
+                piece.sequence.job.fail(NOT_COMPUTED)
+            return
+        if len(tokens) >= self._least_prompt_rows:
+            rate = len(tokens) / (time.perf_counter() - started)
+            self._prompt_rows = max(self._least_prompt_rows, int(rate * _PROMPT_SECONDS))
+        self._schedule.advance(pieces)
+        for sequence, scores in zip(complete, logits.to(torch.float32), strict=True):
+            token = sequence.job.next_token(scores)
+            if token is not None:
+                sequence.tokens.append(token)

@@ -215,16 +215,18 @@ LayerCache read_cache(nb::handle entry, const AttentionPart& a, DType type, std:
   return cache;
 }
 
-LayerCache read_pages(nb::handle entry, const AttentionPart& a, DType type) {
+LayerCache read_pages(nb::handle entry, const AttentionPart& a, DType type, std::int64_t page_tokens) {
   const nb::tuple parts = nb::cast<nb::tuple>(entry);
   CPUMOE_REQUIRE(parts.size() == 2, "a cache in pages is (keys, values)");
   const Array keys(parts[0], "keys"), values(parts[1], "values");
   const auto heads_of = [&](const Array& array, std::int64_t depth) {
-    CPUMOE_REQUIRE(array.writable().contiguous(3).float_type() == type, array.name(), " is ", array.dtype_text(),
+    CPUMOE_REQUIRE(array.writable().contiguous(4).float_type() == type, array.name(), " is ", array.dtype_text(),
                    ", unlike the hidden states");
-    CPUMOE_REQUIRE(array.dim(0) == keys.dim(0) && array.dim(1) == a.kv_heads && array.dim(2) == depth, array.name(),
-                   " is ", array.shape_text(), "; [", keys.dim(0), ", ", a.kv_heads, ", ", depth, "] is accepted");
-    return CachedHeads{array.data(), 0, depth, a.kv_heads * depth};
+    CPUMOE_REQUIRE(array.dim(0) == keys.dim(0) && array.dim(1) == a.kv_heads && array.dim(2) == page_tokens &&
+                       array.dim(3) == depth,
+                   array.name(), " is ", array.shape_text(), "; [", keys.dim(0), ", ", a.kv_heads, ", ", page_tokens,
+                   ", ", depth, "] is accepted");
+    return CachedHeads{array.data(), a.kv_heads * page_tokens * depth, page_tokens * depth, depth};
   };
   LayerCache cache{};
   cache.keys = heads_of(keys, a.latent.has_value() ? a.latent->depth() : a.depth);
@@ -319,11 +321,11 @@ class DecoderObject {
     step.wanted.assign(wanted.data<std::int64_t>(), wanted.data<std::int64_t>() + wanted.dim(0));
     std::vector<const std::int32_t*> lists;
     for (std::int64_t i = 0; i < pages.dim(0); ++i) lists.push_back(pages.data<std::int32_t>() + i * pages.dim(1));
-    std::int64_t least = std::numeric_limits<std::int64_t>::max();  // of tokens that all layers have room for
+    std::int64_t least = std::numeric_limits<std::int64_t>::max();  // of pages that all layers have
     for (const nb::handle entry : caches) {
       CPUMOE_REQUIRE(step.caches.size() < model.layers.size(), "there are caches for more than ", model.layers.size(),
                      " layers");
-      step.caches.push_back(read_pages(entry, model.layers[step.caches.size()].attention, model.type));
+      step.caches.push_back(read_pages(entry, model.layers[step.caches.size()].attention, model.type, page_tokens));
       LayerCache& cache = step.caches.back();
       least = std::min(least, cache.places);
       cache.places = pages.dim(1) * page_tokens;
@@ -335,8 +337,8 @@ class DecoderObject {
                      pages.dim(1) * page_tokens - 1, " are accepted");
       for (std::int64_t i = 0; i <= row.place / page_tokens; ++i) {
         const std::int64_t page = lists[static_cast<std::size_t>(row.sequence)][i];
-        CPUMOE_REQUIRE(page >= 0 && (page + 1) * page_tokens <= least, "pages[", row.sequence, ", ", i, "]=", page,
-                       "; the caches have ", least / page_tokens, " pages");
+        CPUMOE_REQUIRE(page >= 0 && page < least, "pages[", row.sequence, ", ", i, "]=", page, "; the caches have ",
+                       least, " pages");
       }
     }
     CPUMOE_REQUIRE(out.writable().contiguous(2).float_type() == model.type && out.dim(0) == wanted.dim(0) &&

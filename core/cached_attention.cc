@@ -199,13 +199,13 @@ class CachedAttention::Attending {
     const auto* value = static_cast<const std::uint8_t*>(sequence.values) + kv_head * c_.value_head_stride * element_;
     for (int run = 0; run < kPartRuns; ++run) {
       const int present = std::clamp(run, begin / kRunTokens, (end - 1) / kRunTokens);
-      std::int64_t token = p * kPartTokens + present * kRunTokens;
+      std::int64_t token = p * kPartTokens + present * kRunTokens, page = 0;
       if (c_.page_tokens != 0) {
-        const std::int64_t page = c_.pages[row.sequence][token / c_.page_tokens];
-        token = page * c_.page_tokens + token % c_.page_tokens;
+        page = c_.pages[row.sequence][token / c_.page_tokens];
+        token %= c_.page_tokens;
       }
-      keys[run] = key + token * c_.key_token_stride * element_;
-      values[run] = value + token * c_.value_token_stride * element_;
+      keys[run] = key + (page * c_.key_page_stride + token * c_.key_token_stride) * element_;
+      values[run] = value + (page * c_.value_page_stride + token * c_.value_token_stride) * element_;
     }
   }
 

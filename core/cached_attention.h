@@ -31,9 +31,9 @@ struct CachedAttentionCall {
   const CachedSequence* sequences;
   const AttentionRow* row;  // [rows]; rows of one sequence lie side by side, first and last not falling
   std::int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;  // elements
-  // 0: tokens lie one after the other. Else a power of two from 16 on: token t of sequence s lies where otherwise token
-  // pages[s][t / page_tokens] * page_tokens + t % page_tokens would.
-  std::int64_t page_tokens;
+  // 0: tokens lie one after the other. Else a power of two from 16 on: token t of sequence s is number t % page_tokens
+  // of page pages[s][t / page_tokens], and pages are so far apart.
+  std::int64_t page_tokens, key_page_stride, value_page_stride;
   const std::int32_t* const* pages;
   float scale;         // of the scores
   float softcap;       // scores become softcap * tanh(score / softcap); 0: they stay

@@ -421,10 +421,11 @@ class Decoder::Round {
     s_.sequences.resize(step_.seen.size());
     for (std::int64_t i = 0; i < sequences; ++i) {
       // Counted from place 0, so that parts are cut at the same places wherever a cache begins; nothing is read before
-      // its first place.
+      // its first place. Pages count from the first one.
+      const std::int64_t sequence = cache.page_tokens == 0 ? i : 0;
       s_.sequences[static_cast<std::size_t>(i)] = {
-          at(cache.keys.data, cache.keys.offset(i, 0, -cache.first_place), type_),
-          at(cache.values.data, cache.values.offset(i, 0, -cache.first_place), type_)};
+          at(cache.keys.data, cache.keys.offset(sequence, 0, -cache.first_place), type_),
+          at(cache.values.data, cache.values.offset(sequence, 0, -cache.first_place), type_)};
     }
     s_.attention_rows.resize(static_cast<std::size_t>(count));
     for (std::int64_t r = 0; r < count; ++r) {
@@ -458,6 +459,8 @@ class Decoder::Round {
     call.value_token_stride = cache.values.token_stride;
     call.value_head_stride = cache.values.head_stride;
     call.page_tokens = cache.page_tokens;
+    call.key_page_stride = cache.keys.sequence_stride;
+    call.value_page_stride = cache.values.sequence_stride;
     call.pages = cache.pages;
     call.scale = a.scale;
     call.softcap = a.softcap;
@@ -507,8 +510,7 @@ class Decoder::Round {
     if (is_query) return;
     const std::int64_t kv_head = (head - a.heads) % a.kv_heads;
     const CachedHeads& cached = is_key ? cache.keys : cache.values;
-    const std::int64_t place =
-        cached.offset(cache.page_tokens == 0 ? row.sequence : 0, kv_head, cache.token_at(row.sequence, row.place));
+    const std::int64_t place = cache.offset(cached, row.sequence, kv_head, row.place);
     k_.load_row(x, type_, static_cast<int>(depth), values);
     for (std::int64_t i = 0; !is_key && a.value_factor != 1.0f && i < depth; ++i) values[i] *= a.value_factor;
     flush(values, depth);
@@ -568,9 +570,8 @@ class Decoder::Round {
     k_.load_row(x, type_, static_cast<int>(l.depth()), values);
     rotate(a, row, values + l.rank);
     flush(values, l.depth());
-    const std::int64_t token = cache.token_at(row.sequence, row.place);
-    const std::int64_t sequence = cache.page_tokens == 0 ? row.sequence : 0;
-    k_.store_row(values, l.depth(), type_, at(cache.keys.data, cache.keys.offset(sequence, 0, token), type_));
+    const std::int64_t place = cache.offset(cache.keys, row.sequence, 0, row.place);
+    k_.store_row(values, l.depth(), type_, at(cache.keys.data, place, type_));
   }
 
   static void flush(float* values, std::int64_t count) {

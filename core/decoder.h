@@ -110,7 +110,8 @@ struct DecoderModel {
 };
 
 // Keys or values of all sequences in one layer. Those of sequence s, head h and the token at place p are at
-// s * sequence_stride + h * head_stride + (p - first_place) * token_stride elements.
+// s * sequence_stride + h * head_stride + (p - first_place) * token_stride elements; in pages (see CachedAttentionCall)
+// a page takes the place of the sequence.
 struct CachedHeads {
   void* data;
   std::int64_t sequence_stride, head_stride, token_stride;
@@ -123,15 +124,13 @@ struct CachedHeads {
 struct LayerCache {
   CachedHeads keys, values;
   std::int64_t first_place, places;  // the places that there is room for
-  // Or 0 and null; else tokens lie in pages of so many (see CachedAttentionCall), with a list of them by sequence, and
-  // first_place is 0.
+  // Or 0 and null; else tokens lie in pages of so many, with a list of them by sequence, and first_place is 0.
   std::int64_t page_tokens;
   const std::int32_t* const* pages;
 
-  // Where the token at a place of a sequence is, counted from the first one that there is room for.
-  std::int64_t token_at(std::int64_t sequence, std::int64_t place) const {
-    if (page_tokens == 0) return place - first_place;
-    return pages[sequence][place / page_tokens] * page_tokens + place % page_tokens;
+  std::int64_t offset(const CachedHeads& heads, std::int64_t sequence, std::int64_t head, std::int64_t place) const {
+    if (page_tokens == 0) return heads.offset(sequence, head, place - first_place);
+    return heads.offset(pages[sequence][place / page_tokens], head, place % page_tokens);
   }
 };
 

@@ -216,7 +216,7 @@ def test_steps_have_the_same_bits_everywhere_and_in_pages(
     pages = rng.permutation(batch * per).astype(np.int32).reshape(batch, per)
     pools = [
         tuple(
-            np.full((batch * per * page_tokens, part.attention.kv_heads, depth), np.nan, dtype)
+            np.full((batch * per, part.attention.kv_heads, page_tokens, depth), np.nan, dtype)
             for depth in depths_of(part.attention)
         )
         for part in model.layers
@@ -303,7 +303,7 @@ def test_bad_pages_are_refused(numbers: list[int], page_tokens: int, seed: int) 
     rng = np.random.default_rng(seed)
     shape = dict.fromkeys(("rank", "window", "norms", "is_packed"), 0) | {"heads": 2, "kv_heads": 1, "block": 1}
     model = described(rng, [shape | {"depth": 8, "value_depth": 8, "rotary": 0}], np.float32)
-    pools = [tuple(np.zeros((64, 1, 8), np.float32) for _ in range(2))]
+    pools = [tuple(np.zeros((4, 1, 16, 8), np.float32) for _ in range(2))]
     rows, out = 3, np.zeros((2, VOCABULARY), np.float32)
     arrays = [np.array(numbers[i : i + rows]) for i in (0, 3, 6)]
     pages = np.array(numbers[8:12], np.int32).reshape(2, 2)

@@ -198,6 +198,8 @@ class Numbers {
       p.sequences.push_back({p.keys.data(), p.values.data()});
     }
     call.page_tokens = page_tokens;
+    call.key_page_stride = page_tokens * c_.kv_heads * c_.depth;
+    call.value_page_stride = page_tokens * c_.kv_heads * c_.value_depth;
     call.pages = p.lists.data();
     call.sequences = p.sequences.data();
     call.key_token_stride = c_.kv_heads * c_.depth;

@@ -21,7 +21,6 @@ pytest.importorskip("transformers")
 import cpumoe
 from cpumoe.generation import step_engine
 from cpumoe.generation.engine import Failure, Job
-from cpumoe.generation.memory import token_bytes
 from cpumoe.generation.page_pool import PagePool, page_name
 from cpumoe.generation.sampling import Sampling, Token
 from cpumoe.generation.schedule import Schedule
@@ -495,4 +494,4 @@ def test_the_end(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_size_of_a_token(model: Any) -> None:
-    assert token_bytes(native_with_head(model)) == 2 * 2 * 16 * 2 * 4  # layers, heads, depth, keys and values, fp32
+    assert native_with_head(model).token_bytes == 2 * 2 * 16 * 2 * 4  # layers, heads, depth, keys and values, fp32

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from cpumoe.checkpoints.checkpoint import read_json
 from cpumoe.cli.arguments import find_models
 from cpumoe.cli.model_arguments import add_model_arguments, load_chosen_model
-from cpumoe.generation.memory import BATCH_TOKENS, available_bytes, cache_size, model_bytes, token_bytes
+from cpumoe.generation.memory import BATCH_TOKENS, available_bytes, cache_size, model_bytes
 from cpumoe.generation.model_folder import check_folder, context_length, prepare_transformers
 from cpumoe.integrations.transformers.tokenizer import load_tokenizer
 from cpumoe.tables import size_text
@@ -151,7 +151,7 @@ def _start_together(server: Server, model: PreTrainedModel, free: int, memory_gb
     way, obstacle = "each step in one call of the core", None
     native = native_with_head(model)
     if native is not None:
-        size = cache_size(model.config, model.dtype, free, memory_gb, token_bytes(native))
+        size = cache_size(model.config, model.dtype, free, memory_gb, native.token_bytes)
         obstacle = server.start_steps(native, size.blocks, size.block_tokens, BATCH_TOKENS)
     if native is None or obstacle is not None:
         way = "by transformers' continuous batching" + ("" if obstacle is None else f": {obstacle}")

@@ -14,7 +14,6 @@ from cpumoe.tables import size_text
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-    from cpumoe.integrations.transformers.native_decoder import NativeDecoder
 
 # The part of the memory left free by the model that the cache takes. The rest is for activations, the page cache and
 # other programs.
@@ -95,8 +94,3 @@ def available_bytes() -> int:
 def model_bytes(model: PreTrainedModel) -> int:
     """Bytes of all parameters and buffers of a model."""
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-
-
-def token_bytes(native: NativeDecoder) -> int:
-    """Bytes of the keys and values of a token where the core computes whole steps; it makes no copies of them."""
-    return sum(tensor.nbytes for pair in native.new_pages(1) for tensor in pair)

@@ -43,7 +43,7 @@ class StepEngine:
     ) -> None:
         self._base = model.model
         self._native = native
-        self._caches = native.new_pages(pages * page_tokens)
+        self._caches = native.new_pages(pages, page_tokens)
         self._vocabulary = native.decoder.model.embedding.shape[0]
         self._schedule = Schedule(pages, page_tokens, step_rows)
         self._least_prompt_rows = self._prompt_rows = min(_LEAST_PROMPT_ROWS, step_rows)

@@ -241,7 +241,7 @@ class Decoder:
             sequences: int64 [N], the sequence of each. places: int64 [N], where in its sequence each is.
             pages: int32 [S, P]: the page of tokens p * page_tokens and the following of sequence s is pages[s, p].
             page_tokens: tokens of a page, a power of two from 16 on.
-            caches: for each layer keys and values [pages * page_tokens, kv_heads, depth].
+            caches: for each layer keys and values [pages, kv_heads, page_tokens, depth].
             wanted: int64 [W], ascending: the rows whose logits are asked for.
 
         Returns:

@@ -304,12 +304,17 @@ class NativeDecoder:
             layer.advance(count)
         return out
 
-    def new_pages(self, tokens: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of ``tokens`` tokens for each layer, [tokens, kv_heads, depth], for :meth:`step_rows`.
+    def new_pages(self, pages: int, page_tokens: int) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of each layer in pages, [pages, kv_heads, page_tokens, depth], for :meth:`step_rows`.
 
         Of latent attention they are one tensor, given twice.
         """
-        return [form.empty(tokens, form.heads) for form in self._forms]
+        return [form.empty(pages, form.heads, page_tokens) for form in self._forms]
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of keys and values that a token takes in all layers."""
+        return sum(form.heads * sum(form.depths) * form.dtype.itemsize for form in self._forms)
 
     def step_rows(
         self,

@@ -35,7 +35,7 @@ class DecodeTimes:
         return sum(share for kind, share in self.shares.items() if kind not in _ARITHMETIC)
 
 
-_ARITHMETIC = ("experts", "packed linears", "attention", "float products")
+_ARITHMETIC = ("experts", "packed linears", "attention", "float products", "products", "head")
 
 
 @contextmanager
@@ -52,10 +52,16 @@ def _silent_stderr() -> Iterator[None]:
 
 
 def decode_times(model: Any, prompt: Tensor, tokens: int) -> DecodeTimes:
-    """Continues ``prompt`` [1, T] greedily by ``tokens`` tokens and measures them."""
+    """Continues ``prompt`` [1, T] greedily by ``tokens`` tokens and measures them.
+
+    Where steps are one call of the core, it tells itself what its time goes into.
+    """
     from torch.profiler import ProfilerActivity, profile
     from transformers import DynamicCache
 
+    from cpumoe.integrations.transformers.native_decoder import native_with_head
+
+    native = native_with_head(model)
     cache = DynamicCache(config=model.config)
 
     def step(ids: Tensor) -> Tensor:
@@ -67,10 +73,15 @@ def decode_times(model: Any, prompt: Tensor, tokens: int) -> DecodeTimes:
         for _ in range(3):
             token = step(token)
         times = []
+        if native is not None:
+            native.decoder.take_seconds()
         for _ in range(tokens):
             start = time.perf_counter()
             token = step(token)
             times.append(time.perf_counter() - start)
+        if native is not None:
+            parts = {kind: seconds / sum(times) for kind, seconds in native.decoder.take_seconds().items()}
+            return DecodeTimes(tuple(times), _sorted(parts | {"Python": max(0.0, 1 - sum(parts.values()))}))
         with _silent_stderr(), profile(activities=[ProfilerActivity.CPU]) as profiler:
             start = time.perf_counter()
             for _ in range(_PROFILED):
@@ -80,7 +91,11 @@ def decode_times(model: Any, prompt: Tensor, tokens: int) -> DecodeTimes:
     for event in profiler.key_averages():
         kinds[_kind(event.key)] += event.self_cpu_time_total * 1e-6 / profiled
     kinds["Python"] = max(0.0, 1 - sum(kinds.values()))
-    return DecodeTimes(tuple(times), dict(sorted(kinds.items(), key=lambda item: -item[1])))
+    return DecodeTimes(tuple(times), _sorted(kinds))
+
+
+def _sorted(shares: dict[str, float]) -> dict[str, float]:
+    return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
 
 def _kind(operator: str) -> str:

@@ -266,23 +266,23 @@ void test_case(const Case& c, DType type) {
         c.name() + " is " + std::to_string(error) + " from the truth");
   for (const Kernels* k : all_kernels()) {
     const std::string name = std::string(k->name) + " " + c.name();
-    for (const int threads : {1, 2, 3, 4, 5}) {
+    for (const int threads : {1, 2, 5}) {
       attend_with(*k, numbers.call(out), threads);
       check(out == expected, name + " with " + std::to_string(threads) + " threads");
     }
     attend_with(*k, numbers.call(out), 3, 1);
     check(out == expected, name + " with room for little");
-    for (const std::int64_t page_tokens : {16, 32, 128, 256}) {
+    for (const std::int64_t page_tokens : {16, 256}) {
       auto call = numbers.call(out);
       const auto paged = numbers.paged(call, page_tokens);
       attend_with(*k, call, 2);
       check(out == expected, name + " in pages of " + std::to_string(page_tokens));
     }
-    for (const std::int64_t piece : {1, 7, 50}) {
+    for (const std::int64_t piece : {1, 23}) {
       bool same = true;
       for (std::int64_t first = 0; first < numbers.row_count(); first += piece) {
         // All rows one by one take long; some of them do.
-        if (piece == 1 && first % 5 != 0 && first + 1 != numbers.row_count()) continue;
+        if (piece == 1 && first % 17 != 0 && first + 1 != numbers.row_count()) continue;
         attend_with(*k, numbers.call(first, std::min(first + piece, numbers.row_count()), out), 1);
         same &= same_bits(out.data(), expected.data() + first * numbers.row_bytes(), out.size());
       }

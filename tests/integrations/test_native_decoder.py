@@ -167,6 +167,17 @@ def test_generate_gives_the_same_tokens(loaded, name, options):
     assert steps
 
 
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "glm4v_moe", "mistral4", "aria"])
+def test_text_alone_in_models_for_images(loaded, name):
+    model, inputs = loaded(name), prompt(1, 9, 0)
+    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    with own_code(model):
+        expected = model.generate(**inputs, **options)
+    with counted_steps(model) as steps:
+        assert torch.equal(model.generate(**inputs, **options), expected)
+    assert len(steps) == 6
+
+
 def test_generate_with_an_assistant_model(loaded, tmp_path):
     model, assistant = loaded("qwen3_moe"), loaded("mixtral")
     inputs, options = prompt(1, 9, 0), {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}

@@ -291,6 +291,8 @@ class NativeDecoder:
                 return None
         last = past + count - 1
         if positions is not None:
+            if positions.dim() == 3 and bool((positions == positions[:1]).all()):
+                positions = positions[0]  # of text all axes have the same
             if positions.dim() != 2 or positions.shape[1] != count or positions.shape[0] not in (1, batch):
                 return None
             positions = positions.to(torch.int64).contiguous()

@@ -49,7 +49,7 @@ lint: $(VENV)/tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy benchmarks/peers.py benchmarks/model.py
+	$(BIN)/mypy benchmarks/peers.py benchmarks/model.py benchmarks/engines.py
 	PYTHONPATH=src $(BIN)/lint-imports --no-cache
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'core/*.h' 'core/*.cc')
 

@@ -258,7 +258,11 @@ class DecoderObject {
     CPUMOE_REQUIRE(past >= 0 && past < (std::int64_t{1} << 40), "past=", past, "; 0 to 2^40 are accepted");
     CPUMOE_REQUIRE(kept >= 0 && kept <= count, "keep=", kept, " of ", count, " tokens");
     Step step;
-    (is_tokens ? reinterpret_cast<const void*&>(step.tokens) : step.hidden) = input.data();
+    if (is_tokens) {
+      step.tokens = input.data<std::int64_t>();
+    } else {
+      step.hidden = input.data();
+    }
     const std::optional<Array> positions = given(positions_, "positions"), padding = given(padding_, "padding");
     if (positions) {
       positions->contiguous(2).expect<std::int64_t>("int64");

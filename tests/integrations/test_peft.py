@@ -48,7 +48,7 @@ def test_adapters_on_float_linears(folder: Path, adapter: Path, tmp_path: Path) 
     result = logits(adapted)
     assert (result - plain).norm() / plain.norm() > 0.05
     with adapted.disable_adapter():
-        assert torch.equal(logits(adapted), plain)
+        torch.testing.assert_close(logits(adapted), plain, rtol=1e-3, atol=1e-3)
     assert adapted.generate(IDS, max_new_tokens=4).shape == (1, 7)
     merged = adapted.merge_and_unload()
     torch.testing.assert_close(logits(merged), result, rtol=1e-3, atol=1e-3)

@@ -41,7 +41,7 @@ class StepEngine:
     def __init__(
         self, model: PreTrainedModel, native: NativeDecoder, pages: int, page_tokens: int, step_rows: int
     ) -> None:
-        self._base = model.model
+        self._model = model
         self._native = native
         self._caches = native.new_pages(pages, page_tokens)
         self._vocabulary = native.decoder.model.embedding.shape[0]
@@ -144,7 +144,7 @@ class StepEngine:
         started = time.perf_counter()
         try:
             logits = self._native.step_rows(
-                self._base,
+                self._model,
                 torch.tensor(tokens),
                 torch.tensor(lines),
                 torch.tensor(places),

@@ -33,6 +33,7 @@ from cpumoe.integrations.transformers.decoder_description import (
 )
 from cpumoe.integrations.transformers.roomy_cache import roomy_layers
 from cpumoe.layers.experts import Experts
+from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.ops import decoder
 
 _log = logging.getLogger("cpumoe")
@@ -136,7 +137,7 @@ class NativeDecoder:
         self.output = output_class(base)
         self._positions = FIRST_POSITIONS
         self.reason: str | None = None  # why it is no longer used
-        self._head: Any = None
+        self._has_head = False
         self._arguments = [tuple(inspect.signature(type(base).forward).parameters)[1:]]  # and those of the model
         self._describe(base)
 
@@ -153,17 +154,16 @@ class NativeDecoder:
             with torch.no_grad():
                 found = type(model).forward(model, input_ids=torch.zeros((1, 3), dtype=torch.long), logits_to_keep=1)
                 expected = head(hidden[:, -1:])
-            is_plain = torch.equal(found.logits, expected)
-            self._head = describe_matrix(head, "head")
+            describe_matrix(head, "head")
+            self._has_head = torch.equal(found.logits, expected)
         except Exception:  # it is called in another way, or is no linear
-            is_plain = False
+            self._has_head = False
         finally:
             base.forward = forward
-        if not is_plain:
-            self._head = None
+        if not self._has_head:
             return None
         self._arguments.append(tuple(inspect.signature(type(model).forward).parameters)[1:])
-        self._describe(base)
+        self._describe(base, model)
         return type(found)
 
     @staticmethod
@@ -181,14 +181,28 @@ class NativeDecoder:
             out.append(found[key])
         return tuple(out)
 
-    def _describe(self, base: Any) -> None:
-        model = replace(describe_decoder(base, self._choices), head=self._head)
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or what is read from a file, describes the model anew that it finds itself in."""
+        return {**vars(self), "_described": None, "_hooks": (), "_held": ()}
+
+    @property
+    def decoder(self) -> decoder.Decoder:
+        """What computes steps; of a model that has been copied, not before the first of them."""
+        assert self._described is not None
+        return self._described
+
+    def _describe(self, base: Any, owner: Any = None) -> None:
+        """``owner``: the model whose head the steps go on to, if they do."""
+        head = owner.get_output_embeddings() if self._has_head and owner is not None else None
+        model = describe_decoder(base, self._choices)
+        if head is not None:
+            model = replace(model, head=describe_matrix(head, "head"))
         if self._positions > FIRST_POSITIONS:
             model = replace(model, rotary=self._tables(base).made(self._positions))
-        self.decoder = decoder.Decoder(model)
+        self._described: decoder.Decoder | None = decoder.Decoder(model)
         self._dtype, self._hidden = model.embedding.dtype, model.embedding.shape[1]
         self._forms = tuple(cache_form(layer.attention, self._dtype) for layer in model.layers)
-        modules = [*base.layers.modules(), base.norm, base.embed_tokens]
+        modules = [*base.layers.modules(), base.norm, base.embed_tokens, *([] if head is None else [head])]
         self._hooks = tuple(hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks))
         self._held = tuple(
             (holder, name, value, value.data_ptr() if isinstance(value, Tensor) else 0)
@@ -213,7 +227,11 @@ class NativeDecoder:
         """
         if self.reason is not None or torch.is_grad_enabled() or base.training:
             return None
-        if torch.compiler.is_compiling() or self._is_watched():
+        if torch.compiler.is_compiling():
+            return None
+        if self._described is None and not self._is_ready(base, 1, 0, head):  # a copy
+            return None
+        if self._is_watched():
             return None
         given = options
         if arguments:
@@ -243,9 +261,9 @@ class NativeDecoder:
             from transformers import DynamicCache
 
             cache = DynamicCache(config=base.config)
-        if head is not None and not self._keeps(x, keep):
+        if head is not None and not self._keeps(head, x, keep):
             return None
-        out = self._step(base, x, cache, given.get("attention_mask"), given.get("position_ids"), keep, head is not None)
+        out = self._step(base, x, cache, given.get("attention_mask"), given.get("position_ids"), keep, head)
         if out is None:
             return None
         return out, cache if use_cache or given.get("past_key_values") is not None else None
@@ -258,12 +276,12 @@ class NativeDecoder:
             if hooks
         )
 
-    def _keeps(self, x: Tensor, keep: Any) -> bool:
+    def _keeps(self, head: Any, x: Tensor, keep: Any) -> bool:
         """Whether logits of so many tokens are for the step: of many, a head in float is faster in PyTorch."""
         if not isinstance(keep, int) or keep < 0:
             return False
         kept = min(keep, x.shape[1]) if keep else x.shape[1]
-        return self._head.weight.dtype == torch.uint8 or x.shape[0] * kept <= _FEW_ROWS
+        return isinstance(head.get_output_embeddings(), QuantizedLinear) or x.shape[0] * kept <= _FEW_ROWS
 
     def _step(
         self,
@@ -273,7 +291,7 @@ class NativeDecoder:
         mask: Tensor | None,
         positions: Tensor | None,
         keep: int,
-        logits: bool,
+        head: Any,
     ) -> Tensor | None:
         layers = roomy_layers(cache, len(self._forms))
         if layers is None:
@@ -297,11 +315,11 @@ class NativeDecoder:
                 return None
             positions = positions.to(torch.int64).contiguous()
             last = int(positions.max())
-        if not self._is_ready(base, count, last):
+        if not self._is_ready(base, count, last, head):
             return None
         room = [layer.reserve(batch, form, count) for layer, form in zip(layers, self._forms, strict=True)]
         x = x.contiguous()
-        out = self.decoder.step(x, room, past, positions=positions, padding=padding, keep=keep, logits=logits)
+        out = self.decoder.step(x, room, past, positions=positions, padding=padding, keep=keep, logits=head is not None)
         for layer in layers:
             layer.advance(count)
         return out
@@ -320,7 +338,7 @@ class NativeDecoder:
 
     def step_rows(
         self,
-        base: Any,
+        model: Any,
         tokens: Tensor,
         sequences: Tensor,
         places: Tensor,
@@ -334,19 +352,20 @@ class NativeDecoder:
         The arguments are those of :meth:`cpumoe.ops.decoder.Decoder.step_rows`.
         Raises NotDescribed if the model has become another one.
         """
-        if not self._is_ready(base, len(tokens), int(places.max())):
+        if not self._is_ready(model.model, len(tokens), int(places.max()), model):
             raise NotDescribed(self.reason)
         return self.decoder.step_rows(tokens, sequences, places, pages, page_tokens, caches, wanted)
 
-    def _is_ready(self, base: Any, count: int, last: int) -> bool:
+    def _is_ready(self, base: Any, count: int, last: int, head: Any) -> bool:
         """Follows what has changed in the model since it was described; makes tables for positions up to ``last``."""
         try:
-            if count > 1 and self._has_changed():
-                self._describe(base)
-            if last >= self._positions:
-                while self._positions <= last:
-                    self._positions *= 2
-                self._describe(base)
+            described = self._described
+            lacks_head = described is not None and head is not None and described.model.head is None
+            while self._positions <= last:
+                self._positions *= 2
+                described = None
+            if described is None or lacks_head or (count > 1 and self._has_changed()):
+                self._describe(base, head)
         except NotDescribed as reason:
             _log.warning("%s runs layer by layer from here on: %s", type(base).__name__, reason)
             self.reason = base._cpumoe_reason = str(reason)

@@ -165,8 +165,9 @@ std::int64_t work_of(const DecoderModel& model, std::int64_t rows) {
       const std::int64_t experts = std::min(rows * layer.experts->router.topk, layer.experts->gate_up.spec.experts);
       bytes += (layer.experts->gate_up.expert_bytes + layer.experts->down.expert_bytes) * experts;
     }
-    if (layer.dense.has_value())
+    if (layer.dense.has_value()) {
       bytes += layer.dense->gate.bytes() + layer.dense->up.bytes() + layer.dense->down.bytes();
+    }
   }
   return bytes;
 }
@@ -374,7 +375,11 @@ class Decoder::Round {
     MatrixOut outs[4] = {{&a.query, projected_, width, type_}};
     int outs_count = 1;
     if (a.latent.has_value()) {
-      if (a.latent->down) outs[0] = {&a.latent->down, down_, a.latent->down.columns, type_};
+      if (a.latent->down) {
+        outs[0] = {&a.latent->down, down_, a.latent->down.columns, type_};
+        const MatrixOut queries{&a.query, projected_, width, type_};
+        s_.queries.plan(k_, &queries, 1, down_, type_, count_, threads_);
+      }
       outs[outs_count++] = {&a.latent->latent, at(projected_, keys, type_), width, type_};
     } else if (a.key) {
       outs[outs_count++] = {&a.key, at(projected_, keys, type_), width, type_};
@@ -525,11 +530,6 @@ class Decoder::Round {
         std::uint8_t* row = at(down_, r * l.down.columns, type_);
         if (l.down_norm) normalize_into(row, l.down_norm, row);
       });
-      if (worker.index == 0) {
-        const MatrixOut out{&a.query, projected_, width_of(a), type_};
-        s_.queries.plan(k_, &out, 1, down_, type_, count_, threads_);
-      }
-      end_stage(worker, StepPart::kRows);
       s_.queries.prepare(worker);
       end_stage(worker, StepPart::kRows);
       s_.queries.multiply(worker);
@@ -537,9 +537,9 @@ class Decoder::Round {
     }
     each_row(worker, [&](std::int64_t r) { keep_latent(worker, a, cache, r); });
     if (worker.index == 0) plan_layer(index);
+    end_stage(worker, StepPart::kRows);
     for (std::int64_t first = 0; first < count_; first += kLatentRows) {
       const std::int64_t rows = std::min(kLatentRows, count_ - first);
-      if (first == 0) end_stage(worker, StepPart::kRows);
       each_latent_item(worker, a, rows, [&](std::int64_t head, std::int64_t row, std::int64_t count) {
         absorb(worker, a, head, first, row, count);
       });

@@ -337,7 +337,6 @@ def test_changed_weights_are_followed(loaded, tmp_path):
 
 def test_positions_beyond_the_first_tables(loaded, monkeypatch, tmp_path):
     monkeypatch.setattr(native_decoder, "FIRST_POSITIONS", 8)
-    monkeypatch.setattr("cpumoe.integrations.transformers.decoder_description.FIRST_POSITIONS", 8)
     write_family(tmp_path / "model", "qwen3_moe")
     model = cpumoe.load_model(tmp_path / "model", dtype=torch.float32, scheme="w8a8")
     ids = torch.randint(3, 98, (1, 40), generator=torch.Generator().manual_seed(2))
@@ -482,8 +481,8 @@ def test_a_description_that_computes_something_else_is_noticed(loaded, monkeypat
     write_family(tmp_path / "model", "qwen3_moe")
     for change in changes.values():
 
-        def described(base, choices, change=change):
-            model = original(base, choices)
+        def described(base, choices, positions, change=change):
+            model = original(base, choices, positions)
             return replace(
                 model, layers=tuple(replace(layer, attention=change(layer.attention)) for layer in model.layers)
             )

@@ -39,7 +39,7 @@ def find_choices(base: Any, index: int) -> Choices:
     twin = _twin(base, index)
     reason = ""
     for choices in choices_for(base.layers[index]):
-        model = describe_decoder(twin, (choices,))
+        model = describe_decoder(twin, (choices,), _PROMPT + _SINGLE)
         reason = _difference(twin, model)
         if not reason:
             return choices

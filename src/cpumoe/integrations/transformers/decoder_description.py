@@ -26,9 +26,6 @@ from cpumoe.layers.experts import Experts
 from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.ops import SCORING, decoder
 
-#: Positions that the first rotary tables have; they grow with the sequences.
-FIRST_POSITIONS = 4096
-
 #: Kinds of rotary embeddings whose angles depend on the length of a sequence.
 _CHANGING_ROTARY = ("dynamic", "longrope")
 
@@ -80,8 +77,8 @@ class _Parts:
             raise NotDescribed(f"{self._name} has {names[0]}, which has no place in a described layer")
 
 
-def describe_decoder(base: Any, choices: tuple[Choices, ...]) -> decoder.DecoderModel:
-    """The decoder of a base model (embeddings, layers, norm), each layer with its choices.
+def describe_decoder(base: Any, choices: tuple[Choices, ...], positions: int) -> decoder.DecoderModel:
+    """The decoder of a base model (embeddings, layers, norm), each layer with its choices, for so many positions.
 
     Raises NotDescribed.
     """
@@ -93,7 +90,7 @@ def describe_decoder(base: Any, choices: tuple[Choices, ...]) -> decoder.Decoder
     return decoder.DecoderModel(
         embedding.contiguous(),
         float(getattr(base, "embedding_multiplier", 1.0)),
-        tables.made(FIRST_POSITIONS),
+        tables.made(positions),
         layers,
         _norm(base.norm, "norm"),
         None,

@@ -21,10 +21,8 @@ from torch import Tensor, nn
 from cpumoe.integrations.transformers.attention import PASSED_OVER
 from cpumoe.integrations.transformers.decoder_check import find_choices, output_class
 from cpumoe.integrations.transformers.decoder_description import (
-    FIRST_POSITIONS,
     Choices,
     NotDescribed,
-    RotaryTables,
     cache_form,
     describe_decoder,
     describe_matrix,
@@ -34,7 +32,7 @@ from cpumoe.integrations.transformers.decoder_description import (
 from cpumoe.integrations.transformers.roomy_cache import roomy_layers
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.linear import QuantizedLinear
-from cpumoe.ops import decoder
+from cpumoe.ops.decoder import Decoder
 
 _log = logging.getLogger("cpumoe")
 
@@ -44,6 +42,8 @@ _SERVED = ("input_ids", "attention_mask", "position_ids", "past_key_values", "in
 #: Attributes of a configuration that ask for results which a step does not have.
 _MORE_RESULTS = ("output_hidden_states", "output_attentions", "output_router_logits")
 
+#: Positions that the first rotary tables have; they grow with the sequences.
+FIRST_POSITIONS = 4096
 
 #: The module of transformers whose hooks stay where hidden states or attentions have been asked for once.
 _CAPTURING = "transformers.utils.output_capturing"
@@ -186,7 +186,7 @@ class NativeDecoder:
         return {**vars(self), "_described": None, "_hooks": (), "_held": ()}
 
     @property
-    def decoder(self) -> decoder.Decoder:
+    def decoder(self) -> Decoder:
         """What computes steps; of a model that has been copied, not before the first of them."""
         assert self._described is not None
         return self._described
@@ -194,12 +194,10 @@ class NativeDecoder:
     def _describe(self, base: Any, owner: Any = None) -> None:
         """``owner``: the model whose head the steps go on to, if they do."""
         head = owner.get_output_embeddings() if self._has_head and owner is not None else None
-        model = describe_decoder(base, self._choices)
+        model = describe_decoder(base, self._choices, self._positions)
         if head is not None:
             model = replace(model, head=describe_matrix(head, "head"))
-        if self._positions > FIRST_POSITIONS:
-            model = replace(model, rotary=self._tables(base).made(self._positions))
-        self._described: decoder.Decoder | None = decoder.Decoder(model)
+        self._described: Decoder | None = Decoder(model)
         self._dtype, self._hidden = model.embedding.dtype, model.embedding.shape[1]
         self._forms = tuple(cache_form(layer.attention, self._dtype) for layer in model.layers)
         modules = [*base.layers.modules(), base.norm, base.embed_tokens, *([] if head is None else [head])]
@@ -210,13 +208,6 @@ class NativeDecoder:
             for holder in (m._parameters, m._buffers, m._modules)
             for name, value in holder.items()
         )
-
-    def _tables(self, base: Any) -> RotaryTables:
-        tables = RotaryTables(base)
-        for index, choices in enumerate(self._choices):
-            if choices.rotates:
-                tables.number(index, choices.interleaved)
-        return tables
 
     def run(
         self, base: Any, arguments: tuple[Any, ...], options: dict[str, Any], head: Any = None

@@ -52,7 +52,7 @@ def explain_step(checkpoint: Checkpoint) -> str:
 def _of_base(base: Any) -> str:
     try:
         refuse_other_parts(base)
-        describe_decoder(base, tuple(Choices() for _ in base.layers))
+        describe_decoder(base, tuple(Choices() for _ in base.layers), positions=1)
     except NotDescribed as reason:
         return f"layer by layer through transformers: {reason}"
     return "each in one call of the core, if its layers compute what their parts look like"

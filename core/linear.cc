@@ -166,8 +166,9 @@ struct RowProducts::State {
     const auto* scale = form.scale.get<float>(form.cut.slots / planes);
     const auto* zero = form.zero.get<std::int32_t>(form.cut.slots / planes);
     const Epilogues& epilogues = k->of(m.layout.weights).with(m.spec.rows);
-    for (int block = first; block < last; block += kBlocksPerPass) {
-      const int block_end = std::min(block + kBlocksPerPass, last);
+    const int in_turn = blocks_in_turn(form.cut, last - first);
+    for (int block = first; block < last; block += in_turn) {
+      const int block_end = std::min(block + in_turn, last);
       for (int index = 0; index < form.cut.chunks; ++index) {
         const RowChunk chunk = form.cut.chunk(index);
         const std::int32_t first_row = chunk.first_row / planes;

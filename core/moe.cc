@@ -292,8 +292,9 @@ class Forward {
       // Rows of `hidden` are counted from the expert's first pair.
       float* hidden =
           whole_experts_ ? t.hidden.get<float>(e.pairs * hidden_stride_) : hidden_ + e.first_pair * hidden_stride_;
-      for (int block = item.first; block < item.last; block += kBlocksPerPass) {
-        const int block_end = std::min(block + kBlocksPerPass, item.last);
+      const int in_turn = blocks_in_turn(e.first, item.last - item.first);
+      for (int block = item.first; block < item.last; block += in_turn) {
+        const int block_end = std::min(block + in_turn, item.last);
         for (int chunk_index = 0; chunk_index < e.first.chunks; ++chunk_index) {
           const RowChunk chunk = e.first.chunk(chunk_index);
           const std::int32_t pair = chunk.first_row / first_layout_.rows;

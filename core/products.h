@@ -10,8 +10,15 @@
 
 namespace cpumoe {
 
-// Blocks whose accumulators are kept at once when the inputs of a chunk do not fit the L2 cache.
-constexpr int kBlocksPerPass = 4;
+// Blocks whose accumulators are kept at once when the inputs of a chunk do not fit the L2 cache, and when a chunk is a
+// small tile: finishing a block there interrupts the stream of weights for longer than it takes, because what waits for
+// its last numbers fills the reorder buffer and no loads follow. One interruption for many blocks costs as much.
+constexpr int kBlocksPerPass = 4, kBlocksOfSmallTile = 16;
+static_assert(kBlocksOfSmallTile <= kBlocksPerPass * kMaxRowTiles, "the accumulators of a small tile fill a whole one");
+
+// Blocks that the chunks of a cut take in turn: so few that their weights stay in the caches, all if there is one
+// chunk.
+inline int blocks_in_turn(const RowCut& cut, int blocks) { return cut.chunks == 1 ? blocks : kBlocksPerPass; }
 
 // What one thread needs to multiply.
 struct ProductScratch {
@@ -117,29 +124,31 @@ void multiply_blocks(const Kernels& kernels, const PackedMatrix& m, std::int64_t
   const std::ptrdiff_t stride = layout.record_stride(in.chunk);
   const bool passes = stride * m.records > kPassBytes && in.chunk.tile_rows == kTileRows;
   const int step = passes ? static_cast<int>(kPassBytes / stride) : m.records;
-  const int width = passes ? kBlocksPerPass : 1;
+  const bool small_tile = in.chunk.tile_rows < kTileRows;
+  const int width = passes ? kBlocksPerPass : small_tile ? kBlocksOfSmallTile : 1;
+  const auto rows_of = [&](int block, int index) {
+    float* acc = small_tile ? &scratch->acc[0][0] + index * kAccTileFloats : scratch->acc[index];
+    return BlockRows{m.layout,    m.block(expert, block),      acc,          in.chunk.rows / layout.rows,
+                     layout.rows, layout.rows - layout.planes, in.row_scale, in.row_scale_up,
+                     in.row_zero};
+  };
   const std::uint8_t* end = m.block(expert, last);
   for (int b0 = first; b0 < last; b0 += width) {
     const int count = last - b0 < width ? last - b0 : width;
     for (int r0 = 0; r0 < m.records; r0 += step) {
       for (int i = 0; i < count; ++i) {
-        const std::uint8_t* block = m.block(expert, b0 + i);
-        BlockRows rows{m.layout,        block,
-                       scratch->acc[i], in.chunk.rows / layout.rows,
-                       layout.rows,     layout.rows - layout.planes,
-                       in.row_scale,    in.row_scale_up,
-                       in.row_zero};
+        const BlockRows rows = rows_of(b0 + i, i);
         if (r0 == 0) format.with(m.spec.rows).start(rows);
         Product p{};
         p.layout = m.layout;
-        p.records = block + m.head_bytes + r0 * m.record_bytes;
+        p.records = rows.head + m.head_bytes + r0 * m.record_bytes;
         p.record_count = m.records - r0 < step ? m.records - r0 : step;
         p.a = in.a + r0 * stride;
         p.a_record_stride = stride;
         p.tile_rows = in.chunk.tile_rows;
         p.tiles = in.chunk.tiles;
         p.rows = in.chunk.rows;
-        p.acc = scratch->acc[i];
+        p.acc = rows.acc;
         if (in.record_scales != nullptr) p.record_scales = in.record_scales + r0;
         p.record_scale_stride = m.records;
         p.ahead = {end, next != nullptr ? next : end, ahead ? kernels.tuning.read_ahead_bytes : 0,
@@ -150,9 +159,9 @@ void multiply_blocks(const Kernels& kernels, const PackedMatrix& m, std::int64_t
         p.next_rows_lines = static_cast<int>(share / (static_cast<std::int64_t>(m.records) * in.chunk.tiles * 64));
         p.workspace = &scratch->workspace;
         format.multiply(m.spec.rows, p);
-        if (r0 + step >= m.records) finish(b0 + i, rows);
       }
     }
+    for (int i = 0; i < count; ++i) finish(b0 + i, rows_of(b0 + i, i));
   }
 }
 

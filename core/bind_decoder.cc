@@ -91,6 +91,7 @@ AttentionPart read_attention(nb::handle object, DType type) {
   a.value = read_matrix(object.attr("value"), "value");
   a.out = read_matrix(object.attr("out"), "out");
   a.gate = read_matrix(object.attr("gate"), "gate");
+  a.gated_queries = value_of<bool>(object, "gated_queries");
   a.value_factor = value_of<float>(object, "value_factor");
   a.heads = value_of<std::int64_t>(object, "heads");
   a.kv_heads = value_of<std::int64_t>(object, "kv_heads");
@@ -108,6 +109,69 @@ AttentionPart read_attention(nb::handle object, DType type) {
   a.softcap = value_of<float>(object, "softcap");
   if (const nb::object latent = object.attr("latent"); !latent.is_none()) a.latent = read_latent(latent, a, type);
   return a;
+}
+
+Parameters read_parameters(nb::handle object, const char* name, std::int64_t count) {
+  const Array array(object, name);
+  CPUMOE_REQUIRE(array.contiguous(1).dim(0) == count, name, " is ", array.shape_text(), "; [", count, "] is accepted");
+  return {array.data(), array.float_type()};
+}
+
+DeltaRule read_rule(nb::handle object) {
+  DeltaRule r;
+  r.key_heads = value_of<std::int64_t>(object, "key_heads");
+  r.heads = value_of<std::int64_t>(object, "heads");
+  r.key_depth = value_of<std::int64_t>(object, "key_depth");
+  r.value_depth = value_of<std::int64_t>(object, "value_depth");
+  for (const std::int64_t size : {r.key_heads, r.heads, r.key_depth, r.value_depth}) {
+    CPUMOE_REQUIRE(size >= 1 && size <= 4096, "states are of ", r.heads, " heads, ", r.key_heads, " of keys, and ",
+                   r.key_depth, " x ", r.value_depth, "; 1 to 4096 are accepted");
+  }
+  const Array decay_bias(object.attr("decay_bias"), "decay_bias");
+  r.decay_of_channels = decay_bias.contiguous(1).dim(0) != r.heads;
+  r.decay_bias =
+      read_parameters(object.attr("decay_bias"), "decay_bias", r.decay_of_channels ? r.heads * r.key_depth : r.heads);
+  r.log_rates = read_parameters(object.attr("log_rates"), "log_rates", r.heads);
+  r.decay_bound = value_of<float>(object, "decay_bound");
+  const Array weight(object.attr("conv_weight"), "conv_weight");
+  CPUMOE_REQUIRE(weight.contiguous(2).dim(0) == r.channels(), "conv_weight is ", weight.shape_text(), "; [",
+                 r.channels(), ", taps] is accepted");
+  r.conv_weight = {weight.data(), weight.float_type()};
+  r.taps = static_cast<int>(std::min<std::int64_t>(weight.dim(1), std::numeric_limits<int>::max()));
+  if (const nb::object bias = object.attr("conv_bias"); !bias.is_none()) {
+    r.conv_bias = read_parameters(bias, "conv_bias", r.channels());
+    CPUMOE_REQUIRE(r.conv_bias.type == r.conv_weight.type, "conv_bias has another dtype than conv_weight");
+  }
+  r.norm_weight = read_parameters(object.attr("norm_weight"), "norm_weight", r.value_depth);
+  r.norm_epsilon = value_of<float>(object, "norm_epsilon");
+  r.sigmoid_gate = value_of<bool>(object, "sigmoid_gate");
+  return r;
+}
+
+DeltaPart read_delta(nb::handle object) {
+  DeltaPart d;
+  d.rule = read_rule(object);
+  for (const nb::handle matrix : object.attr("projections"))
+    d.projections.push_back(read_matrix(matrix, "projections"));
+  for (const nb::handle expansion : object.attr("expansions")) {
+    d.expansions.push_back(
+        {read_matrix(expansion.attr("matrix"), "expansions"), value_of<std::int64_t>(expansion, "first")});
+  }
+  const nb::object places = object.attr("columns");
+  const auto columns_of = [&](const char* name) {
+    const nb::object columns = places.attr(name);
+    return DeltaPart::Columns{value_of<std::int64_t>(columns, "first"), value_of<std::int64_t>(columns, "group"),
+                              value_of<std::int64_t>(columns, "group_stride"),
+                              value_of<std::int64_t>(columns, "head_stride")};
+  };
+  d.queries = columns_of("queries");
+  d.keys = columns_of("keys");
+  d.values = columns_of("values");
+  d.gates = columns_of("gates");
+  d.betas = columns_of("betas");
+  d.decays = columns_of("decays");
+  d.out = read_matrix(object.attr("out"), "out");
+  return d;
 }
 
 Router read_router(nb::handle object, DType type) {
@@ -160,7 +224,11 @@ DecoderLayer read_layer(nb::handle object, DType type) {
   layer.after_attention = read_norm(object.attr("after_attention"), type, "after_attention");
   layer.before_block = read_norm(object.attr("before_block"), type, "before_block");
   layer.after_block = read_norm(object.attr("after_block"), type, "after_block");
-  layer.attention = read_attention(object.attr("attention"), type);
+  if (const nb::object delta = object.attr("delta"); !delta.is_none()) {
+    layer.delta = read_delta(delta);
+  } else {
+    layer.attention = read_attention(object.attr("attention"), type);
+  }
   if (const nb::object experts = object.attr("experts"); !experts.is_none())
     layer.experts = read_experts(experts, type);
   if (const nb::object dense = object.attr("dense"); !dense.is_none()) layer.dense = read_dense(dense);
@@ -212,6 +280,26 @@ LayerCache read_cache(nb::handle entry, const AttentionPart& a, DType type, std:
   cache.keys = heads_of(keys, a.latent.has_value() ? a.latent->depth() : a.depth);
   cache.values = a.latent.has_value() ? cache.keys : heads_of(values, a.value_depth);
   cache.places = keys.dim(2);
+  return cache;
+}
+
+// The states of all sequences in a layer with the delta rule.
+LayerCache read_states(nb::handle entry, const DeltaRule& rule, DType type, std::int64_t batch) {
+  const nb::tuple parts = nb::cast<nb::tuple>(entry);
+  CPUMOE_REQUIRE(parts.size() == 2, "the cache of a layer with states is (conv_state, state)");
+  const Array conv_state(parts[0], "conv_state"), state(parts[1], "state");
+  CPUMOE_REQUIRE(conv_state.writable().contiguous(3).float_type() == type && conv_state.dim(0) == batch &&
+                     conv_state.dim(1) == rule.channels() && conv_state.dim(2) == rule.taps,
+                 "conv_state is ", conv_state.dtype_text(), " ", conv_state.shape_text(), "; [", batch, ", ",
+                 rule.channels(), ", ", rule.taps, "] of the dtype of hidden states is accepted");
+  state.writable().contiguous(4).expect<float>("float32");
+  CPUMOE_REQUIRE(state.dim(0) == batch && state.dim(1) == rule.heads && state.dim(2) == rule.key_depth &&
+                     state.dim(3) == rule.value_depth,
+                 "state is ", state.shape_text(), "; [", batch, ", ", rule.heads, ", ", rule.key_depth, ", ",
+                 rule.value_depth, "] is accepted");
+  LayerCache cache{};
+  cache.conv_state = conv_state.data();
+  cache.state = state.data<float>();
   return cache;
 }
 
@@ -290,7 +378,9 @@ class DecoderObject {
     for (const nb::handle entry : caches) {
       CPUMOE_REQUIRE(step.caches.size() < model.layers.size(), "there are caches for more than ", model.layers.size(),
                      " layers");
-      step.caches.push_back(read_cache(entry, model.layers[step.caches.size()].attention, model.type, batch));
+      const DecoderLayer& layer = model.layers[step.caches.size()];
+      step.caches.push_back(layer.delta.has_value() ? read_states(entry, layer.delta->rule, model.type, batch)
+                                                    : read_cache(entry, layer.attention, model.type, batch));
     }
     step.hidden_out = result(hidden_out_, "hidden_out", batch, kept, model.hidden);
     step.logits_out = result(logits_out_, "logits_out", batch, kept, model.head.columns);
@@ -329,7 +419,12 @@ class DecoderObject {
     for (const nb::handle entry : caches) {
       CPUMOE_REQUIRE(step.caches.size() < model.layers.size(), "there are caches for more than ", model.layers.size(),
                      " layers");
-      step.caches.push_back(read_pages(entry, model.layers[step.caches.size()].attention, model.type, page_tokens));
+      const DecoderLayer& layer = model.layers[step.caches.size()];
+      if (layer.delta.has_value()) {
+        step.caches.push_back(read_states(entry, layer.delta->rule, model.type, pages.dim(0)));
+        continue;
+      }
+      step.caches.push_back(read_pages(entry, layer.attention, model.type, page_tokens));
       LayerCache& cache = step.caches.back();
       least = std::min(least, cache.places);
       cache.places = pages.dim(1) * page_tokens;
@@ -350,6 +445,7 @@ class DecoderObject {
                    "logits_out is ", out.dtype_text(), " ", out.shape_text(), "; [", wanted.dim(0), ", ",
                    model.head.columns, "] of the dtype of hidden states is accepted");
     step.logits_out = out.data();
+    step.clears_states = true;
     const Computation computation;
     decoder_.step(active_kernels(), step);
   }

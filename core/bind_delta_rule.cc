@@ -72,21 +72,21 @@ void delta_rule(nb::handle q_, nb::handle k_, nb::handle v_, nb::handle z_, nb::
   const Array log_rates(log_rates_, "log_rates"), decay_bias(decay_bias_, "decay_bias");
   const Array norm_weight(norm_weight_, "norm_weight");
   DeltaRuleCall call{};
+  DeltaRule& rule = call.rule;
   call.type = q.contiguous(3).float_type();
-  call.batch = q.dim(0);
-  call.tokens = q.dim(1);
   state.writable().contiguous(4).expect<float>("float32");
-  CPUMOE_REQUIRE(state.dim(0) == call.batch, "state is ", state.shape_text(), " for ", call.batch, " sequences");
-  call.heads = state.dim(1);
-  call.key_depth = state.dim(2);
-  call.value_depth = state.dim(3);
-  call.key_heads = key_heads;
-  CPUMOE_REQUIRE(call.heads >= 1 && call.key_depth >= 1, "state is ", state.shape_text(),
+  CPUMOE_REQUIRE(state.dim(0) == q.dim(0), "state is ", state.shape_text(), " for ", q.dim(0), " sequences");
+  for (std::int64_t i = 0; i < q.dim(0); ++i) call.sequences.push_back({i, i * q.dim(1), q.dim(1)});
+  rule.heads = state.dim(1);
+  rule.key_depth = state.dim(2);
+  rule.value_depth = state.dim(3);
+  rule.key_heads = key_heads;
+  CPUMOE_REQUIRE(rule.heads >= 1 && rule.key_depth >= 1, "state is ", state.shape_text(),
                  "; at least one head and one row is accepted");
-  CPUMOE_REQUIRE(key_heads >= 1 && key_heads <= call.heads && call.heads % key_heads == 0, "key_heads=", key_heads,
-                 " for a state of ", call.heads, " heads; a divisor is accepted");
-  const std::int64_t group = call.heads / key_heads, dk = call.key_depth, dv = call.value_depth;
-  const std::int64_t key_width = key_heads * dk, width = call.heads * dv;
+  CPUMOE_REQUIRE(key_heads >= 1 && key_heads <= rule.heads && rule.heads % key_heads == 0, "key_heads=", key_heads,
+                 " for a state of ", rule.heads, " heads; a divisor is accepted");
+  const std::int64_t group = rule.heads / key_heads, dk = rule.key_depth, dv = rule.value_depth;
+  const std::int64_t key_width = key_heads * dk, width = rule.heads * dv;
 
   std::optional<Array> k, v, z, a;
   if (!k_.is_none()) {
@@ -105,7 +105,7 @@ void delta_rule(nb::handle q_, nb::handle k_, nb::handle v_, nb::handle z_, nb::
   } else {
     CPUMOE_REQUIRE(v_.is_none() && a_.is_none(), "without k and z all is in q and b; v and a must be None");
     projection(q, q, 2 * key_width + 2 * width);
-    projection(b, q, 2 * call.heads);
+    projection(b, q, 2 * rule.heads);
     const std::int64_t stride = 2 * dk + 2 * group * dv;
     call.queries = head_rows(q, 0, 1, stride, 0);
     call.keys = head_rows(q, dk, 1, stride, 0);
@@ -118,23 +118,22 @@ void delta_rule(nb::handle q_, nb::handle k_, nb::handle v_, nb::handle z_, nb::
     z.emplace(z_, "z");
     a.emplace(a_, "a");
     call.gates = head_rows(projection(*z, q, width), 0, 1, dv, 0);
-    call.betas = head_rows(projection(b, q, call.heads), 0, 1, 1, 0);
-    call.decay_of_channels = a->contiguous(3).dim(2) != call.heads;
-    const std::int64_t of_head = call.decay_of_channels ? dk : 1;
-    call.decays = head_rows(projection(*a, q, call.heads * of_head), 0, 1, of_head, 0);
+    call.betas = head_rows(projection(b, q, rule.heads), 0, 1, 1, 0);
+    rule.decay_of_channels = a->contiguous(3).dim(2) != rule.heads;
+    const std::int64_t of_head = rule.decay_of_channels ? dk : 1;
+    call.decays = head_rows(projection(*a, q, rule.heads * of_head), 0, 1, of_head, 0);
   }
-  const Convolution convolution(conv_weight_, conv_bias_, call.channels());
-  call.taps = convolution.taps();
-  call.conv_weight = convolution.weights();
-  call.conv_bias = convolution.biases();
-  call.conv_state = convolution_state(conv_state, q, call.channels(), call.taps);
-  call.log_rates = parameters(log_rates, call.heads);
-  call.decay_bias = parameters(decay_bias, call.heads * (call.decay_of_channels ? dk : 1));
-  CPUMOE_REQUIRE(decay_bound <= 0.0f, "decay_bound=", decay_bound, "; a number below 0, or 0 for none, is accepted");
-  call.decay_bound = decay_bound;
-  call.norm_weight = parameters(norm_weight, dv);
-  call.norm_epsilon = norm_epsilon;
-  call.sigmoid_gate = sigmoid_gate;
+  const Convolution convolution(conv_weight_, conv_bias_, rule.channels());
+  rule.taps = convolution.taps();
+  rule.conv_weight = convolution.weights();
+  rule.conv_bias = convolution.biases();
+  call.conv_state = convolution_state(conv_state, q, rule.channels(), rule.taps);
+  rule.log_rates = parameters(log_rates, rule.heads);
+  rule.decay_bias = parameters(decay_bias, rule.heads * (rule.decay_of_channels ? dk : 1));
+  rule.decay_bound = decay_bound;
+  rule.norm_weight = parameters(norm_weight, dv);
+  rule.norm_epsilon = norm_epsilon;
+  rule.sigmoid_gate = sigmoid_gate;
   call.state = state.data<float>();
   projection(out.writable(), q, width);
   call.out = out.data();

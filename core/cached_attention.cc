@@ -177,8 +177,8 @@ class CachedAttention::Attending {
       for (int i = 0; i < b.count; ++i) {
         const std::int64_t row = tile.first_row + (b.first + i) / tile.heads;
         const std::int64_t head = tile.first_head + (b.first + i) % tile.heads;
-        load.query[i] =
-            static_cast<const std::uint8_t*>(c_.query) + (row * c_.query_stride + head * c_.depth) * element_;
+        load.query[i] = static_cast<const std::uint8_t*>(c_.query) +
+                        (row * c_.query_stride + head * c_.query_head_stride) * element_;
       }
       k_.attention.load_lanes(load);
     });

@@ -26,8 +26,8 @@ struct CachedAttentionCall {
   DType type;                          // of query, keys, values and out
   std::int64_t rows, heads, kv_heads;  // heads / kv_heads neighbours share keys and values
   std::int64_t depth, value_depth;
-  const void* query;  // [rows, heads, depth], rows query_stride elements apart
-  std::int64_t query_stride;
+  const void* query;  // [rows, heads, depth], rows query_stride elements apart and heads query_head_stride
+  std::int64_t query_stride, query_head_stride;
   const CachedSequence* sequences;
   const AttentionRow* row;  // [rows]; rows of one sequence lie side by side, first and last not falling
   std::int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;  // elements

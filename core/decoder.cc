@@ -4,12 +4,13 @@
 #include <chrono>
 #include <cmath>
 #include <cstring>
+#include <deque>
 #include <iterator>
 #include <limits>
 #include <utility>
 
 #include "cached_attention.h"
-#include "check.h"
+#include "decoder_check.h"
 #include "memory.h"
 #include "moe.h"
 #include "products.h"
@@ -37,120 +38,6 @@ const std::uint8_t* at(const void* data, std::int64_t element, DType type) {
   return static_cast<const std::uint8_t*>(data) + element * size_of(type);
 }
 
-void check_norm(const Norm& norm, std::int64_t width, const char* name) {
-  CPUMOE_REQUIRE(!norm || norm.width == width, name, " has ", norm.width, " values for rows of ", width);
-}
-
-void check_matrix(const Matrix& m, DType type, std::int64_t columns, std::int64_t depth, const char* name) {
-  CPUMOE_REQUIRE(m.columns == columns && m.depth == depth, name, " is [", m.columns, ", ", m.depth, "]; [", columns,
-                 ", ", depth, "] is accepted");
-  if (!m.is_packed()) return;
-  CPUMOE_REQUIRE(m.packed.spec.experts == 1 && !m.packed.spec.gated, name, " holds experts; one matrix is accepted");
-  CPUMOE_REQUIRE(!traits_of(rows_for(m.packed.spec, type)).of_tensor, name,
-                 " has one scale for all rows of a call, which a step does not serve");
-}
-
-void check_rotary(const AttentionPart& a, const DecoderModel& model, std::int64_t most) {
-  CPUMOE_REQUIRE(a.window >= 0, "window=", a.window, "; 0 (none) or more is accepted");
-  CPUMOE_REQUIRE(a.rotary < static_cast<int>(model.rotary.size()), "rotary=", a.rotary, ", but there are ",
-                 model.rotary.size(), " tables");
-  if (a.rotary < 0) return;
-  const std::int64_t width = model.rotary[static_cast<std::size_t>(a.rotary)].width;
-  CPUMOE_REQUIRE(width % 2 == 0 && width <= most, "the rotary table is ", width, " wide for ", most, " values");
-}
-
-void check_latent(const AttentionPart& a, const DecoderModel& model) {
-  const LatentPart& l = *a.latent;
-  CPUMOE_REQUIRE(!a.key && !a.value && !a.query_norm && !a.key_norm && a.value_factor == 1.0f,
-                 "attention over latents has no key, value and norms of heads");
-  CPUMOE_REQUIRE(l.rank >= 1 && l.nope >= 0 && l.rotated >= 0 && l.rank <= 4096 && l.nope + l.rotated == a.depth,
-                 "latents of ", l.rank, " and heads of ", l.nope, " + ", l.rotated, " values do not fit a depth of ",
-                 a.depth);
-  CPUMOE_REQUIRE(a.kv_heads == 1, "attention over latents has one head of keys, not ", a.kv_heads);
-  if (l.down) {
-    check_matrix(l.down, model.type, l.down.columns, model.hidden, "down");
-    check_norm(l.down_norm, l.down.columns, "down_norm");
-  }
-  check_matrix(a.query, model.type, a.heads * a.depth, l.down ? l.down.columns : model.hidden, "query");
-  check_matrix(l.latent, model.type, l.depth(), model.hidden, "latent");
-  check_norm(l.latent_norm, l.rank, "latent_norm");
-  check_matrix(a.out, model.type, model.hidden, a.heads * a.value_depth, "out");
-  check_rotary(a, model, l.rotated);
-}
-
-void check_attention(const AttentionPart& a, const DecoderModel& model) {
-  CPUMOE_REQUIRE(a.heads >= 1 && a.kv_heads >= 1 && a.heads % a.kv_heads == 0, "attention has ", a.heads, " heads for ",
-                 a.kv_heads, " heads of keys; a multiple is accepted");
-  CPUMOE_REQUIRE(a.depth >= 1 && a.value_depth >= 1 && a.depth <= 4096 && a.value_depth <= 4096, "heads have ", a.depth,
-                 " and ", a.value_depth, " values; 1 to 4096 are accepted");
-  if (a.latent.has_value()) return check_latent(a, model);
-  const std::int64_t queries = a.heads * a.depth, keys = a.kv_heads * a.depth, values = a.kv_heads * a.value_depth;
-  CPUMOE_REQUIRE(static_cast<bool>(a.key) == static_cast<bool>(a.value), "key and value must both be given, or none");
-  check_matrix(a.query, model.type, a.key ? queries : queries + keys + values, model.hidden, "query");
-  if (a.key) {
-    check_matrix(a.key, model.type, keys, model.hidden, "key");
-    check_matrix(a.value, model.type, values, model.hidden, "value");
-  }
-  check_matrix(a.out, model.type, model.hidden, a.heads * a.value_depth, "out");
-  if (a.gate) {
-    check_matrix(a.gate, model.type, a.gate.columns == a.heads ? a.heads : a.heads * a.value_depth, model.hidden,
-                 "the gate of attention");
-  }
-  check_norm(a.query_norm, a.norms_whole_rows ? queries : a.depth, "query_norm");
-  check_norm(a.key_norm, a.norms_whole_rows ? keys : a.depth, "key_norm");
-  CPUMOE_REQUIRE(!(a.norms_whole_rows && a.norms_after_rotary), "norms of whole rows come before the rotation");
-  check_rotary(a, model, a.depth);
-}
-
-void check_dense(const DenseBlock& d, const DecoderModel& model) {
-  const std::int64_t inner = d.up.columns;
-  CPUMOE_REQUIRE(static_cast<bool>(d.gate) == d.activation.gated, "gate is ", d.gate ? "given" : "missing",
-                 " for an activation that is ", d.activation.gated ? "gated" : "not gated");
-  if (d.gate) check_matrix(d.gate, model.type, inner, model.hidden, "gate");
-  check_matrix(d.up, model.type, inner, model.hidden, "up");
-  check_matrix(d.down, model.type, model.hidden, inner, "down");
-  if (d.share) check_matrix(d.share, model.type, 1, model.hidden, "share");
-}
-
-RouteCall route_call(const Router& router, std::int64_t tokens, const float* logits, std::int32_t* ids,
-                     float* weights) {
-  RouteCall call{};
-  call.logits = logits;
-  call.type = DType::kF32;
-  call.tokens = tokens;
-  call.experts = router.weight.columns;
-  call.topk = router.topk;
-  call.scoring = router.scoring;
-  call.score_chosen = router.score_chosen;
-  call.bias = router.correction;
-  call.groups = router.groups;
-  call.topk_groups = router.topk_groups;
-  call.renormalize = router.renormalize;
-  call.scale = router.scale;
-  call.ids = ids;
-  call.weights = weights;
-  return call;
-}
-
-void check_layer(const DecoderLayer& layer, const DecoderModel& model) {
-  check_norm(layer.before_attention, model.hidden, "before_attention");
-  check_norm(layer.after_attention, model.hidden, "after_attention");
-  check_norm(layer.before_block, model.hidden, "before_block");
-  check_norm(layer.after_block, model.hidden, "after_block");
-  check_attention(layer.attention, model);
-  CPUMOE_REQUIRE(layer.experts.has_value() || layer.dense.has_value(), "a layer has neither experts nor a dense block");
-  if (layer.dense.has_value()) check_dense(*layer.dense, model);
-  if (!layer.experts.has_value()) return;
-  const RoutedExperts& e = *layer.experts;
-  check_experts(e.gate_up.spec, e.down.spec, e.activation);
-  check_matrix(e.router.weight, model.type, e.gate_up.spec.experts, model.hidden, "router");
-  CPUMOE_REQUIRE(e.gate_up.spec.depth == model.hidden, "experts take ", e.gate_up.spec.depth, " features of ",
-                 model.hidden);
-  CPUMOE_REQUIRE(!traits_of(rows_for(e.gate_up.spec, model.type)).of_tensor,
-                 "experts have one scale for all rows of a call, which a step does not serve");
-  check_routing(route_call(e.router, 0, nullptr, nullptr, nullptr));
-}
-
 // Bytes that a step of so many rows reads, at most; for the number of threads.
 std::int64_t work_of(const DecoderModel& model, std::int64_t rows) {
   std::int64_t bytes = model.head.bytes();
@@ -161,6 +48,11 @@ std::int64_t work_of(const DecoderModel& model, std::int64_t rows) {
                a.heads * (a.latent->nope + a.value_depth) * a.latent->rank * size_of(model.type);
     }
     bytes += a.query.bytes() + a.key.bytes() + a.value.bytes() + a.out.bytes() + a.gate.bytes();
+    if (layer.delta.has_value()) {
+      for (const Matrix& m : layer.delta->projections) bytes += m.bytes();
+      for (const DeltaPart::Expansion& e : layer.delta->expansions) bytes += e.matrix.bytes();
+      bytes += layer.delta->out.bytes() + layer.delta->rule.state_size() * static_cast<std::int64_t>(sizeof(float));
+    }
     if (layer.experts.has_value()) {
       const std::int64_t experts = std::min(rows * layer.experts->router.topk, layer.experts->gate_up.spec.experts);
       bytes += (layer.experts->gate_up.expert_bytes + layer.experts->down.expert_bytes) * experts;
@@ -174,20 +66,50 @@ std::int64_t work_of(const DecoderModel& model, std::int64_t rows) {
 
 }  // namespace
 
+RouteCall Router::call(std::int64_t tokens, const float* logits, std::int32_t* ids, float* weights) const {
+  RouteCall routing{};
+  routing.logits = logits;
+  routing.type = DType::kF32;
+  routing.tokens = tokens;
+  routing.experts = weight.columns;
+  routing.topk = topk;
+  routing.scoring = scoring;
+  routing.score_chosen = score_chosen;
+  routing.bias = correction;
+  routing.groups = groups;
+  routing.topk_groups = topk_groups;
+  routing.renormalize = renormalize;
+  routing.scale = scale;
+  routing.ids = ids;
+  routing.weights = weights;
+  return routing;
+}
+
+std::int64_t DeltaPart::width() const {
+  std::int64_t width = 0;
+  for (const Matrix& m : projections) width += m.columns;
+  for (const Expansion& e : expansions) width += e.matrix.columns;
+  return width;
+}
+
 struct Decoder::State {
   DecoderModel model;
   std::int64_t most_rows = 0;  // of a round
   double seconds[kStepParts] = {};
 
   // Of the rows of a round; hidden states are of the model's type.
-  Buffer residual, normed, mixed, projected, attended, gates, latent_queries, latent_sums, down, dense_in, dense_hidden,
-      dense_out, wanted_rows;
+  Buffer residual, normed, mixed, projected, attended, gates, latent_queries, latent_sums, down, narrow, dense_in,
+      dense_hidden, dense_out, wanted_rows;
   Buffer values, share, logits, ids, weights;
   RowProducts projections, queries, output, router, dense_first, dense_second, head;
+  std::deque<RowProducts> expansions;  // as many as a layer has at most
   CachedAttention attention;
+  DeltaRuleStage delta;
   MoeStage experts;
   std::vector<CachedSequence> sequences;
   std::vector<AttentionRow> attention_rows;
+  std::vector<SequenceRows> sequence_rows;
+  std::vector<MatrixOut> outs;
 };
 
 // Rows [first, first + count) of a step through all layers. The stages of a layer, with barriers between them:
@@ -207,6 +129,7 @@ class Decoder::Round {
         hidden_(state.model.hidden),
         threads_(threads) {
     std::int64_t projected = 0, attended = 0, inner = 0, experts = 0, topk = 0, latent = 0, latent_sums = 0, down = 0;
+    std::int64_t narrow = 0;
     for (const DecoderLayer& layer : m_.layers) {
       const AttentionPart& a = layer.attention;
       projected = std::max(projected, width_of(a));
@@ -216,6 +139,11 @@ class Decoder::Round {
         latent_sums = std::max(latent_sums, a.heads * a.latent->rank);
         down = std::max(down, a.latent->down.columns);
         latent_item_ = std::max(latent_item_, kLatentItemRows * (a.depth + a.latent->rank + a.value_depth + 48));
+      }
+      if (layer.delta.has_value()) {
+        projected = std::max(projected, layer.delta->width());
+        attended = std::max(attended, layer.delta->rule.heads * layer.delta->rule.value_depth);
+        narrow = std::max(narrow, narrow_width(*layer.delta));
       }
       if (layer.dense.has_value()) inner = std::max(inner, layer.dense->up.columns);
       if (!layer.experts.has_value()) continue;
@@ -232,6 +160,7 @@ class Decoder::Round {
     attended_ = rows_of(s_.attended, attended);
     gates_ = rows_of(s_.gates, attended);
     down_ = rows_of(s_.down, down);
+    narrow_ = rows_of(s_.narrow, narrow);
     const std::int64_t latent_rows = std::min(count, kLatentRows);
     latent_queries_ = s_.latent_queries.get<std::uint8_t>(latent_rows * latent * size_of(type_));
     latent_sums_ = s_.latent_sums.get<std::uint8_t>(latent_rows * latent_sums * size_of(type_));
@@ -244,6 +173,7 @@ class Decoder::Round {
     logits_ = s_.logits.get<float>(count * experts);
     ids_ = s_.ids.get<std::int32_t>(count * topk);
     weights_ = s_.weights.get<float>(count * topk);
+    find_sequences();
     if (!m_.layers.empty()) plan_projections(0);
   }
 
@@ -255,11 +185,14 @@ class Decoder::Round {
       const DecoderLayer& layer = m_.layers[i];
       end_block(worker, before);
       normalize(worker, layer.before_attention);
+      if (layer.delta.has_value()) forget_padding(worker);
       s_.projections.prepare(worker);
       end_stage(worker, StepPart::kRows);
       s_.projections.multiply(worker);
       end_stage(worker, StepPart::kProducts);
-      if (layer.attention.latent.has_value()) {
+      if (layer.delta.has_value()) {
+        run_delta(worker, *layer.delta, i);
+      } else if (layer.attention.latent.has_value()) {
         attend_latents(worker, layer.attention, step_.caches[i], i);
       } else {
         make_heads(worker, layer.attention, step_.caches[i]);
@@ -285,8 +218,27 @@ class Decoder::Round {
  private:
   // Of a row of `projected_`.
   static std::int64_t width_of(const AttentionPart& a) {
-    if (a.latent.has_value()) return a.heads * a.depth + a.latent->depth();
-    return a.heads * a.depth + a.kv_heads * (a.depth + a.value_depth);
+    if (a.latent.has_value()) return a.query_width() + a.latent->depth();
+    return a.query_width() + a.kv_heads * (a.depth + a.value_depth);
+  }
+
+  // Of what the expansions of a layer are made of.
+  static std::int64_t narrow_width(const DeltaPart& d) {
+    std::int64_t width = 0;
+    for (const DeltaPart::Expansion& e : d.expansions) width += e.matrix.depth;
+    return width;
+  }
+
+  // The rows of each sequence in this round.
+  void find_sequences() {
+    s_.sequence_rows.clear();
+    for (std::int64_t r = 0; r < count_; ++r) {
+      const std::int64_t sequence = step_.rows[static_cast<std::size_t>(first_ + r)].sequence;
+      if (s_.sequence_rows.empty() || s_.sequence_rows.back().sequence != sequence) {
+        s_.sequence_rows.push_back({sequence, r, 0});
+      }
+      ++s_.sequence_rows.back().rows;
+    }
   }
 
   // ---- time --------------------------------------------------------------------------------------------------------
@@ -370,23 +322,30 @@ class Decoder::Round {
   // ---- attention ---------------------------------------------------------------------------------------------------
 
   void plan_projections(std::size_t index) {
-    const AttentionPart& a = m_.layers[index].attention;
-    const std::int64_t width = width_of(a), keys = a.heads * a.depth, values = keys + a.kv_heads * a.depth;
-    MatrixOut outs[4] = {{&a.query, projected_, width, type_}};
-    int outs_count = 1;
-    if (a.latent.has_value()) {
-      if (a.latent->down) {
-        outs[0] = {&a.latent->down, down_, a.latent->down.columns, type_};
-        const MatrixOut queries{&a.query, projected_, width, type_};
-        s_.queries.plan(k_, &queries, 1, down_, type_, count_, threads_);
+    const DecoderLayer& layer = m_.layers[index];
+    std::vector<MatrixOut>& outs = s_.outs;
+    outs.clear();
+    if (layer.delta.has_value()) {
+      plan_columns_of_delta(*layer.delta);
+    } else {
+      const AttentionPart& a = layer.attention;
+      const std::int64_t width = width_of(a), keys = a.query_width(), values = keys + a.kv_heads * a.depth;
+      const MatrixOut queries{&a.query, projected_, width, type_};
+      if (a.latent.has_value()) {
+        outs.push_back({&a.latent->latent, at(projected_, keys, type_), width, type_});
+      } else if (a.key) {
+        outs.push_back({&a.key, at(projected_, keys, type_), width, type_});
+        outs.push_back({&a.value, at(projected_, values, type_), width, type_});
       }
-      outs[outs_count++] = {&a.latent->latent, at(projected_, keys, type_), width, type_};
-    } else if (a.key) {
-      outs[outs_count++] = {&a.key, at(projected_, keys, type_), width, type_};
-      outs[outs_count++] = {&a.value, at(projected_, values, type_), width, type_};
+      if (a.latent.has_value() && a.latent->down) {
+        outs.push_back({&a.latent->down, down_, a.latent->down.columns, type_});
+        s_.queries.plan(k_, &queries, 1, down_, type_, count_, threads_);
+      } else {
+        outs.push_back(queries);
+      }
+      if (a.gate) outs.push_back({&a.gate, gates_, a.gate.columns, type_});
     }
-    if (a.gate) outs[outs_count++] = {&a.gate, gates_, a.gate.columns, type_};
-    s_.projections.plan(k_, outs, outs_count, normed_, type_, count_, threads_);
+    s_.projections.plan(k_, outs.data(), static_cast<int>(outs.size()), normed_, type_, count_, threads_);
   }
 
   // Everything of a layer whose sizes are known beforehand. The projections are those of the next one.
@@ -398,8 +357,12 @@ class Decoder::Round {
     } else {
       plan_head();
     }
-    if (!a.latent.has_value()) plan_attention(a, step_.caches[index], 0, count_);
-    const MatrixOut out{&a.out, mixed_, hidden_, type_};
+    if (layer.delta.has_value()) {
+      plan_delta(*layer.delta, step_.caches[index]);
+    } else if (!a.latent.has_value()) {
+      plan_attention(a, step_.caches[index], 0, count_);
+    }
+    const MatrixOut out{layer.delta.has_value() ? &layer.delta->out : &a.out, mixed_, hidden_, type_};
     s_.output.plan(k_, &out, 1, attended_, type_, count_, threads_);
     if (layer.experts.has_value()) {
       const Matrix& router = layer.experts->router.weight;
@@ -449,12 +412,14 @@ class Decoder::Round {
     call.value_depth = a.value_depth;
     call.query = projected_;
     call.query_stride = width_of(a);
+    call.query_head_stride = a.query_stride();
     call.out = attended_;
     if (a.latent.has_value()) {
       call.depth = a.latent->depth();
       call.value_depth = a.latent->rank;
       call.query = latent_queries_;
       call.query_stride = a.heads * call.depth;
+      call.query_head_stride = call.depth;
       call.out = latent_sums_;
     }
     call.sequences = s_.sequences.data();
@@ -481,7 +446,7 @@ class Decoder::Round {
       each_row(worker, [&](std::int64_t r) {
         std::uint8_t* row = at(projected_, r * width_of(a), type_);
         if (a.query_norm) normalize_into(row, a.query_norm, row);
-        std::uint8_t* keys = at(row, a.heads * a.depth, type_);
+        std::uint8_t* keys = at(row, a.query_width(), type_);
         if (a.key_norm) normalize_into(keys, a.key_norm, keys);
         for (std::int64_t head = 0; head < heads; ++head) make_head(worker, a, cache, r, head);
       });
@@ -497,7 +462,8 @@ class Decoder::Round {
     const StepRow& row = step_.rows[static_cast<std::size_t>(first_ + r)];
     const bool is_query = head < a.heads, is_key = !is_query && head < a.heads + a.kv_heads;
     const std::int64_t depth = is_query || is_key ? a.depth : a.value_depth;
-    const std::int64_t before = std::min(head, a.heads + a.kv_heads) * a.depth +
+    const std::int64_t before = std::min(head, a.heads) * a.query_stride() +
+                                std::clamp<std::int64_t>(head - a.heads, 0, a.kv_heads) * a.depth +
                                 std::max<std::int64_t>(head - a.heads - a.kv_heads, 0) * a.value_depth;
     std::uint8_t* x = at(projected_, r * width_of(a) + before, type_);
     float* values = values_of(worker);
@@ -564,7 +530,7 @@ class Decoder::Round {
   void keep_latent(const Worker& worker, const AttentionPart& a, const LayerCache& cache, std::int64_t r) {
     const LatentPart& l = *a.latent;
     const StepRow& row = step_.rows[static_cast<std::size_t>(first_ + r)];
-    std::uint8_t* x = at(projected_, r * width_of(a) + a.heads * a.depth, type_);
+    std::uint8_t* x = at(projected_, r * width_of(a) + a.query_width(), type_);
     if (l.latent_norm) normalize_into(x, l.latent_norm, x);
     float* values = values_of(worker);
     k_.load_row(x, type_, static_cast<int>(l.depth()), values);
@@ -630,17 +596,96 @@ class Decoder::Round {
 
   // Results of attention times the sigmoids of their gates.
   void gate(const Worker& worker, const AttentionPart& a) {
-    if (!a.gate) return;
-    const std::int64_t width = a.heads * a.value_depth, gates = a.gate.columns, each = width / gates;
+    if (!a.gate && !a.gated_queries) return;
+    const std::int64_t width = a.heads * a.value_depth, gates = a.gate ? a.gate.columns : width, each = width / gates;
     each_row(worker, [&](std::int64_t r) {
       std::uint8_t* row = at(attended_, r * width, type_);
       float *values = values_of(worker), *factors = values + (width + 15) / 16 * 16;
+      if (a.gate) {
+        k_.load_row(at(gates_, r * gates, type_), type_, static_cast<int>(gates), factors);
+      } else {
+        for (std::int64_t head = 0; head < a.heads; ++head) {
+          const std::int64_t behind = r * width_of(a) + head * a.query_stride() + a.depth;
+          k_.load_row(at(projected_, behind, type_), type_, static_cast<int>(a.depth), factors + head * a.depth);
+        }
+      }
       k_.load_row(row, type_, static_cast<int>(width), values);
-      k_.load_row(at(gates_, r * gates, type_), type_, static_cast<int>(gates), factors);
       k_.score(factors, static_cast<int>(gates), Scoring::kSigmoid);
       for (std::int64_t i = 0; i < width; ++i) values[i] *= factors[i / each];
       k_.store_row(values, width, type_, row);
     });
+  }
+
+  // ---- the delta rule ----------------------------------------------------------------------------------------------
+
+  // Where a sequence has not begun, nothing is remembered.
+  void forget_padding(const Worker& worker) {
+    each_row(worker, [&](std::int64_t r) {
+      const StepRow& of_row = step_.rows[static_cast<std::size_t>(first_ + r)];
+      if (of_row.place >= step_.seen[static_cast<std::size_t>(of_row.sequence)]) return;
+      std::memset(row(normed_, r), 0, static_cast<std::size_t>(hidden_ * size_of(type_)));
+    });
+  }
+
+  // What a layer's products give stands side by side in `projected_`; what is expanded is copied to `narrow_` first.
+  void plan_columns_of_delta(const DeltaPart& d) {
+    const std::int64_t width = d.width();
+    std::int64_t column = 0, narrow = 0;
+    for (const Matrix& m : d.projections) {
+      s_.outs.push_back({&m, at(projected_, column, type_), width, type_});
+      column += m.columns;
+    }
+    while (s_.expansions.size() < d.expansions.size()) s_.expansions.emplace_back();
+    for (std::size_t i = 0; i < d.expansions.size(); ++i) {
+      const Matrix& m = d.expansions[i].matrix;
+      const MatrixOut out{&m, at(projected_, column, type_), width, type_};
+      s_.expansions[i].plan(k_, &out, 1, at(narrow_, narrow * count_, type_), type_, count_, threads_);
+      column += m.columns;
+      narrow += m.depth;
+    }
+  }
+
+  void plan_delta(const DeltaPart& d, const LayerCache& cache) {
+    const auto rows_of = [&](const DeltaPart::Columns& c) {
+      return HeadRows{at(projected_, c.first, type_), d.width(), c.group, c.group_stride, c.head_stride};
+    };
+    DeltaRuleCall call{};
+    call.rule = d.rule;
+    call.type = type_;
+    call.sequences = s_.sequence_rows;
+    call.queries = rows_of(d.queries);
+    call.keys = rows_of(d.keys);
+    call.values = rows_of(d.values);
+    call.gates = rows_of(d.gates);
+    call.betas = rows_of(d.betas);
+    call.decays = rows_of(d.decays);
+    call.conv_state = cache.conv_state;
+    call.state = cache.state;
+    call.out = attended_;
+    s_.delta.plan(k_, call, threads_);
+  }
+
+  void run_delta(Worker& worker, const DeltaPart& d, std::size_t index) {
+    if (!d.expansions.empty()) {
+      std::int64_t narrow = 0;
+      for (std::size_t i = 0; i < d.expansions.size(); ++i) {
+        const DeltaPart::Expansion& e = d.expansions[i];
+        each_row(worker, [&](std::int64_t r) {
+          std::memcpy(at(narrow_, narrow * count_ + r * e.matrix.depth, type_),
+                      at(projected_, r * d.width() + e.from, type_),
+                      static_cast<std::size_t>(e.matrix.depth * size_of(type_)));
+        });
+        narrow += e.matrix.depth;
+        s_.expansions[i].prepare(worker);
+      }
+      end_stage(worker, StepPart::kRows);
+      for (std::size_t i = 0; i < d.expansions.size(); ++i) s_.expansions[i].multiply(worker);
+      end_stage(worker, StepPart::kProducts);
+    }
+    if (worker.index == 0) plan_layer(index);
+    end_stage(worker, StepPart::kRows);
+    s_.delta.run(worker);
+    end_stage(worker, StepPart::kAttention);
   }
 
   // ---- the block behind attention ----------------------------------------------------------------------------------
@@ -689,7 +734,7 @@ class Decoder::Round {
 
   // Of few rows by the first thread, which then plans; of more by all.
   void choose_experts(Worker& worker, const RoutedExperts& e) {
-    const RouteCall call = route_call(e.router, count_, logits_, ids_, weights_);
+    const RouteCall call = e.router.call(count_, logits_, ids_, weights_);
     if (count_ > kFewRows) {
       round_logits(e.router, worker.share(count_), worker.next_share(count_));
       route_tokens(k_, call, worker.share(count_), worker.next_share(count_));
@@ -772,8 +817,8 @@ class Decoder::Round {
   const DType type_;
   const std::int64_t first_, count_, hidden_;
   const int threads_;
-  std::uint8_t *residual_, *normed_, *mixed_, *projected_, *attended_, *gates_, *down_, *dense_in_, *dense_hidden_,
-      *dense_out_;
+  std::uint8_t *residual_, *normed_, *mixed_, *projected_, *attended_, *gates_, *down_, *narrow_, *dense_in_,
+      *dense_hidden_, *dense_out_;
   std::uint8_t *latent_queries_, *latent_sums_, *result_ = nullptr;
   std::int64_t latent_item_ = 0;  // floats that a work item of latent attention takes
   std::int64_t values_stride_;
@@ -782,58 +827,13 @@ class Decoder::Round {
   Clock::time_point time_;
 };
 
-namespace {
-
-void check_step(const DecoderModel& m, const Step& s) {
-  const auto rows = static_cast<std::int64_t>(s.rows.size()), sequences = static_cast<std::int64_t>(s.seen.size());
-  CPUMOE_REQUIRE((s.tokens != nullptr) != (s.hidden != nullptr), "tokens or hidden states must be given, and not both");
-  CPUMOE_REQUIRE(s.tokens == nullptr || m.embedding != nullptr, "this decoder has no embedding: give hidden states");
-  CPUMOE_REQUIRE(s.logits_out == nullptr || m.head, "this decoder has no head");
-  for (std::int64_t r = 0; s.tokens != nullptr && r < rows; ++r) {
-    CPUMOE_REQUIRE(s.tokens[r] >= 0 && s.tokens[r] < m.vocabulary, "token ", s.tokens[r], "; 0 to ", m.vocabulary - 1,
-                   " are accepted");
-  }
-  CPUMOE_REQUIRE(s.caches.size() == m.layers.size(), "there are caches for ", s.caches.size(), " layers of ",
-                 m.layers.size());
-  std::int64_t least = std::numeric_limits<std::int64_t>::max();  // of positions that all tables have
-  for (const RotaryTable& table : m.rotary) least = std::min(least, table.positions);
-  for (std::int64_t r = 0; r < rows; ++r) {
-    const StepRow& row = s.rows[static_cast<std::size_t>(r)];
-    CPUMOE_REQUIRE(row.sequence >= 0 && row.sequence < sequences, "row ", r, " is of sequence ", row.sequence, " of ",
-                   sequences);
-    CPUMOE_REQUIRE(row.position >= 0 && row.position < least, "position ", row.position, "; 0 to ", least - 1,
-                   " are accepted");
-    const StepRow* last = r == 0 ? nullptr : &s.rows[static_cast<std::size_t>(r - 1)];
-    CPUMOE_REQUIRE(
-        last == nullptr || last->sequence < row.sequence || (last->sequence == row.sequence && last->place < row.place),
-        "rows must come in the order of their sequences and places");
-    for (const LayerCache& cache : s.caches) {
-      CPUMOE_REQUIRE(row.place >= cache.first_place && row.place < cache.first_place + cache.places, "place ",
-                     row.place, "; the cache has room for ", cache.first_place, " to ",
-                     cache.first_place + cache.places - 1);
-    }
-  }
-  for (const std::int64_t seen : s.seen) CPUMOE_REQUIRE(seen >= 0, "a sequence is seen from place ", seen, " on");
-  for (std::size_t i = 0; i < s.wanted.size(); ++i) {
-    CPUMOE_REQUIRE(s.wanted[i] >= (i == 0 ? 0 : s.wanted[i - 1] + 1) && s.wanted[i] < rows, "wanted row ", s.wanted[i],
-                   " of ", rows);
-  }
-}
-
-}  // namespace
-
 Decoder::Decoder(DecoderModel model) : state_(std::make_unique<State>()) {
-  CPUMOE_REQUIRE(model.hidden >= 1 && model.hidden < (1 << 24), "hidden=", model.hidden,
-                 "; 1 to 2^24 - 1 are accepted");
+  check_model(model);
   state_->most_rows = 4096;
   for (const DecoderLayer& layer : model.layers) {
-    check_layer(layer, model);
-    if (layer.experts.has_value()) {
-      state_->most_rows = std::min(state_->most_rows, tokens_at_once(layer.experts->down, layer.experts->router.topk));
-    }
+    if (!layer.experts.has_value()) continue;
+    state_->most_rows = std::min(state_->most_rows, tokens_at_once(layer.experts->down, layer.experts->router.topk));
   }
-  check_norm(model.norm, model.hidden, "norm");
-  if (model.head) check_matrix(model.head, model.type, model.head.columns, model.hidden, "head");
   state_->model = std::move(model);
 }
 
@@ -843,11 +843,27 @@ const DecoderModel& Decoder::model() const { return state_->model; }
 
 void Decoder::step(const Kernels& kernels, const Step& step) {
   check_step(state_->model, step);
+  if (step.clears_states) clear_states(step);
   const auto rows = static_cast<std::int64_t>(step.rows.size());
   const int threads = threads_for(work_of(state_->model, rows));
   for (std::int64_t first = 0; first < rows; first += state_->most_rows) {
     Round round(kernels, step, *state_, first, std::min(state_->most_rows, rows - first), threads);
     run_on_threads(threads, [&](Worker& worker) { round.run(worker); });
+  }
+}
+
+void Decoder::clear_states(const Step& step) const {
+  for (const StepRow& row : step.rows) {
+    if (row.place != 0) continue;
+    for (std::size_t i = 0; i < step.caches.size(); ++i) {
+      const LayerCache& cache = step.caches[i];
+      if (cache.state == nullptr) continue;
+      const DeltaRule& rule = state_->model.layers[i].delta->rule;
+      std::fill_n(cache.state + row.sequence * rule.state_size(), rule.state_size(), 0.0f);
+      const std::int64_t size = rule.channels() * rule.taps;
+      std::memset(at(cache.conv_state, row.sequence * size, state_->model.type), 0,
+                  static_cast<std::size_t>(size * size_of(state_->model.type)));
+    }
   }
 }
 

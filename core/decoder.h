@@ -10,9 +10,11 @@
 #include <optional>
 #include <vector>
 
+#include "delta_rule.h"
 #include "kernel.h"
 #include "linear.h"
 #include "packed.h"
+#include "route.h"
 
 namespace cpumoe {
 
@@ -51,8 +53,10 @@ struct AttentionPart {
   Matrix query, key, value, out;  // without key and value, query gives all three side by side
   std::optional<LatentPart> latent;
   std::int64_t heads = 0, kv_heads = 0, depth = 0, value_depth = 0;
-  Matrix
-      gate;  // or none; what it gives, for each value or for each head, is a sigmoid away from a factor of the result
+  // What is a sigmoid away from the factors of the result, or none: a matrix that gives one for each value or for each
+  // head, or values behind each head of the query, which is twice as wide then.
+  Matrix gate;
+  bool gated_queries = false;
   float value_factor = 1.0f;
   Norm query_norm, key_norm;
   bool norms_whole_rows = false;    // of all heads at once, not of each
@@ -62,6 +66,32 @@ struct AttentionPart {
   std::int64_t window = 0;          // tokens that one sees, itself included; 0: all before it
   const float* sinks = nullptr;     // [heads] or null
   float scale = 1.0f, softcap = 0.0f;
+
+  // From one head of queries to the next, and of all of them.
+  std::int64_t query_stride() const { return gated_queries ? 2 * depth : depth; }
+  std::int64_t query_width() const { return heads * query_stride(); }
+};
+
+// A gated delta net or Kimi delta attention, in the place of attention. All that it is made of stands side by side in a
+// row: the results of `projections`, and behind them those of `expansions`.
+struct DeltaPart {
+  // Of one row, in elements: see HeadRows.
+  struct Columns {
+    std::int64_t first = 0, group = 1, group_stride = 0, head_stride = 0;
+  };
+  // A matrix of what another one has given, which begins at this column of the row.
+  struct Expansion {
+    Matrix matrix;
+    std::int64_t from = 0;
+  };
+
+  DeltaRule rule;
+  std::vector<Matrix> projections;
+  std::vector<Expansion> expansions;
+  Columns queries, keys, values, gates, betas, decays;
+  Matrix out;
+
+  std::int64_t width() const;
 };
 
 struct Router {
@@ -73,6 +103,8 @@ struct Router {
   const float* correction = nullptr;  // [experts] or null
   std::int64_t groups = 0, topk_groups = 0;
   float scale = 1.0f;
+
+  RouteCall call(std::int64_t tokens, const float* logits, std::int32_t* ids, float* weights) const;
 };
 
 struct RoutedExperts {
@@ -92,6 +124,7 @@ struct DenseBlock {
 struct DecoderLayer {
   Norm before_attention, after_attention, before_block, after_block;
   AttentionPart attention;
+  std::optional<DeltaPart> delta;  // in the place of attention, which is empty then
   std::optional<RoutedExperts> experts;
   std::optional<DenseBlock> dense;
   float residual_factor = 1.0f;  // of what attention and block add to the residual stream
@@ -121,12 +154,15 @@ struct CachedHeads {
   }
 };
 
+// Of a layer with attention keys and values, of another one its states by sequence.
 struct LayerCache {
   CachedHeads keys, values;
   std::int64_t first_place, places;  // the places that there is room for
   // Or 0 and null; else tokens lie in pages of so many, with a list of them by sequence, and first_place is 0.
   std::int64_t page_tokens;
   const std::int32_t* const* pages;
+  void* conv_state;  // see DeltaRuleCall
+  float* state;
 
   std::int64_t offset(const CachedHeads& heads, std::int64_t sequence, std::int64_t head, std::int64_t place) const {
     if (page_tokens == 0) return heads.offset(sequence, head, place - first_place);
@@ -147,6 +183,7 @@ struct Step {
   const void* hidden = nullptr;          // [rows, hidden]
   std::vector<LayerCache> caches;        // by layer
   std::vector<std::int64_t> wanted;      // ascending: rows whose results are asked for
+  bool clears_states = false;            // of sequences whose first place is among the rows
   void* hidden_out = nullptr;            // [wanted, hidden] behind the last norm, or null
   void* logits_out = nullptr;            // [wanted, vocabulary], of the type, or null
 };
@@ -170,6 +207,9 @@ class Decoder {
  private:
   struct State;
   class Round;
+
+  void clear_states(const Step& step) const;
+
   std::unique_ptr<State> state_;
 };
 

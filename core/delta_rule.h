@@ -8,8 +8,11 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
+#include <vector>
 
 #include "kernel.h"
+#include "threads.h"
 
 namespace cpumoe {
 
@@ -35,32 +38,62 @@ struct HeadRows {
   }
 };
 
-struct DeltaRuleCall {
-  DType type;  // of the projections, the convolution's state and out
-  std::int64_t batch, tokens, key_heads, heads, key_depth, value_depth;  // heads / key_heads neighbours share a key
-  HeadRows queries, keys, values, gates;                                 // [batch * tokens]
-  HeadRows betas;                                                        // one value for each head
-  HeadRows decays;  // likewise, or key_depth of them with decay_of_channels
-  bool decay_of_channels;
-  Parameters log_rates;   // [heads]
-  Parameters decay_bias;  // [heads], or [heads, key_depth]
-  float decay_bound;      // see DecayRow
-  int taps;
+// What a layer of this kind is: its sizes and parameters.
+struct DeltaRule {
+  std::int64_t key_heads = 0, heads = 0, key_depth = 0, value_depth = 0;  // heads / key_heads neighbours share a key
+  bool decay_of_channels = false;                                         // key_depth of them for a head, else one
+  Parameters log_rates;                                                   // [heads]
+  Parameters decay_bias;                                                  // [heads], or [heads, key_depth]
+  float decay_bound = 0.0f;                                               // see DecayRow
+  int taps = 0;
   Parameters conv_weight;  // [channels, taps]; channels: queries, keys, values
   Parameters conv_bias;    // [channels], or null
-  void* conv_state;        // [batch, channels, taps], moved on
-  float* state;            // [batch, heads, key_depth, value_depth], moved on
   Parameters norm_weight;  // [value_depth]
-  float norm_epsilon;
-  bool sigmoid_gate;  // else silu
-  void* out;          // [batch, tokens, heads, value_depth]
+  float norm_epsilon = 0.0f;
+  bool sigmoid_gate = false;  // else silu
 
   std::int64_t channels() const { return 2 * key_heads * key_depth + heads * value_depth; }
+  std::int64_t state_size() const { return heads * key_depth * value_depth; }
 };
+
+// Tokens of one sequence that come one after the other, in rows side by side.
+struct SequenceRows {
+  std::int64_t sequence, first_row, rows;
+};
+
+struct DeltaRuleCall {
+  DeltaRule rule;
+  DType type;                             // of the projections, the convolution's state and out
+  std::vector<SequenceRows> sequences;    // all rows from the first on, in their order
+  HeadRows queries, keys, values, gates;  // of each row
+  HeadRows betas;                         // one value for each head
+  HeadRows decays;                        // likewise, or key_depth of them
+  void* conv_state;                       // [sequences, channels, taps], moved on
+  float* state;                           // [sequences, heads, key_depth, value_depth], moved on
+  void* out;                              // [rows, heads, value_depth]
+};
+
+// Refuses sizes that do not belong together.
+void check_delta_rule(const DeltaRule& rule);
 
 // Convolution and silu of queries, keys and values; queries and keys to length 1 (1e-6 under the root) and queries
 // times 1 / sqrt(key_depth); the gated delta rule with beta = sigmoid; norm and gate. The same bits for any number of
-// threads and however the tokens come.
+// threads and however the tokens come. A stage of a team: `plan` by one thread, then `run` by all; the result is
+// complete behind their next barrier.
+class DeltaRuleStage {
+ public:
+  DeltaRuleStage();
+  ~DeltaRuleStage();
+
+  void plan(const Kernels& kernels, const DeltaRuleCall& call, int threads);
+  void run(Worker& worker);
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+// By itself, on a team of its own.
 void gated_delta_rule(const Kernels& kernels, const DeltaRuleCall& call);
 
 // out = C * convolution(B * x).

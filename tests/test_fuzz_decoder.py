@@ -49,6 +49,7 @@ def attention(rng: np.random.Generator, shape: dict[str, Any], dtype: Any) -> An
         "softcap": 5.0 if shape["window"] == 3 else 0.0,
         "value_factor": 1.0,
         "gate": matrix(rng, heads, HIDDEN, dtype) if shape["norms"] == 1 else None,
+        "gated_queries": False,
         "out": matrix(rng, HIDDEN, heads * value_depth, dtype, is_packed=shape["is_packed"]),
         "query_norm": None,
         "key_norm": None,
@@ -74,13 +75,55 @@ def attention(rng: np.random.Generator, shape: dict[str, Any], dtype: Any) -> An
     if shape["norms"]:
         common |= {"query_norm": norm(rng, depth, dtype), "key_norm": norm(rng, depth, dtype)}
     is_packed = shape["is_packed"]
+    common["gated_queries"] = shape["norms"] == 2 and value_depth == depth
+    width = depth * (2 if common["gated_queries"] else 1)
     return SimpleNamespace(
         **common
         | {
-            "query": matrix(rng, heads * depth, HIDDEN, dtype, is_packed=is_packed),
+            "query": matrix(rng, heads * width, HIDDEN, dtype, is_packed=is_packed),
             "key": matrix(rng, kv_heads * depth, HIDDEN, dtype, is_packed=is_packed),
             "value": matrix(rng, kv_heads * value_depth, HIDDEN, dtype),
         }
+    )
+
+
+def delta_rule(rng: np.random.Generator, shape: dict[str, Any], dtype: Any) -> Any:
+    """Queries, keys, values and betas of one linear; gates and decays of another, or of what a third makes smaller."""
+    key_heads, heads, dk, dv = shape["kv_heads"], shape["heads"], shape["depth"], shape["value_depth"]
+    channels, of_channels = 2 * key_heads * dk + heads * dv, shape["norms"] == 1
+    first, second = channels + heads, heads * dv + heads * (dk if of_channels else 1)
+    projections = [matrix(rng, first, HIDDEN, dtype, is_packed=shape["is_packed"])]
+    projections.append(matrix(rng, 5 if of_channels else second, HIDDEN, dtype))
+    expanded = SimpleNamespace(matrix=matrix(rng, second, 5, dtype), first=first)
+    behind = first + 5 if of_channels else first
+
+    def columns(begin: int, stride: int) -> Any:
+        return SimpleNamespace(first=begin, group=1, group_stride=stride, head_stride=0)
+
+    return SimpleNamespace(
+        projections=tuple(projections),
+        expansions=(expanded,) if of_channels else (),
+        columns=SimpleNamespace(
+            queries=columns(0, dk),
+            keys=columns(key_heads * dk, dk),
+            values=columns(2 * key_heads * dk, dv),
+            betas=columns(channels, 1),
+            gates=columns(behind, dv),
+            decays=columns(behind + heads * dv, dk if of_channels else 1),
+        ),
+        key_heads=key_heads,
+        heads=heads,
+        key_depth=dk,
+        value_depth=dv,
+        log_rates=rng.standard_normal(heads).astype(np.float32),
+        decay_bias=rng.standard_normal(heads * (dk if of_channels else 1)).astype(dtype),
+        decay_bound=-5.0 if shape["window"] == 2 else 0.0,
+        conv_weight=rng.standard_normal((channels, 1 + shape["window"])).astype(dtype),
+        conv_bias=rng.standard_normal(channels).astype(dtype) if shape["window"] % 2 else None,
+        norm_weight=rng.standard_normal(dv).astype(dtype),
+        norm_epsilon=1e-6,
+        sigmoid_gate=shape["window"] > 3,
+        out=matrix(rng, HIDDEN, heads * dv, dtype),
     )
 
 
@@ -112,7 +155,8 @@ def layer(rng: np.random.Generator, shape: dict[str, Any], dtype: Any) -> Any:
         share=matrix(rng, 1, HIDDEN, dtype) if shape["block"] == 2 else None,
     )
     return SimpleNamespace(
-        attention=attention(rng, shape, dtype),
+        attention=None if shape["delta"] else attention(rng, shape, dtype),
+        delta=delta_rule(rng, shape, dtype) if shape["delta"] else None,
         experts=experts if shape["block"] else None,
         dense=dense if shape["block"] != 1 else None,
         before_attention=norm(rng, HIDDEN, dtype),
@@ -149,6 +193,7 @@ SHAPES = st.fixed_dictionaries(
         "norms": st.integers(0, 2),
         "block": st.integers(0, 2),
         "is_packed": st.booleans(),
+        "delta": st.sampled_from([False, False, True]),
     }
 )
 
@@ -157,6 +202,21 @@ def depths_of(part: Any) -> tuple[int, int]:
     if part.latent is not None:
         return part.latent.rank + 4, part.latent.rank + 4
     return part.depth, part.value_depth
+
+
+def new_cache(part: Any, batch: int, sizes: tuple[int, int], dtype: Any, first: int | None = 0) -> Any:
+    """What a layer keeps: keys and values [B, heads, tokens, depth] with their first place, if any, or states.
+
+    ``sizes``: sequences or pages, and their tokens.
+    """
+    if (rule := part.delta) is not None:
+        channels, taps = rule.conv_weight.shape
+        state = np.zeros((batch, rule.heads, rule.key_depth, rule.value_depth), np.float32)
+        return np.zeros((batch, channels, taps), dtype), state
+    count, tokens = sizes
+    heads = part.attention.kv_heads
+    both = (np.full((count, heads, tokens, depth), np.nan, dtype) for depth in depths_of(part.attention))
+    return (*both,) if first is None else (*both, first)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -191,18 +251,12 @@ def test_steps_have_the_same_bits_everywhere_and_in_pages(
         try:
             decoder = core.Decoder(model)
             room = sum(counts) + 2
-            caches = [
-                tuple(
-                    np.full((batch, part.attention.kv_heads, room, depth), np.nan, dtype)
-                    for depth in depths_of(part.attention)
-                )
-                for part in model.layers
-            ]
+            caches = [new_cache(part, batch, (batch, room), dtype) for part in model.layers]
             parts, past = [], 0
             for count in counts:
                 out = np.zeros((batch, count, VOCABULARY), dtype)
                 piece = np.ascontiguousarray(tokens[:, past : past + count])
-                decoder.step(piece, [(*cache, 0) for cache in caches], past, None, None, count, None, out)
+                decoder.step(piece, caches, past, None, None, count, None, out)
                 parts.append(out)
                 past += count
             results.append(np.concatenate(parts, 1))
@@ -214,13 +268,7 @@ def test_steps_have_the_same_bits_everywhere_and_in_pages(
     # The same in pages that lie anywhere, all rows at once.
     total, per = sum(counts), -(-sum(counts) // page_tokens)
     pages = rng.permutation(batch * per).astype(np.int32).reshape(batch, per)
-    pools = [
-        tuple(
-            np.full((batch * per, part.attention.kv_heads, page_tokens, depth), np.nan, dtype)
-            for depth in depths_of(part.attention)
-        )
-        for part in model.layers
-    ]
+    pools = [new_cache(part, batch, (batch * per, page_tokens), dtype, None) for part in model.layers]
     out = np.zeros((batch * total, VOCABULARY), dtype)
     core.Decoder(model).step_rows(
         np.ascontiguousarray(tokens.reshape(-1)),
@@ -256,7 +304,7 @@ def test_bad_rows_and_caches_are_refused(shape: dict[str, Any], damages: list[tu
     tokens = rng.integers(0, VOCABULARY, (batch, count))
     positions: Any = None
     padding: Any = None
-    sizes: list[int] = [batch, model.layers[0].attention.kv_heads, room]
+    sizes: list[int] = [batch, 0 if shape["delta"] else model.layers[0].attention.kv_heads, room]
     dtype: Any = np.float32
     layers, out_rows = 2, batch
     for what, number in damages:
@@ -280,10 +328,11 @@ def test_bad_rows_and_caches_are_refused(shape: dict[str, Any], damages: list[tu
             out_rows = max(number, 0)
         elif what == "caches":
             layers = max(number % 5, 0)
-    caches = [
-        (*(np.zeros((*sizes, depth), dtype) for depth in depths_of(model.layers[0].attention)), first)
-        for _ in range(layers)
-    ]
+    if shape["delta"]:
+        caches = [new_cache(model.layers[0], sizes[0], (0, 0), dtype) for _ in range(layers)]
+    else:
+        depths = depths_of(model.layers[0].attention)
+        caches = [(*(np.zeros((*sizes, depth), dtype) for depth in depths), first) for _ in range(layers)]
     out = np.zeros((out_rows, min(max(kept, 0), count), VOCABULARY), np.float32)
     try:
         decoder.step(tokens, caches, past, positions, padding, kept, None, out)
@@ -301,7 +350,11 @@ def test_bad_rows_and_caches_are_refused(shape: dict[str, Any], damages: list[tu
 )
 def test_bad_pages_are_refused(numbers: list[int], page_tokens: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
-    shape = dict.fromkeys(("rank", "window", "norms", "is_packed"), 0) | {"heads": 2, "kv_heads": 1, "block": 1}
+    shape = dict.fromkeys(("rank", "window", "norms", "is_packed", "delta"), 0) | {
+        "heads": 2,
+        "kv_heads": 1,
+        "block": 1,
+    }
     model = described(rng, [shape | {"depth": 8, "value_depth": 8, "rotary": 0}], np.float32)
     pools = [tuple(np.zeros((4, 1, 16, 8), np.float32) for _ in range(2))]
     rows, out = 3, np.zeros((2, VOCABULARY), np.float32)
@@ -321,7 +374,7 @@ def test_bad_pages_are_refused(numbers: list[int], page_tokens: int, seed: int) 
 )
 def test_parts_that_do_not_belong_together_are_refused(shape: dict[str, Any], part: str, number: int) -> None:
     rng = np.random.default_rng(0)
-    model = described(rng, [shape], np.float32)
+    model = described(rng, [shape | {"delta": False}], np.float32)
     attention_part = model.layers[0].attention
     if part in ("query", "key", "out"):
         setattr(attention_part, part, matrix(rng, max(number, 1), HIDDEN, np.float32))
@@ -339,6 +392,40 @@ def test_parts_that_do_not_belong_together_are_refused(shape: dict[str, Any], pa
         depths = depths_of(attention_part)
         caches = [(*(np.zeros((1, attention_part.kv_heads, 4, depth), np.float32) for depth in depths), 0)]
         decoder.step(np.array([[1, 2]]), caches, 0, None, None, 2, np.zeros((1, 2, HIDDEN), np.float32), None)
+
+
+@settings(max_examples=EXAMPLES, deadline=None)
+@given(
+    shape=SHAPES,
+    part=st.sampled_from(
+        ["heads", "key_heads", "key_depth", "value_depth", "conv", "bias", "columns", "expansion", "rates", "state"]
+    ),
+    number=st.integers(-2, 300),
+)
+def test_rules_and_states_that_do_not_fit_are_refused(shape: dict[str, Any], part: str, number: int) -> None:
+    rng = np.random.default_rng(0)
+    model = described(rng, [shape | {"delta": True}], np.float32)
+    rule, count = model.layers[0].delta, max(number, 0)
+    caches = [new_cache(model.layers[0], 1, (0, 0), np.float32)]
+    if part == "conv":
+        rule.conv_weight = np.zeros((len(rule.conv_weight), count), np.float32)
+    elif part == "bias":
+        rule.decay_bias = np.zeros(count, np.float32)
+    elif part == "columns":
+        rule.columns.values.group_stride = rule.columns.decays.first = number
+    elif part == "expansion":
+        rule.expansions = (SimpleNamespace(matrix=matrix(rng, 3, max(number, 1), np.float32), first=number),)
+    elif part == "rates":
+        rule.log_rates = np.zeros(count, np.float32)
+    elif part == "state":
+        caches = [(np.zeros((1, count, 2), np.float32), caches[0][1])]
+    else:
+        setattr(rule, part, number)
+    try:
+        decoder = core.Decoder(model)
+        decoder.step(np.array([[1, 2]]), caches, 0, None, None, 2, np.zeros((1, 2, HIDDEN), np.float32), None)
+    except (ValueError, TypeError) as problem:
+        assert str(problem)
 
 
 def test_what_no_decoder_has() -> None:

@@ -104,6 +104,7 @@ class Numbers {
     call.depth = c_.depth;
     call.value_depth = c_.value_depth;
     call.query_stride = c_.heads * c_.depth;
+    call.query_head_stride = c_.depth;
     call.query = stored_query_.data() + first * call.query_stride * size_of(type_);
     call.sequences = sequences_.data();
     call.row = rows_.data() + first;

@@ -218,7 +218,7 @@ class Decoder:
     def step(
         self,
         tokens: Array,
-        caches: Sequence[tuple[Array, Array, int]],
+        caches: Sequence[tuple[Array, Array, int] | tuple[Array, Array]],
         past: int,
         positions: Array | None,
         padding: Array | None,

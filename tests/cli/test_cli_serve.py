@@ -482,6 +482,9 @@ def test_the_size_of_the_cache() -> None:
     assert cache_size(config, torch.bfloat16, 20 * 10**9, 5).blocks < plan.blocks / 1.9
     assert cache_size(config, torch.bfloat16, 10**12, None).blocks * 32 == 8 * 40960
     # Without masks and copies.
+    states = cache_size(config, torch.bfloat16, 20 * 10**9, None, token_bytes=12288, state_bytes=10**8)
+    assert states.sequences == 25 and states.total_bytes <= 10**10  # a quarter of half of the memory
+    assert cache_size(config, torch.bfloat16, 20 * 10**9, None, token_bytes=12288, state_bytes=1).sequences == 256
     plan = cache_size(config, torch.bfloat16, 20 * 10**9, None, token_bytes=48 * 4 * 128 * 2 * 2)
     assert plan.blocks == 10 * 10**9 // (32 * 48 * 4 * 128 * 2 * 2) and plan.total_bytes <= 10 * 10**9
     with pytest.raises(ValueError, match="--memory-gb 30; the model leaves 20.0 GB"):

@@ -7,6 +7,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from cpumoe.generation.page_pool import PagePool, page_name
 from cpumoe.generation.sampling import Sampling, Token
 from cpumoe.generation.schedule import Schedule
 from cpumoe.generation.step_engine import StepEngine
-from cpumoe.integrations.transformers.decoder_description import NotDescribed
+from cpumoe.integrations.transformers.described_parts import NotDescribed
 from cpumoe.integrations.transformers.native_decoder import native_with_head
 
 SECONDS = 60.0  # at most, for things that take milliseconds
@@ -236,11 +237,19 @@ def test_older_sequences_take_pages_of_those_that_are_in_the_step_already(pages:
 # ---- the engine ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=["qwen3_moe", "gpt_oss"])
+@pytest.fixture(scope="module", params=["qwen3_moe", "gpt_oss", "qwen3_next"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """In fp32; the second has windows and sinks."""
+    """In fp32; the second has windows and sinks, the third states."""
     folder = write_tiny_model(tmp_path_factory.mktemp("tiny"), request.param)
     return cpumoe.load_model(folder, scheme="w4a8-g32", dtype=torch.float32)
+
+
+@pytest.fixture
+def sharing_model(model: Any) -> Any:
+    """One whose pages are found again."""
+    if native_with_head(model).state_bytes:
+        pytest.skip("it has states behind all tokens, which nobody else can use")
+    return model
 
 
 @pytest.fixture
@@ -338,10 +347,10 @@ def test_too_few_pages_for_all(model: Any, steps: list[int]) -> None:
     assert rows[0] > rows[1] == sum(map(len, prompts)) + 6 * 99  # some tokens were computed again
 
 
-def test_prompts_that_begin_alike(model: Any, steps: list[int]) -> None:
+def test_prompts_that_begin_alike(sharing_model: Any, steps: list[int]) -> None:
     beginning, one, two = prompts_of([100, 9, 5])
-    expected = [generated(model, beginning + end, 20) for end in (one, two, two)]
-    with engine_of(model) as engine:
+    expected = [generated(sharing_model, beginning + end, 20) for end in (one, two, two)]
+    with engine_of(sharing_model) as engine:
 
         def rows(*prompts: list[int]) -> int:
             steps.clear()
@@ -356,10 +365,10 @@ def test_prompts_that_begin_alike(model: Any, steps: list[int]) -> None:
         assert answers == expected
         # What was generated is found again, too.
         longer = beginning + one + answers[0] + two
-        expected.append(generated(model, longer, 20))
+        expected.append(generated(sharing_model, longer, 20))
         assert rows(longer) == len(longer) - 128 // 16 * 16 + 19
         assert answers == expected
-    with engine_of(model) as engine:
+    with engine_of(sharing_model) as engine:
         # At the same time, even if the first has only begun to be read.
         answers = []
         assert rows(beginning + one, beginning + two, beginning + two) == 109 + 2 * (105 - 96) + 3 * 19
@@ -367,9 +376,9 @@ def test_prompts_that_begin_alike(model: Any, steps: list[int]) -> None:
         until(lambda: all_pages_are_free(engine, 256))
 
 
-def test_the_pages_of_ends_are_taken_first(model: Any, steps: list[int]) -> None:
+def test_the_pages_of_ends_are_taken_first(sharing_model: Any, steps: list[int]) -> None:
     old, new, other = prompts_of([64, 64, 64])
-    with engine_of(model, pages=12) as engine:
+    with engine_of(sharing_model, pages=12) as engine:
         for prompt in (old, new, other):  # with its answer, each has a page more than its full ones; one is missing
             tokens_of(ask(engine, prompt, 2)[1], 2)
         for prompt in (old, new):
@@ -494,4 +503,28 @@ def test_the_end(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_size_of_a_token(model: Any) -> None:
-    assert native_with_head(model).token_bytes == 2 * 2 * 16 * 2 * 4  # layers, heads, depth, keys and values, fp32
+    native = native_with_head(model)
+    layers = 1 if model.config.model_type == "qwen3_next" else 2
+    assert native.token_bytes == layers * 2 * 16 * 2 * 4  # heads, depth, keys and values, fp32
+    # channels and taps of the convolution; heads, depth of keys and of values
+    states = ((2 * 2 + 4) * 16 * 4 + 4 * 16 * 16) * 4
+    assert native.state_bytes == (states if layers == 1 else 0)
+
+
+def test_states_are_of_their_sequence_alone(tmp_path: Path) -> None:
+    """A line that another sequence has had begins with nothing, and what begins alike is computed again."""
+    folder = write_tiny_model(tmp_path, "qwen3_next")
+    model = cpumoe.load_model(folder, scheme="w4a8-g32", dtype=torch.float32)
+    native = native_with_head(model)
+    assert native is not None
+    prompts = prompts_of([50, 50, 3, 70])
+    prompts[1] = prompts[0]
+    expected = [generated(model, prompt, 12) for prompt in prompts]
+    engine = StepEngine(model, native, 64, 16, 32, sequences=2)
+    try:
+        assert engine.start() is None
+        for _ in range(2):
+            answers = [ask(engine, prompt, 12)[1] for prompt in prompts]
+            assert [tokens_of(items, 12) for items in answers] == expected
+    finally:
+        assert engine.stop()

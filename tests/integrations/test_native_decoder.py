@@ -16,10 +16,10 @@ import cpumoe
 from cpumoe import _core
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.integrations.transformers import native_decoder
-from cpumoe.integrations.transformers.decoder_description import NotDescribed
+from cpumoe.integrations.transformers.described_parts import NotDescribed
 from cpumoe.integrations.transformers.describing import explain_step
 from cpumoe.integrations.transformers.native_decoder import explanation, native_of, native_with_head
-from cpumoe.integrations.transformers.roomy_cache import CacheForm, RoomyLayer, RoomySlidingLayer, roomy_layers
+from cpumoe.integrations.transformers.roomy_cache import CacheForm, RoomyLayer, RoomySlidingLayer, make_roomy
 
 #: Families that run in one call, whole models and their text parts; a family that is lost would be noticed here.
 NATIVE = {
@@ -37,7 +37,8 @@ NATIVE = {
     ),
     *("mellum", "mimo_v2_flash", "minimax_m2", "mistral4", "mistral4_text", "mixtral", "olmoe", "qwen2_moe"),
     *("qwen3_moe", "qwen3_omni_moe", "qwen3_omni_moe_text", "qwen3_omni_moe_thinker", "qwen3_vl_moe"),
-    *("qwen3_vl_moe_text", "solar_open"),
+    *("qwen3_vl_moe_text", "solar_open", "kimi_linear", "qwen3_next", "qwen3_next_dense"),
+    *("bailing_hybrid", "qwen3_5_moe", "qwen3_5_moe_text"),
 }
 ALONE = [name for name in FAMILIES if name != "mistral_large4_text"]  # which transformers itself cannot load
 
@@ -413,7 +414,8 @@ def test_a_roomy_layer_is_a_layer_of_transformers(sliding):
         stock = DynamicSlidingWindowLayer(sliding_window=6) if sliding else DynamicLayer()
         cache = DynamicCache()
         cache.layers = [DynamicSlidingWindowLayer(sliding_window=6) if sliding else DynamicLayer()]
-        (roomy,) = roomy_layers(cache, 1)
+        assert make_roomy(cache, 0)
+        (roomy,) = cache.layers
         assert type(roomy) is (RoomySlidingLayer if sliding else RoomyLayer)
         for _ in range(25):
             what = int(torch.randint(0, 8, (1,), generator=generator))

@@ -151,8 +151,8 @@ def _start_together(server: Server, model: PreTrainedModel, free: int, memory_gb
     way, obstacle = "each step in one call of the core", None
     native = native_with_head(model)
     if native is not None:
-        size = cache_size(model.config, model.dtype, free, memory_gb, native.token_bytes)
-        obstacle = server.start_steps(native, size.blocks, size.block_tokens, BATCH_TOKENS)
+        size = cache_size(model.config, model.dtype, free, memory_gb, native.token_bytes, native.state_bytes)
+        obstacle = server.start_steps(native, size.blocks, size.block_tokens, BATCH_TOKENS, size.sequences)
     if native is None or obstacle is not None:
         way = "by transformers' continuous batching" + ("" if obstacle is None else f": {obstacle}")
         size = cache_size(model.config, model.dtype, free, memory_gb)

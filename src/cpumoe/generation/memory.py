@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cpumoe import cpu
+from cpumoe.generation.schedule import MOST_SEQUENCES
 from cpumoe.tables import size_text
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 # The part of the memory left free by the model that the cache takes. The rest is for activations, the page cache and
 # other programs.
 _SHARE = 0.5
+_STATES_SHARE = 0.25  # of the cache, for the states of sequences
 _SEQUENCES = 8  # the cache is no larger than for this many sequences of full length
 _BLOCK_TOKENS = 32
 _LEAST_BLOCKS = 16
@@ -26,11 +28,15 @@ BATCH_TOKENS = 1024  # the most tokens that one step computes; a longer prompt i
 
 @dataclass(frozen=True)
 class CacheSize:
-    """How many blocks of keys and values the cache has, and the memory for them and for all that grows with them."""
+    """How many blocks of keys and values the cache has, and the memory for them and for all that grows with them.
+
+    ``sequences``: those that may be computed at the same time, each with its states.
+    """
 
     blocks: int
     block_tokens: int
     total_bytes: int
+    sequences: int
 
 
 def cache_size(
@@ -39,10 +45,12 @@ def cache_size(
     free_bytes: int,
     memory_gb: float | None,
     token_bytes: int | None = None,
+    state_bytes: int = 0,
 ) -> CacheSize:
     """The size of the cache for a model that leaves ``free_bytes`` of memory; ``memory_gb`` is the user's choice.
 
-    ``token_bytes`` is what a token takes in an engine that needs nothing else; by default the engine is transformers'.
+    ``token_bytes`` and ``state_bytes`` are what a token and a sequence take in an engine that needs nothing else; by
+    default the engine is transformers'.
     """
     config = config.get_text_config()
     if token_bytes is None:
@@ -53,6 +61,10 @@ def cache_size(
     budget = free_bytes * _SHARE if memory_gb is None else memory_gb * 1e9
     if budget > free_bytes:
         raise ValueError(f"--memory-gb {memory_gb:g}; the model leaves {size_text(free_bytes)}")
+    sequences = MOST_SEQUENCES
+    if state_bytes:
+        sequences = min(sequences, max(1, int(budget * _STATES_SHARE // state_bytes)))
+        fixed = sequences * state_bytes
     blocks = int((budget - fixed) // block_cost)
     if blocks < _LEAST_BLOCKS:
         raise ValueError(
@@ -63,7 +75,7 @@ def cache_size(
     context = getattr(config, "max_position_embeddings", None)
     if context is not None:
         blocks = min(blocks, -(-context * _SEQUENCES // _BLOCK_TOKENS))
-    return CacheSize(blocks, _BLOCK_TOKENS, fixed + blocks * block_cost)
+    return CacheSize(blocks, _BLOCK_TOKENS, fixed + blocks * block_cost, sequences)
 
 
 def _batching_costs(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[int, int]:

@@ -9,7 +9,7 @@ import torch
 from cpumoe.generation.engine import Job
 from cpumoe.generation.page_pool import PagePool, page_name
 
-_MOST_SEQUENCES = 256  # that have pages at the same time; further ones wait
+MOST_SEQUENCES = 256  # that have pages at the same time; further ones wait
 
 
 class Sequence:
@@ -20,13 +20,14 @@ class Sequence:
         line: the line of the schedule's table that has the pages; None while the sequence waits, without any.
     """
 
-    def __init__(self, job: Job, page_tokens: int) -> None:
+    def __init__(self, job: Job, page_tokens: int, shares_pages: bool) -> None:
         self.job = job
         self.tokens = list(job.prompt)
         self.computed = 0
         self.pages: list[int] = []
         self.line: int | None = None
         self._page_tokens = page_tokens
+        self._shares_pages = shares_pages
         self._names: list[bytes] = []
 
     @property
@@ -37,7 +38,7 @@ class Sequence:
     @property
     def shareable_pages(self) -> int:
         """How many of its pages might be found; the last token is always computed, because its scores are needed."""
-        return (len(self.tokens) - 1) // self._page_tokens
+        return (len(self.tokens) - 1) // self._page_tokens if self._shares_pages else 0
 
     def page_name(self, index: int) -> bytes:
         """The name of a page whose tokens are all known."""
@@ -71,20 +72,31 @@ class Schedule:
     Args:
         pages: of keys and values, each for ``page_tokens`` tokens.
         step_rows: the most tokens that a step may have.
+        sequences: the most that have pages at the same time.
+        shares_pages: whether sequences that begin alike hold the same pages.
     """
 
-    def __init__(self, pages: int, page_tokens: int, step_rows: int) -> None:
+    def __init__(
+        self,
+        pages: int,
+        page_tokens: int,
+        step_rows: int,
+        sequences: int = MOST_SEQUENCES,
+        *,
+        shares_pages: bool = True,
+    ) -> None:
         self.pool = PagePool(pages)
         self.page_tokens = page_tokens
         self.tokens = pages * page_tokens  # that there is room for
         self.sequences: list[Sequence] = []
-        self.table = torch.zeros((_MOST_SEQUENCES, pages), dtype=torch.int32)  # the pages of each line's sequence
-        self._lines = list(reversed(range(_MOST_SEQUENCES)))  # free ones; taken from the end
+        self.table = torch.zeros((sequences, pages), dtype=torch.int32)  # the pages of each line's sequence
+        self._lines = list(reversed(range(sequences)))  # free ones; taken from the end
         self._step_rows = step_rows
+        self._shares_pages = shares_pages
 
     def add(self, job: Job) -> None:
         """Adds a job; all of its tokens must fit into the pages."""
-        self.sequences.append(Sequence(job, self.page_tokens))
+        self.sequences.append(Sequence(job, self.page_tokens, self._shares_pages))
 
     def drop_ended(self) -> list[Job]:
         """Drops all sequences whose jobs are over and takes their pages back."""
@@ -133,7 +145,7 @@ class Schedule:
             sequence = piece.sequence
             first = sequence.computed // self.page_tokens
             sequence.computed += piece.count
-            for index in range(first, sequence.computed // self.page_tokens):
+            for index in range(first, sequence.computed // self.page_tokens if self._shares_pages else first):
                 self.pool.give_name(sequence.pages[index], sequence.page_name(index))
 
     def _page_count(self, tokens: int) -> int:

@@ -23,6 +23,7 @@ from cpumoe.generation.endpoints import Endpoints
 from cpumoe.generation.engine import BatchEngine, CannotBatch, Engine, SequentialEngine
 from cpumoe.generation.http import ImpatientProtocol
 from cpumoe.generation.prompts import Prompts
+from cpumoe.generation.schedule import MOST_SEQUENCES
 from cpumoe.generation.step_engine import StepEngine
 
 if TYPE_CHECKING:
@@ -60,9 +61,11 @@ class Server:
         if self._engine is not None:
             self._engine.stop()
 
-    def start_steps(self, native: NativeDecoder, blocks: int, block_tokens: int, batch_tokens: int) -> str | None:
+    def start_steps(
+        self, native: NativeDecoder, blocks: int, block_tokens: int, batch_tokens: int, sequences: int = MOST_SEQUENCES
+    ) -> str | None:
         """Computes requests together from now on, each step in one call of the core. Returns what went wrong, if so."""
-        engine = StepEngine(self._model, native, blocks, block_tokens, batch_tokens)
+        engine = StepEngine(self._model, native, blocks, block_tokens, batch_tokens, sequences)
         obstacle = engine.start()
         if obstacle is not None:
             engine.stop()

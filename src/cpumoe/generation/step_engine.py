@@ -12,8 +12,8 @@ import torch
 
 from cpumoe.generation.engine import ENDED, ENDING, NOT_COMPUTED, STOP_SECONDS, Failure, Finish, Job
 from cpumoe.generation.sampling import Sampling, Token
-from cpumoe.generation.schedule import Piece, Schedule
-from cpumoe.integrations.transformers.decoder_description import NotDescribed
+from cpumoe.generation.schedule import MOST_SEQUENCES, Piece, Schedule
+from cpumoe.integrations.transformers.described_parts import NotDescribed
 from cpumoe.integrations.transformers.native_decoder import NativeDecoder
 
 if TYPE_CHECKING:
@@ -36,16 +36,24 @@ class StepEngine:
         native: what computes the steps of ``model``, to logits.
         pages: of keys and values, each for ``page_tokens`` tokens.
         step_rows: the most tokens that one step computes; a longer prompt is read in pieces.
+        sequences: the most requests that are computed at the same time; further ones wait.
     """
 
     def __init__(
-        self, model: PreTrainedModel, native: NativeDecoder, pages: int, page_tokens: int, step_rows: int
+        self,
+        model: PreTrainedModel,
+        native: NativeDecoder,
+        pages: int,
+        page_tokens: int,
+        step_rows: int,
+        sequences: int = MOST_SEQUENCES,
     ) -> None:
         self._model = model
         self._native = native
-        self._caches = native.new_pages(pages, page_tokens)
+        self._caches = native.new_pages(pages, page_tokens, sequences)
         self._vocabulary = native.decoder.model.embedding.shape[0]
-        self._schedule = Schedule(pages, page_tokens, step_rows)
+        # States are those behind all tokens of a sequence: what another one has computed of the same tokens is no help.
+        self._schedule = Schedule(pages, page_tokens, step_rows, sequences, shares_pages=native.state_bytes == 0)
         self._least_prompt_rows = self._prompt_rows = min(_LEAST_PROMPT_ROWS, step_rows)
         self._added: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._unfinished: set[Job] = set()

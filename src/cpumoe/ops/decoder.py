@@ -75,6 +75,7 @@ class Attention:
         window: tokens that one sees, itself included; 0 for all before it.
         sinks: [heads] fp32, a score that every row has besides.
         gate: [heads * value_depth, H] or [heads, H]: the result times the sigmoid of what it gives.
+        gated_queries: every head of ``query`` is followed by its gate: then it is [heads * 2 * depth, H].
         value_factor: values are multiplied by this.
         latent: where attention is over latents: then there are no key and value, kv_heads is 1, and a head of ``query``
             is nope + rotated wide, which is its depth. Caches then have latents and rotated parts side by side.
@@ -99,8 +100,73 @@ class Attention:
     sinks: Tensor | None = None
     softcap: float = 0.0
     gate: Matrix | None = None
+    gated_queries: bool = False
     value_factor: float = 1.0
     latent: Latent | None = None
+
+
+@dataclass(frozen=True)
+class HeadColumns:
+    """Where heads stand in a row: head h from column first + h // group * group_stride + h % group * head_stride on."""
+
+    first: int
+    group_stride: int
+    group: int = 1
+    head_stride: int = 0
+
+
+@dataclass(frozen=True)
+class DeltaColumns:
+    """Where all that the delta rule takes stands in a row. Of ``betas`` and ``decays`` a head has one value.
+
+    Where every channel has its own decay, a head has key_depth of them.
+    """
+
+    queries: HeadColumns
+    keys: HeadColumns
+    values: HeadColumns
+    gates: HeadColumns
+    betas: HeadColumns
+    decays: HeadColumns
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """A linear of what another one has given, from column ``first`` of a row on."""
+
+    matrix: Matrix
+    first: int
+
+
+@dataclass(frozen=True)
+class DeltaRule:
+    """A gated delta net or Kimi delta attention, in the place of attention; see :func:`cpumoe.ops.gated_delta_rule`.
+
+    The results of ``projections`` stand side by side in a row, and behind them those of ``expansions``.
+
+    Attributes:
+        log_rates: [heads]. decay_bias: [heads], or [heads * key_depth] where every channel has its own decay.
+        conv_weight: [channels, taps], of queries, keys and values. conv_bias: [channels] or None.
+        norm_weight: [value_depth].
+        out: [H, heads * value_depth].
+    """
+
+    projections: tuple[Matrix, ...]
+    expansions: tuple[Expansion, ...]
+    columns: DeltaColumns
+    key_heads: int
+    heads: int
+    key_depth: int
+    value_depth: int
+    log_rates: Tensor
+    decay_bias: Tensor
+    decay_bound: float
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+    norm_weight: Tensor
+    norm_epsilon: float
+    sigmoid_gate: bool
+    out: Matrix
 
 
 @dataclass(frozen=True)
@@ -153,9 +219,12 @@ class DenseBlock:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: norms around attention and block, each of which is added to the residual stream."""
+    """One layer: norms around attention and block, each of which is added to the residual stream.
 
-    attention: Attention
+    ``delta``: in the place of attention.
+    """
+
+    attention: Attention | None
     experts: RoutedExperts | None
     dense: DenseBlock | None
     before_attention: Norm | None = None
@@ -163,6 +232,7 @@ class Layer:
     before_block: Norm | None = None
     after_block: Norm | None = None
     residual_factor: float = 1.0
+    delta: DeltaRule | None = None
 
 
 @dataclass(frozen=True)
@@ -194,7 +264,7 @@ class Decoder:
     def step(
         self,
         tokens: Tensor,
-        caches: Sequence[tuple[Tensor, Tensor, int]],
+        caches: Sequence[tuple[Tensor, Tensor, int] | tuple[Tensor, Tensor]],
         past: int,
         *,
         positions: Tensor | None = None,
@@ -206,7 +276,9 @@ class Decoder:
 
         Args:
             tokens: int64 [B, T], or hidden states [B, T, H].
-            caches: for each layer keys and values [B, kv_heads, room, depth], and the place of their first token.
+            caches: for each layer keys and values [B, kv_heads, room, depth], and the place of their first token; of a
+                layer with the delta rule the states [B, channels, taps] of its convolution and, in fp32, [B, heads,
+                key_depth, value_depth].
             past: places that are filled.
             positions: int64 [B, T] or [1, T]; by default those behind ``past``.
             padding: int64 [B], the places at the beginning of each sequence that no token sees.
@@ -236,12 +308,15 @@ class Decoder:
     ) -> Tensor:
         """Computes N tokens of any sequences, whose keys and values lie in pages.
 
+        States of layers with the delta rule go on from where the step before has left them, or begin with token 0.
+
         Args:
             tokens: int64 [N]; those of a sequence side by side, sequences and places ascending.
             sequences: int64 [N], the sequence of each. places: int64 [N], where in its sequence each is.
             pages: int32 [S, P]: the page of tokens p * page_tokens and the following of sequence s is pages[s, p].
             page_tokens: tokens of a page, a power of two from 16 on.
-            caches: for each layer keys and values [pages, kv_heads, page_tokens, depth].
+            caches: for each layer keys and values [pages, kv_heads, page_tokens, depth], or states as in :meth:`step`,
+                [S, ..].
             wanted: int64 [W], ascending: the rows whose logits are asked for.
 
         Returns:

@@ -16,14 +16,16 @@ from torch import Tensor, nn
 
 from cpumoe.integrations.transformers.decoder_description import (
     Choices,
-    NotDescribed,
     cache_form,
     choices_for,
     describe_decoder,
     layer_type,
+    mixer_of,
 )
+from cpumoe.integrations.transformers.described_parts import NotDescribed
 from cpumoe.integrations.transformers.latent_attention import absorbed
-from cpumoe.integrations.transformers.roomy_cache import roomy_layers
+from cpumoe.integrations.transformers.linear_attention import delta_form
+from cpumoe.integrations.transformers.step_caches import StepCaches
 from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.ops import decoder
 
@@ -38,7 +40,7 @@ def find_choices(base: Any, index: int) -> Choices:
     """What cannot be seen of a layer, by trying all that it may be. Raises NotDescribed if nothing fits."""
     twin = _twin(base, index)
     reason = ""
-    for choices in choices_for(base.layers[index]):
+    for choices in choices_for(twin, 0):
         model = describe_decoder(twin, (choices,), _PROMPT + _SINGLE)
         reason = _difference(twin, model)
         if not reason:
@@ -63,7 +65,7 @@ def _difference(twin: Any, model: decoder.DecoderModel) -> str:
     mask[0, :_PADDING] = 0
     positions = (mask.cumsum(1) - 1).clamp(min=0)
     core, ours, theirs = decoder.Decoder(model), DynamicCache(config=twin.config), DynamicCache(config=twin.config)
-    form = cache_form(model.layers[0].attention, torch.float32)
+    caches = StepCaches([cache_form(twin.layers[0], model.layers[0], torch.float32)], torch.float32)
     near = []
     past = 0
     for last in (_PROMPT, *range(_PROMPT + 1, _PROMPT + _SINGLE + 1)):
@@ -78,14 +80,14 @@ def _difference(twin: Any, model: decoder.DecoderModel) -> str:
                 ).last_hidden_state
         except Exception as problem:  # a layer that cannot run alone
             return f"could not be compared ({type(problem).__name__}: {problem})"
-        layers = roomy_layers(ours, 1)
-        assert layers is not None  # it was made here
-        room = layers[0].reserve(2, form, last - past)
+        caches.past(ours, 2)
+        room = caches.reserve(ours, 2, last - past)
+        assert room is not None  # it was made here
         padding = torch.tensor([_PADDING, 0])
         found = core.step(
-            ids[:, new].contiguous(), [room], past, positions=positions[:, new].contiguous(), padding=padding
+            ids[:, new].contiguous(), room, past, positions=positions[:, new].contiguous(), padding=padding
         )
-        layers[0].advance(last - past)
+        caches.advance(ours, last - past)
         near += _near_rows(found, expected, mask[:, new].bool())
         past = last
     share = sum(near) / len(near)
@@ -107,6 +109,10 @@ def _twin(base: Any, index: int) -> Any:
     config.num_hidden_layers = 1
     if getattr(config, "layer_types", None) is not None:
         config.layer_types = [layer_type(base, index)]
+        if delta_form(mixer_of(base.layers[index])) is not None:
+            # Of this one there is only a cache, where tokens are counted.
+            config.layer_types.append("full_attention")
+            config.num_hidden_layers = 2
     if isinstance(getattr(config, "sliding_window", None), int):
         config.sliding_window = _WINDOW
     twin.config = config

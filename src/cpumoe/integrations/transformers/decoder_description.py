@@ -16,14 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpumoe.integrations.transformers import norms, routers
+from cpumoe.integrations.transformers import routers
+from cpumoe.integrations.transformers.delta_description import describe_delta
+from cpumoe.integrations.transformers.described_parts import NotDescribed, Parts, describe_matrix, describe_norm
 from cpumoe.integrations.transformers.expert_modules import recognise_function
 from cpumoe.integrations.transformers.latent_attention import absorbed
+from cpumoe.integrations.transformers.linear_attention import DeltaForm, delta_form
 from cpumoe.integrations.transformers.roomy_cache import CacheForm
 from cpumoe.layers.activation import Activation
 from cpumoe.layers.backends import NativeBackend
 from cpumoe.layers.experts import Experts
-from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.ops import SCORING, decoder
 
 #: Kinds of rotary embeddings whose angles depend on the length of a sequence.
@@ -32,12 +34,9 @@ _CHANGING_ROTARY = ("dynamic", "longrope")
 _QUERY_NORMS = ("q_norm", "query_layernorm", "q_layernorm")
 _KEY_NORMS = ("k_norm", "key_layernorm", "k_layernorm")
 _GATES = ("gate_proj", "g_proj")
+_MIXERS = ("self_attn", "linear_attn")
 _BLOCKS = ("mlp", "feed_forward", "block_sparse_moe")
 _SHARED = ("shared_expert", "shared_experts", "shared_mlp")
-
-
-class NotDescribed(Exception):
-    """Why a model is not run in one call; a sentence for its user."""
 
 
 @dataclass(frozen=True)
@@ -52,29 +51,25 @@ class Choices:
     rotates: bool = True
 
 
-def choices_for(layer: Any) -> Iterator[Choices]:
+def mixer_of(layer: Any) -> nn.Module:
+    """What mixes tokens in a layer: attention, or what stands in its place. Raises NotDescribed."""
+    for name in _MIXERS:
+        if isinstance(mixer := getattr(layer, name, None), nn.Module):
+            return mixer
+    raise NotDescribed(f"{type(layer).__name__} has no {_MIXERS[0]}")
+
+
+def choices_for(base: Any, index: int) -> Iterator[Choices]:
     """All that a layer may be, the most common first."""
-    has_norms = any(hasattr(layer.self_attn, name) for name in _QUERY_NORMS)
-    for rotates, after in product((True, False), (False, True) if has_norms else (False,)):
+    mixer = mixer_of(base.layers[index])
+    if delta_form(mixer) is not None:
+        yield Choices(rotates=False)
+        return
+    has_norms = any(hasattr(mixer, name) for name in _QUERY_NORMS)
+    has_rotary = getattr(base, "rotary_emb", None) is not None
+    for rotates, after in product((True, False) if has_rotary else (False,), (False, True) if has_norms else (False,)):
         for interleaved in (False, True) if rotates else (False,):
             yield Choices(interleaved, after, rotates)
-
-
-class _Parts:
-    """The tensors of a module, of which each must be asked for."""
-
-    def __init__(self, name: str, module: nn.Module) -> None:
-        self._name = name
-        self._left = {id(t): n for n, t in (*module.named_parameters(), *module.named_buffers())}
-
-    def take(self, *tensors: Tensor | None) -> None:
-        for tensor in tensors:
-            self._left.pop(id(tensor), None)
-
-    def refuse_rest(self) -> None:
-        names = [name for name in self._left.values() if not name.endswith(("inv_freq", "inv_freq_long"))]
-        if names:
-            raise NotDescribed(f"{self._name} has {names[0]}, which has no place in a described layer")
 
 
 def describe_decoder(base: Any, choices: tuple[Choices, ...], positions: int) -> decoder.DecoderModel:
@@ -92,14 +87,14 @@ def describe_decoder(base: Any, choices: tuple[Choices, ...], positions: int) ->
         float(getattr(base, "embedding_multiplier", 1.0)),
         tables.made(positions),
         layers,
-        _norm(base.norm, "norm"),
+        describe_norm(base.norm, "norm"),
         None,
     )
 
 
 def refuse_other_parts(base: Any) -> None:
     """Raises NotDescribed for a base model that is more than an embedding, layers, a norm and a rotary embedding."""
-    for name in ("embed_tokens", "layers", "norm", "rotary_emb"):
+    for name in ("embed_tokens", "layers", "norm"):
         if not isinstance(getattr(base, name, None), nn.Module):
             raise NotDescribed(f"{type(base).__name__} has no {name}")
     for name, child in base.named_children():
@@ -131,12 +126,12 @@ class RotaryTables:
 
     def __init__(self, base: Any) -> None:
         self._base = base
-        module = base.rotary_emb
+        module = getattr(base, "rotary_emb", None)  # none where no layer has positions in its queries and keys
         rope_type = getattr(module, "rope_type", None)
         kinds = rope_type.values() if isinstance(rope_type, dict) else (rope_type,)
         if changing := [kind for kind in kinds if kind in _CHANGING_ROTARY]:
             raise NotDescribed(f"its rotary embedding ({changing[0]}) depends on the length of a sequence")
-        self._by_type = "layer_type" in inspect.signature(type(module).forward).parameters
+        self._by_type = module is not None and "layer_type" in inspect.signature(type(module).forward).parameters
         self._tables: list[tuple[str | None, bool]] = []
 
     def number(self, index: int, interleaved: bool) -> int:
@@ -173,35 +168,17 @@ class RotaryTables:
         return decoder.Rotary(torch.cat((cos, cos), 1), torch.cat((sin, sin), 1))
 
 
-def _norm(module: Any, name: str) -> decoder.Norm:
-    form = norms.form_of(module)
-    if form is None:
-        raise NotDescribed(f"{name} ({type(module).__name__}) is no root-mean-square norm that we know")
-    return decoder.Norm(module.weight.detach(), *form)
-
-
-def describe_matrix(module: Any, name: str) -> decoder.Matrix:
-    """The weight of a linear. Raises NotDescribed for a module of another kind."""
-    if isinstance(module, QuantizedLinear):
-        return decoder.Matrix(module.weight_packed)
-    if type(module) is not nn.Linear:
-        raise NotDescribed(f"{name} is a {type(module).__name__}")
-    bias = None if module.bias is None else module.bias.detach().float()
-    return decoder.Matrix(module.weight.detach().contiguous(), bias)
-
-
-def _held_by(module: Any) -> tuple[Tensor, ...]:
-    return (*module.parameters(), *module.buffers())
-
-
 def _activation(activation: Activation) -> decoder.Activation:
     return decoder.Activation(activation.kind, bool(activation.gated), *activation.parameters)
 
 
 def _layer(base: Any, index: int, chosen: Choices, tables: RotaryTables) -> decoder.Layer:
     layer = base.layers[index]
-    parts = _Parts(type(layer).__name__, layer)
-    attention = _attention(base, index, layer, chosen, tables, parts)
+    parts = Parts(type(layer).__name__, layer)
+    mixer: Any = mixer_of(layer)
+    form = delta_form(mixer)
+    attention = None if form is not None else _attention(base, index, mixer, chosen, tables, parts)
+    delta = None if form is None else describe_delta(mixer, form, parts)
     block_name = next((name for name in _BLOCKS if isinstance(getattr(layer, name, None), nn.Module)), None)
     if block_name is None:
         raise NotDescribed(f"{type(layer).__name__} has no block behind its attention")
@@ -218,10 +195,11 @@ def _layer(base: Any, index: int, chosen: Choices, tables: RotaryTables) -> deco
         found.get("before_block"),
         found.get("after_block"),
         factor,
+        delta,
     )
 
 
-def _layer_norms(layer: Any, parts: _Parts) -> dict[str, decoder.Norm]:
+def _layer_norms(layer: Any, parts: Parts) -> dict[str, decoder.Norm]:
     """The norms of a layer, by where they stand.
 
     transformers calls the norm before the block post_attention_layernorm, unless there is another one for that: then
@@ -243,17 +221,14 @@ def _layer_norms(layer: Any, parts: _Parts) -> dict[str, decoder.Norm]:
     for place, name in names.items():
         if name is not None:
             module = getattr(layer, name)
-            found[place] = _norm(module, name)
+            found[place] = describe_norm(module, name)
             parts.take(module.weight)
     return found
 
 
 def _attention(
-    base: Any, index: int, layer: Any, chosen: Choices, tables: RotaryTables, parts: _Parts
+    base: Any, index: int, attention: Any, chosen: Choices, tables: RotaryTables, parts: Parts
 ) -> decoder.Attention:
-    attention = getattr(layer, "self_attn", None)
-    if attention is None:
-        raise NotDescribed(f"{type(layer).__name__} has no self_attn")
     if hasattr(attention, "kv_lora_rank"):
         return _latent_attention(base, index, attention, chosen, tables, parts)
     projections = {}
@@ -261,26 +236,24 @@ def _attention(
         if not isinstance(getattr(attention, name, None), nn.Module):
             raise NotDescribed(f"its attention ({type(attention).__name__}) has no {name}")
         projections[name] = getattr(attention, name)
-        parts.take(*_held_by(projections[name]))
+        parts.take_all_of(projections[name])
     depth, scale = getattr(attention, "head_dim", None), getattr(attention, "scaling", None)
     if not isinstance(depth, int) or not isinstance(scale, float | int):
         raise NotDescribed(f"its attention ({type(attention).__name__}) has no head_dim and scaling")
     out_features = {name: projection.out_features for name, projection in projections.items()}
     heads, kv_heads = out_features["q_proj"] // depth, max(out_features["k_proj"] // depth, 1)
+    value_depth = out_features["v_proj"] // kv_heads
+    gated_queries = heads == 2 * (projections["o_proj"].in_features // max(value_depth, 1))
+    heads //= 2 if gated_queries else 1
     norm_modules = [
         next((m for name in names if (m := getattr(attention, name, None)) is not None), None)
         for names in (_QUERY_NORMS, _KEY_NORMS)
     ]
-    query_norm, key_norm = (None if m is None else _norm(m, "the norm of queries or keys") for m in norm_modules)
-    for module in norm_modules:
-        if module is not None:
-            parts.take(module.weight)
+    query_norm, key_norm = (None if m is None else describe_norm(m, "a norm of heads") for m in norm_modules)
+    parts.take_all_of(*norm_modules)
     sinks = getattr(attention, "sinks", None)
     parts.take(sinks)
     softcap = getattr(attention, "attn_logit_softcapping", None)
-    gate = next((m for name in _GATES if isinstance(m := getattr(attention, name, None), nn.Module)), None)
-    if gate is not None:
-        parts.take(*_held_by(gate))
     return decoder.Attention(
         query=describe_matrix(projections["q_proj"], "q_proj"),
         key=describe_matrix(projections["k_proj"], "k_proj"),
@@ -289,7 +262,7 @@ def _attention(
         heads=heads,
         kv_heads=kv_heads,
         depth=depth,
-        value_depth=out_features["v_proj"] // kv_heads,
+        value_depth=value_depth,
         scale=float(scale),
         query_norm=query_norm,
         key_norm=key_norm,
@@ -300,13 +273,14 @@ def _attention(
         window=_window(base, index),
         sinks=None if sinks is None else sinks.detach().float().contiguous(),
         softcap=0.0 if softcap is None else float(softcap),
-        gate=None if gate is None else describe_matrix(gate, "the gate of attention"),
+        gate=_gate_of(attention, parts),
+        gated_queries=gated_queries,
         value_factor=float(getattr(attention, "v_scale", 1.0)),
     )
 
 
 def _latent_attention(
-    base: Any, index: int, attention: Any, chosen: Choices, tables: RotaryTables, parts: _Parts
+    base: Any, index: int, attention: Any, chosen: Choices, tables: RotaryTables, parts: Parts
 ) -> decoder.Attention:
     view = absorbed(attention)
     scale, heads = getattr(attention, "scaling", None), getattr(attention, "num_heads", None)
@@ -319,13 +293,13 @@ def _latent_attention(
     for name in names:
         if not isinstance(getattr(attention, name, None), nn.Module):
             raise NotDescribed(f"its latent attention ({type(attention).__name__}) has no {name}")
-        parts.take(*_held_by(getattr(attention, name)))
+        parts.take_all_of(getattr(attention, name))
     dtype = base.embed_tokens.weight.dtype
     latent = decoder.Latent(
         down=describe_matrix(attention.q_a_proj, "q_a_proj") if is_lower else None,
-        down_norm=_norm(attention.q_a_layernorm, "q_a_layernorm") if is_lower else None,
+        down_norm=describe_norm(attention.q_a_layernorm, "q_a_layernorm") if is_lower else None,
         latent=describe_matrix(attention.kv_a_proj_with_mqa, "kv_a_proj_with_mqa"),
-        latent_norm=_norm(attention.kv_a_layernorm, "kv_a_layernorm"),
+        latent_norm=describe_norm(attention.kv_a_layernorm, "kv_a_layernorm"),
         expansion=view.weight(dtype).detach().contiguous(),
         rank=rank,
         nope=nope,
@@ -345,18 +319,30 @@ def _latent_attention(
         rotary=tables.number(index, chosen.interleaved) if chosen.rotates else -1,
         interleaved=chosen.interleaved,
         window=_window(base, index),
+        gate=_gate_of(attention, parts),
         latent=latent,
     )
 
 
-def cache_form(attention: decoder.Attention, dtype: torch.dtype) -> CacheForm:
-    """What an attention keeps of a token: keys and values, or a latent and the rotated part of keys, side by side."""
+def _gate_of(attention: Any, parts: Parts) -> decoder.Matrix | None:
+    gate = next((m for name in _GATES if isinstance(m := getattr(attention, name, None), nn.Module)), None)
+    parts.take_all_of(gate)
+    return None if gate is None else describe_matrix(gate, "the gate of attention")
+
+
+def cache_form(layer: Any, described: decoder.Layer, dtype: torch.dtype) -> CacheForm | DeltaForm:
+    """What a layer keeps of tokens: keys and values, latents and rotated parts of keys side by side, or states."""
+    attention = described.attention
+    if attention is None:
+        form = delta_form(mixer_of(layer))
+        assert form is not None  # it was described as one
+        return form
     if (latent := attention.latent) is not None:
         return CacheForm(1, (latent.rank, latent.rotated), dtype, joined=True)
     return CacheForm(attention.kv_heads, (attention.depth, attention.value_depth), dtype)
 
 
-def _block(block: Any, parts: _Parts) -> tuple[decoder.RoutedExperts | None, decoder.DenseBlock | None]:
+def _block(block: Any, parts: Parts) -> tuple[decoder.RoutedExperts | None, decoder.DenseBlock | None]:
     """The experts of a block and what all tokens take, or a block without experts."""
     children = dict(block.named_children())
     packed = [name for name, child in children.items() if isinstance(child, Experts)]
@@ -371,7 +357,8 @@ def _block(block: Any, parts: _Parts) -> tuple[decoder.RoutedExperts | None, dec
     if len(found) != 1:
         raise NotDescribed(f"{type(block).__name__} has a router that is none we know")
     correction = routers.correction_of(found[0], block)
-    parts.take(*_held_by(experts), *_held_by(found[0]), correction)
+    parts.take_all_of(experts, found[0])
+    parts.take(correction)
     routed = decoder.RoutedExperts(
         _router(found[0], correction),
         experts.gate_up_packed,
@@ -384,7 +371,7 @@ def _block(block: Any, parts: _Parts) -> tuple[decoder.RoutedExperts | None, dec
     dense = _dense(shared, parts)
     gate = children.get("shared_expert_gate")
     if gate is not None:
-        parts.take(*_held_by(gate))
+        parts.take_all_of(gate)
         dense = replace(dense, share=describe_matrix(gate, "shared_expert_gate"))
     return routed, dense
 
@@ -406,14 +393,14 @@ def _router(module: Any, correction: Tensor | None) -> decoder.Router:
     )
 
 
-def _dense(block: Any, parts: _Parts) -> decoder.DenseBlock:
+def _dense(block: Any, parts: Parts) -> decoder.DenseBlock:
     linears = [getattr(block, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
     function = getattr(block, "act_fn", None)
     if linears[1] is None or linears[2] is None or function is None:
         raise NotDescribed(f"{type(block).__name__} has no gate_proj, up_proj, down_proj and act_fn")
     for linear in linears:
         if linear is not None:
-            parts.take(*_held_by(linear))
+            parts.take_all_of(linear)
     activation = recognise_function(function, gated=linears[0] is not None)
     if activation is None:
         raise NotDescribed(f"{type(block).__name__} has an activation ({type(function).__name__}) that is none we know")

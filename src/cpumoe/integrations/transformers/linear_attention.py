@@ -35,8 +35,8 @@ def speed_up_linear_attention(model: nn.Module) -> None:
     """Gives the layers with a recurrent state of a loaded model their one-step form, where it agrees with theirs."""
     verdicts: dict[object, bool] = {}
     for name, module in model.named_modules():
-        form = _delta_form(module) or _convolution_form(module)
-        if form is None or "forward" in vars(module) or _has_hooks(module):
+        form = delta_form(module) or _convolution_form(module)
+        if form is None or not form.is_here(module) or "forward" in vars(module) or _has_hooks(module):
             continue
         key = (form, form.dtype_in(module), *_code_of(module))
         if key not in verdicts:
@@ -83,6 +83,10 @@ class DeltaForm:
         dtype: torch.dtype = module.conv1d.weight.dtype
         return dtype
 
+    def is_here(self, module: Any) -> bool:
+        """Whether its weights are on the CPU."""
+        return bool(module.conv1d.weight.is_cpu)
+
     def width_in(self, module: Any) -> int:
         first = {"grouped": "in_proj_qkvz", "joined": "in_proj_qkv"}.get(self.projections, "q_proj")
         return int(getattr(module, first).in_features)
@@ -99,7 +103,7 @@ class DeltaForm:
         if _is_served(module, hidden_states, cache_params, attention_mask, options):
             x = hidden_states if attention_mask is None else _masked(hidden_states, attention_mask)
             q, k, v, z, b, a = _PROJECTIONS[self.projections](module, x)
-            states = self._states(cache_params, module.layer_idx, q)
+            states = self.states(cache_params, module.layer_idx, q.shape[0], q.dtype)
             if states is not None:
                 decay, norm = getattr(module, "forget_gate", module), getattr(module, self.norm)
                 recalled = ops.gated_delta_rule(
@@ -124,10 +128,19 @@ class DeltaForm:
         original: Tensor = type(module).forward(module, hidden_states, cache_params, attention_mask, **options)
         return original
 
-    def _states(self, cache: Any, layer: int, q: Tensor) -> tuple[Tensor, Tensor] | None:
+    def new_states(self, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Those of ``batch`` sequences that have no token yet."""
+        state = torch.zeros((batch, self.heads, self.key_depth, self.value_depth))
+        return torch.zeros((batch, self.channels, self.taps), dtype=dtype), state
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Of one sequence."""
+        return self.channels * self.taps * dtype.itemsize + self.heads * self.key_depth * self.value_depth * 4
+
+    def states(self, cache: Any, layer: int, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """Of the convolution and of the delta rule, to be changed in place; None: not as this form has them."""
-        sizes = (q.shape[0], self.heads, self.key_depth, self.value_depth)
-        conv_state = _conv_state(cache, layer, q, self.channels, self.taps)
+        sizes = (batch, self.heads, self.key_depth, self.value_depth)
+        conv_state = _conv_state(cache, layer, batch, dtype, self.channels, self.taps)
         if conv_state is None:
             return None
         if cache is None:
@@ -149,6 +162,10 @@ class ConvolutionForm:
         dtype: torch.dtype = module.conv.weight.dtype
         return dtype
 
+    def is_here(self, module: Any) -> bool:
+        """Whether its weights are on the CPU."""
+        return bool(module.conv.weight.is_cpu)
+
     def width_in(self, module: Any) -> int:
         return int(module.in_proj.in_features)
 
@@ -164,7 +181,8 @@ class ConvolutionForm:
         if _is_served(module, hidden_states, past_key_values, attention_mask, options):
             x = hidden_states if attention_mask is None else _masked(hidden_states, attention_mask)
             projected = _project(module.in_proj, x)
-            state = _conv_state(past_key_values, module.layer_idx, projected, self.channels, self.taps)
+            batch, dtype = projected.shape[0], projected.dtype
+            state = _conv_state(past_key_values, module.layer_idx, batch, dtype, self.channels, self.taps)
             if state is not None:
                 convolved = ops.short_convolution(projected, module.conv.weight, module.conv.bias, state)
                 return _project(module.out_proj, convolved)
@@ -220,7 +238,8 @@ _PROJECTIONS: dict[str, Callable[[Any, Tensor], Projected]] = {"grouped": _group
 _GATES = {"silu": False, "swish": False, "sigmoid": True}
 
 
-def _delta_form(module: Any) -> DeltaForm | None:
+def delta_form(module: Any) -> DeltaForm | None:
+    """What a module is, if it looks like a layer with the delta rule."""
     conv: Any = getattr(module, "conv1d", None)
     decay: Any = getattr(module, "forget_gate", module)
     norm = "norm" if hasattr(module, "norm") else "o_norm"
@@ -286,12 +305,12 @@ def _convolution_form(module: Any) -> ConvolutionForm | None:
 
 
 def _is_depthwise(conv: Any) -> bool:
-    """Whether it is a causal convolution of each channel by itself, with weights that are on the CPU."""
+    """Whether it is a causal convolution of each channel by itself."""
     if not isinstance(conv, nn.Conv1d) or conv.groups != conv.in_channels or conv.in_channels != conv.out_channels:
         return False
     taps = conv.kernel_size[0]
     plain = conv.stride == (1,) and conv.dilation == (1,) and conv.padding == (taps - 1,) and taps <= _MOST_TAPS
-    return plain and conv.weight.device.type == "cpu" and conv.weight.dtype in _DTYPES
+    return plain and conv.weight.dtype in _DTYPES
 
 
 # ---- what both forms ask --------------------------------------------------------------------------------------------
@@ -316,16 +335,16 @@ def _masked(hidden_states: Tensor, mask: Tensor) -> Tensor:
     return (hidden_states * mask[:, :, None]).to(hidden_states.dtype)
 
 
-def _conv_state(cache: Any, layer: int, x: Tensor, channels: int, taps: int) -> Tensor | None:
+def _conv_state(cache: Any, layer: int, batch: int, dtype: torch.dtype, channels: int, taps: int) -> Tensor | None:
     """The last inputs [B, channels, taps] of a convolution, zeros before the first token."""
-    sizes = (x.shape[0], channels, taps)
+    sizes = (batch, channels, taps)
     if cache is None:
-        return x.new_zeros(sizes)
+        return torch.zeros(sizes, dtype=dtype)
     state = cache.get_conv_state(layer, state_idx=0)
     if state is None:
-        cache.update_conv_state(x.new_zeros(sizes), layer, conv_kernel_size=taps)
+        cache.update_conv_state(torch.zeros(sizes, dtype=dtype), layer, conv_kernel_size=taps)
         state = cache.get_conv_state(layer, state_idx=0)
-    return state if _is_plain(state, sizes, x.dtype) else None
+    return state if _is_plain(state, sizes, dtype) else None
 
 
 def _is_plain(state: Tensor | None, sizes: tuple[int, ...], dtype: torch.dtype) -> bool:

@@ -22,14 +22,15 @@ from cpumoe.integrations.transformers.attention import PASSED_OVER
 from cpumoe.integrations.transformers.decoder_check import find_choices, output_class
 from cpumoe.integrations.transformers.decoder_description import (
     Choices,
-    NotDescribed,
     cache_form,
     describe_decoder,
-    describe_matrix,
     layer_type,
+    mixer_of,
     refuse_other_parts,
 )
-from cpumoe.integrations.transformers.roomy_cache import roomy_layers
+from cpumoe.integrations.transformers.described_parts import NotDescribed, describe_matrix
+from cpumoe.integrations.transformers.roomy_cache import CacheForm
+from cpumoe.integrations.transformers.step_caches import StepCaches
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.ops.decoder import Decoder
@@ -172,10 +173,8 @@ class NativeDecoder:
         found: dict[Hashable, Choices] = {}
         out = []
         for index, layer in enumerate(base.layers):
-            if not isinstance(getattr(layer, "self_attn", None), nn.Module):
-                raise NotDescribed(f"{type(layer).__name__} has no self_attn")
             parts = tuple((name, type(module)) for name, module in layer.named_modules())
-            key = (layer_type(base, index), getattr(layer.self_attn, "is_sliding", None), parts)
+            key = (layer_type(base, index), getattr(mixer_of(layer), "is_sliding", None), parts)
             if key not in found:
                 found[key] = find_choices(base, index)
             out.append(found[key])
@@ -199,7 +198,10 @@ class NativeDecoder:
             model = replace(model, head=describe_matrix(head, "head"))
         self._described: Decoder | None = Decoder(model)
         self._dtype, self._hidden = model.embedding.dtype, model.embedding.shape[1]
-        self._forms = tuple(cache_form(layer.attention, self._dtype) for layer in model.layers)
+        forms = [cache_form(*pair, self._dtype) for pair in zip(base.layers, model.layers, strict=True)]
+        if not any(isinstance(form, CacheForm) for form in forms):
+            raise NotDescribed("none of its layers has attention, whose cache would count the tokens")
+        self._caches = StepCaches(forms, self._dtype)
         modules = [*base.layers.modules(), base.norm, base.embed_tokens, *([] if head is None else [head])]
         self._hooks = tuple(hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks))
         self._held = tuple(
@@ -284,14 +286,10 @@ class NativeDecoder:
         keep: int,
         head: Any,
     ) -> Tensor | None:
-        layers = roomy_layers(cache, len(self._forms))
-        if layers is None:
-            return None
         batch, count = x.shape[:2]
-        past = layers[0].get_seq_length()
-        for layer, form in zip(layers, self._forms, strict=True):
-            if layer.get_seq_length() != past or not layer.has_form(batch, form):
-                return None
+        past = self._caches.past(cache, batch)
+        if past is None:
+            return None
         padding = None
         if mask is not None:
             if mask.dim() != 2 or mask.shape != (batch, past + count):
@@ -308,24 +306,31 @@ class NativeDecoder:
             last = int(positions.max())
         if not self._is_ready(base, count, last, head):
             return None
-        room = [layer.reserve(batch, form, count) for layer, form in zip(layers, self._forms, strict=True)]
+        room = self._caches.reserve(cache, batch, count)
+        if room is None:
+            return None
         x = x.contiguous()
         out = self.decoder.step(x, room, past, positions=positions, padding=padding, keep=keep, logits=head is not None)
-        for layer in layers:
-            layer.advance(count)
+        self._caches.advance(cache, count)
         return out
 
-    def new_pages(self, pages: int, page_tokens: int) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of each layer in pages, [pages, kv_heads, page_tokens, depth], for :meth:`step_rows`.
+    def new_pages(self, pages: int, page_tokens: int, sequences: int) -> list[tuple[Tensor, Tensor]]:
+        """What :meth:`step_rows` keeps of tokens, for each layer.
 
-        Of latent attention they are one tensor, given twice.
+        Keys and values in pages, [pages, kv_heads, page_tokens, depth]; of latent attention they are one tensor, given
+        twice. Of layers with states those of each sequence, [sequences, ..].
         """
-        return [form.empty(pages, form.heads, page_tokens) for form in self._forms]
+        return self._caches.new_pages(pages, page_tokens, sequences)
 
     @property
     def token_bytes(self) -> int:
         """Bytes of keys and values that a token takes in all layers."""
-        return sum(form.heads * sum(form.depths) * form.dtype.itemsize for form in self._forms)
+        return self._caches.token_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of states that a sequence takes in all layers, however long it is."""
+        return self._caches.state_bytes
 
     def step_rows(
         self,

@@ -256,22 +256,9 @@ def _wants_gradient(*tensors: Tensor) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
-def roomy_layers(cache: Any, count: int) -> list[RoomyLayer | RoomySlidingLayer] | None:
-    """The ``count`` layers of a growing cache with room for more, in its place; None for caches of other kinds."""
-    if not _holds_layers(cache):
-        return None
-    layers: list[Any] = cache.layers
-    if cache.layer_class_to_replicate is not None:
-        while len(layers) < count:
-            layers.append(cache.layer_class_to_replicate())
-    if len(layers) != count or not all(make_roomy(cache, index) for index in range(count)):
-        return None
-    return layers
-
-
 def make_roomy(cache: Any, index: int) -> bool:
     """Puts a layer with room for more in the place of one that grows; whether there is one now."""
-    if not _holds_layers(cache) or index >= len(cache.layers):
+    if not holds_layers(cache) or index >= len(cache.layers):
         return False
     layer = cache.layers[index]
     if (kind := type(layer)) in (RoomyLayer, RoomySlidingLayer):
@@ -289,6 +276,6 @@ def make_roomy(cache: Any, index: int) -> bool:
 _ROOMY = {DynamicLayer: RoomyLayer, DynamicSlidingWindowLayer: RoomySlidingLayer}
 
 
-def _holds_layers(cache: Any) -> bool:
+def holds_layers(cache: Any) -> bool:
     """Whether a cache does no more than hand what it gets to its layers."""
     return getattr(type(cache), "update", None) is Cache.update and not cache.offloading

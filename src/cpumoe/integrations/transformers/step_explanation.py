@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.integrations.transformers.decoder_description import (
-    Choices,
-    NotDescribed,
+    choices_for,
     describe_decoder,
     refuse_other_parts,
 )
+from cpumoe.integrations.transformers.described_parts import NotDescribed
 from cpumoe.integrations.transformers.expert_modules import Role, describe_experts, expert_modules, marks_of
 from cpumoe.integrations.transformers.model_classes import config_of, empty_model
 from cpumoe.integrations.transformers.norms import speed_up_norms
@@ -52,7 +52,8 @@ def explain_step(checkpoint: Checkpoint) -> str:
 def _of_base(base: Any) -> str:
     try:
         refuse_other_parts(base)
-        describe_decoder(base, tuple(Choices() for _ in base.layers), positions=1)
+        choices = tuple(next(choices_for(base, index)) for index in range(len(base.layers)))
+        describe_decoder(base, choices, positions=1)
     except NotDescribed as reason:
         return f"layer by layer through transformers: {reason}"
     return "each in one call of the core, if its layers compute what their parts look like"

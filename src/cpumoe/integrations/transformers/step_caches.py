@@ -1,0 +1,91 @@
+"""transformers' growing cache as a step takes it: room behind the keys and values of a layer, or its states."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
+
+from cpumoe.integrations.transformers.linear_attention import DeltaForm
+from cpumoe.integrations.transformers.roomy_cache import CacheForm, holds_layers, make_roomy
+
+#: What a step gets of a layer: keys, values and the place of their first token, or the states.
+Entry = tuple[Tensor, Tensor, int] | tuple[Tensor, Tensor]
+
+
+class StepCaches:
+    """What the layers of a model keep of their tokens.
+
+    Args:
+        forms: of each layer.
+        dtype: of hidden states.
+    """
+
+    def __init__(self, forms: Sequence[CacheForm | DeltaForm], dtype: torch.dtype) -> None:
+        self.forms = tuple(forms)
+        self._dtype = dtype
+
+    def past(self, cache: Any, batch: int) -> int | None:
+        """How many tokens a cache holds, whose layers get room for more; None for a cache of another kind or model."""
+        if not holds_layers(cache):
+            return None
+        layers: list[Any] = cache.layers
+        if cache.layer_class_to_replicate is not None:
+            while len(layers) < len(self.forms):
+                layers.append(cache.layer_class_to_replicate())
+        if len(layers) != len(self.forms):
+            return None
+        lengths = set()
+        for index, form in enumerate(self.forms):
+            if isinstance(form, DeltaForm):
+                if type(layers[index]) is not LinearAttentionLayer or layers[index].record_past:
+                    return None
+                continue
+            if not make_roomy(cache, index) or not layers[index].has_form(batch, form):
+                return None
+            lengths.add(layers[index].get_seq_length())
+        return lengths.pop() if len(lengths) == 1 else None
+
+    def reserve(self, cache: Any, batch: int, new: int) -> list[Entry] | None:
+        """For each layer what a step of ``new`` tokens of ``batch`` sequences writes to; None for states of others."""
+        states = {
+            index: form.states(cache, index, batch, self._dtype)
+            for index, form in enumerate(self.forms)
+            if isinstance(form, DeltaForm)
+        }
+        if None in states.values():
+            return None
+        entries: list[Entry] = []
+        for index, form in enumerate(self.forms):
+            found = states.get(index)
+            entries.append(cache.layers[index].reserve(batch, form, new) if found is None else found)
+        return entries
+
+    def advance(self, cache: Any, new: int) -> None:
+        """Counts the tokens that a step has written."""
+        for index, form in enumerate(self.forms):
+            if not isinstance(form, DeltaForm):
+                cache.layers[index].advance(new)
+
+    def new_pages(self, pages: int, page_tokens: int, sequences: int) -> list[tuple[Tensor, Tensor]]:
+        """For each layer keys and values in pages, [pages, heads, page_tokens, depth], or states [sequences, ..]."""
+        return [
+            form.new_states(sequences, self._dtype)
+            if isinstance(form, DeltaForm)
+            else form.empty(pages, form.heads, page_tokens)
+            for form in self.forms
+        ]
+
+    @property
+    def token_bytes(self) -> int:
+        """Of keys and values in all layers."""
+        paged = [form for form in self.forms if isinstance(form, CacheForm)]
+        return sum(form.heads * sum(form.depths) * form.dtype.itemsize for form in paged)
+
+    @property
+    def state_bytes(self) -> int:
+        """Of a sequence in all layers."""
+        return sum(form.state_bytes(self._dtype) for form in self.forms if isinstance(form, DeltaForm))

@@ -145,7 +145,7 @@ class Decoder::Round {
         attended = std::max(attended, layer.delta->rule.heads * layer.delta->rule.value_depth);
         narrow = std::max(narrow, narrow_width(*layer.delta));
       }
-      if (layer.dense.has_value()) inner = std::max(inner, layer.dense->up.columns);
+      if (layer.dense.has_value()) inner = std::max(inner, layer.dense->down.depth);
       if (!layer.experts.has_value()) continue;
       experts = std::max(experts, layer.experts->gate_up.spec.experts);
       topk = std::max(topk, layer.experts->router.topk);
@@ -371,10 +371,10 @@ class Decoder::Round {
     }
     if (layer.dense.has_value()) {
       const DenseBlock& d = *layer.dense;
-      const std::int64_t inner = d.up.columns;
+      const std::int64_t inner = d.down.depth;
       MatrixOut outs[3];
       int outs_count = 0;
-      outs[outs_count++] = {&d.up, at(dense_in_, inner, type_), 2 * inner, type_};
+      outs[outs_count++] = {&d.up, d.has_both() ? dense_in_ : at(dense_in_, inner, type_), 2 * inner, type_};
       if (d.gate) outs[outs_count++] = {&d.gate, dense_in_, 2 * inner, type_};
       if (d.share) outs[outs_count++] = {&d.share, share_, 1, DType::kF32};
       s_.dense_first.plan(k_, outs, outs_count, normed_, type_, count_, threads_);
@@ -716,12 +716,12 @@ class Decoder::Round {
   }
 
   void activate(const Worker& worker, const DenseBlock& d) {
-    const std::int64_t inner = d.up.columns, padded = (inner + 15) / 16 * 16;
+    const std::int64_t inner = d.down.depth, padded = (inner + 15) / 16 * 16;
     each_row(worker, [&](std::int64_t r) {
       float *gate = values_of(worker), *up = gate + padded;
       const std::uint8_t* from = at(dense_in_, r * 2 * inner, type_);
-      k_.load_row(at(from, inner, type_), type_, static_cast<int>(inner), d.gate ? up : gate);
-      if (d.gate) k_.load_row(from, type_, static_cast<int>(inner), gate);
+      k_.load_row(at(from, inner, type_), type_, static_cast<int>(inner), d.activation.gated ? up : gate);
+      if (d.activation.gated) k_.load_row(from, type_, static_cast<int>(inner), gate);
       k_.activate_row({gate, up, inner, &d.activation, gate});
       k_.store_row(gate, inner, type_, at(dense_hidden_, r * inner, type_));
       if (d.share) {

@@ -116,9 +116,11 @@ struct RoutedExperts {
 
 // A feed-forward block of linears: that of a layer without experts, or one that all tokens take beside them.
 struct DenseBlock {
-  Matrix gate, up, down;  // without gate, the activation is that of up alone
+  Matrix gate, up, down;  // without gate, up gives both side by side, or the activation is not gated
   ActivationSpec activation;
   Matrix share;  // [1, hidden] or none: the result times the sigmoid of this product
+
+  bool has_both() const { return activation.gated && !gate; }
 };
 
 struct DecoderLayer {

@@ -78,11 +78,10 @@ void check_attention(const AttentionPart& a, const DecoderModel& model) {
 }
 
 void check_dense(const DenseBlock& d, const DecoderModel& model) {
-  const std::int64_t inner = d.up.columns;
-  CPUMOE_REQUIRE(static_cast<bool>(d.gate) == d.activation.gated, "gate is ", d.gate ? "given" : "missing",
-                 " for an activation that is ", d.activation.gated ? "gated" : "not gated");
+  const std::int64_t inner = d.down.depth;
+  CPUMOE_REQUIRE(!d.gate || d.activation.gated, "gate is given for an activation that is not gated");
   if (d.gate) check_matrix(d.gate, model.type, inner, model.hidden, "gate");
-  check_matrix(d.up, model.type, inner, model.hidden, "up");
+  check_matrix(d.up, model.type, d.has_both() ? 2 * inner : inner, model.hidden, "up");
   check_matrix(d.down, model.type, model.hidden, inner, "down");
   if (d.share) check_matrix(d.share, model.type, 1, model.hidden, "share");
 }

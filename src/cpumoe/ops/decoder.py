@@ -208,7 +208,13 @@ class RoutedExperts:
 
 @dataclass(frozen=True)
 class DenseBlock:
-    """A feed-forward block that all tokens take. ``share`` [1, H]: its result times the sigmoid of that product."""
+    """A feed-forward block that all tokens take.
+
+    Attributes:
+        gate: [I, H]; without it ``up`` is [2 * I, H], gate first, unless the activation is not gated.
+        up: [I, H]. down: [H, I].
+        share: [1, H]: its result times the sigmoid of that product.
+    """
 
     gate: Matrix | None
     up: Matrix

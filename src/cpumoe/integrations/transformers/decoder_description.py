@@ -35,6 +35,9 @@ _QUERY_NORMS = ("q_norm", "query_layernorm", "q_layernorm")
 _KEY_NORMS = ("k_norm", "key_layernorm", "k_layernorm")
 _GATES = ("gate_proj", "g_proj")
 _MIXERS = ("self_attn", "linear_attn")
+#: The linears of a dense block; the second may give what the first does as well, before its own.
+_DENSE = (("gate_proj",), ("up_proj", "gate_up_proj", "input_linear"), ("down_proj", "output_linear"))
+_FUNCTIONS = ("act_fn", "activation")
 _BLOCKS = ("mlp", "feed_forward", "block_sparse_moe")
 _SHARED = ("shared_expert", "shared_experts", "shared_mlp")
 
@@ -151,12 +154,13 @@ class RotaryTables:
         options = {} if kind is None else {"layer_type": kind}
         try:
             with torch.no_grad():
-                cos, sin = self._base.rotary_emb(x, where, **options)
+                given = self._base.rotary_emb(x, where, **options)
+                cos, sin = (given.real, given.imag) if isinstance(given, Tensor) else given  # complex numbers, or both
         except Exception as problem:  # one that is called in another way
             raise NotDescribed(f"its rotary embedding is called in another way ({type(problem).__name__})") from None
         if not isinstance(cos, Tensor) or cos.is_complex() or cos.dim() != 3 or cos.shape != sin.shape:
             raise NotDescribed("its rotary embedding gives no cosines and sines")
-        cos, sin = cos[0].float(), sin[0].float()
+        cos, sin = cos[0].float().contiguous(), sin[0].float().contiguous()
         # Every pair of values has one angle. Models hold each once, or twice: in both halves, or side by side.
         half = cos.shape[1] // 2
         if torch.equal(cos[:, :half], cos[:, half:]) and torch.equal(sin[:, :half], sin[:, half:]):
@@ -182,7 +186,7 @@ def _layer(base: Any, index: int, chosen: Choices, tables: RotaryTables) -> deco
     block_name = next((name for name in _BLOCKS if isinstance(getattr(layer, name, None), nn.Module)), None)
     if block_name is None:
         raise NotDescribed(f"{type(layer).__name__} has no block behind its attention")
-    experts, dense = _block(getattr(layer, block_name), parts)
+    experts, dense = _block(getattr(layer, block_name), layer, parts)
     factor = float(getattr(layer, "residual_multiplier", 1.0))
     found = _layer_norms(layer, parts)
     parts.refuse_rest()
@@ -342,8 +346,8 @@ def cache_form(layer: Any, described: decoder.Layer, dtype: torch.dtype) -> Cach
     return CacheForm(attention.kv_heads, (attention.depth, attention.value_depth), dtype)
 
 
-def _block(block: Any, parts: Parts) -> tuple[decoder.RoutedExperts | None, decoder.DenseBlock | None]:
-    """The experts of a block and what all tokens take, or a block without experts."""
+def _block(block: Any, layer: Any, parts: Parts) -> tuple[decoder.RoutedExperts | None, decoder.DenseBlock | None]:
+    """The experts of a block and what all tokens take, which may be the layer's, or a block without experts."""
     children = dict(block.named_children())
     packed = [name for name, child in children.items() if isinstance(child, Experts)]
     if not packed:
@@ -365,7 +369,8 @@ def _block(block: Any, parts: Parts) -> tuple[decoder.RoutedExperts | None, deco
         experts.down_packed,
         _activation(experts.config.activation),
     )
-    shared = next((children[name] for name in _SHARED if children.get(name) is not None), None)
+    holders = (block, layer)
+    shared = next((m for h, name in product(holders, _SHARED) if (m := getattr(h, name, None)) is not None), None)
     if shared is None:
         return routed, None
     dense = _dense(shared, parts)
@@ -379,9 +384,10 @@ def _block(block: Any, parts: Parts) -> tuple[decoder.RoutedExperts | None, deco
 def _router(module: Any, correction: Tensor | None) -> decoder.Router:
     form = routers.form_of(module)
     assert form is not None
-    bias = getattr(module, "bias", None)
+    linear = routers.linear_of(module)
+    bias = getattr(linear, "bias", None)
     return decoder.Router(
-        decoder.Matrix(module.weight.detach().contiguous(), None if bias is None else bias.detach().float()),
+        decoder.Matrix(linear.weight.detach().contiguous(), None if bias is None else bias.detach().float()),
         module.top_k,
         SCORING[form.scoring],
         form.score_chosen,
@@ -394,17 +400,18 @@ def _router(module: Any, correction: Tensor | None) -> decoder.Router:
 
 
 def _dense(block: Any, parts: Parts) -> decoder.DenseBlock:
-    linears = [getattr(block, name, None) for name in ("gate_proj", "up_proj", "down_proj")]
-    function = getattr(block, "act_fn", None)
-    if linears[1] is None or linears[2] is None or function is None:
+    gate, up, down = (
+        next((m for name in names if (m := getattr(block, name, None)) is not None), None) for names in _DENSE
+    )
+    function = next((f for name in _FUNCTIONS if (f := getattr(block, name, None)) is not None), None)
+    if up is None or down is None or function is None:
         raise NotDescribed(f"{type(block).__name__} has no gate_proj, up_proj, down_proj and act_fn")
-    for linear in linears:
-        if linear is not None:
-            parts.take_all_of(linear)
-    activation = recognise_function(function, gated=linears[0] is not None)
+    parts.take_all_of(gate, up, down)
+    has_both = up.out_features == 2 * down.in_features
+    activation = recognise_function(function, gated=gate is not None or has_both)
     if activation is None:
         raise NotDescribed(f"{type(block).__name__} has an activation ({type(function).__name__}) that is none we know")
-    gate = None if linears[0] is None else describe_matrix(linears[0], "gate_proj")
+    described = None if gate is None else describe_matrix(gate, "gate_proj")
     return decoder.DenseBlock(
-        gate, describe_matrix(linears[1], "up_proj"), describe_matrix(linears[2], "down_proj"), _activation(activation)
+        described, describe_matrix(up, "up_proj"), describe_matrix(down, "down_proj"), _activation(activation)
     )

@@ -29,9 +29,9 @@ _log = logging.getLogger("cpumoe")
 _FEW_TOKENS = 8  # up to here our router is faster, which reads the whole weight for each token; PyTorch reads it once
 _TOKENS = 24  # of random input: some of them differ wherever two forms do
 
-_SCALES = ("routed_scaling_factor", "router_scaling_factor", "output_multiplier")
+_SCALES = ("routed_scaling_factor", "router_scaling_factor", "route_scale", "output_multiplier")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_CORRECTION = "e_score_correction_bias"
+_CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 _TOLERANCE = 1e-4  # relative, of fp32 sums in another order
 _BLOCK_TOLERANCE = 0.02  # of a token's result in 16 bits
 
@@ -64,7 +64,8 @@ def speed_up_routers(model: nn.Module) -> None:
             facts = {
                 k: v for k, v in vars(router).items() if isinstance(v, int | float | str) and not k.startswith("_")
             }
-            key = (type(block), type(router), *sorted(facts.items()), router.weight.dtype, router.weight.shape)
+            weight = linear_of(router).weight
+            key = (type(block), type(router), *sorted(facts.items()), weight.dtype, weight.shape)
             if key not in forms:
                 forms[key] = _form_for_block(block, router)
                 if forms[key] is None:
@@ -79,8 +80,15 @@ def form_of(module: Any) -> RouterForm | None:
     return forward.args[1] if isinstance(forward, partial) and forward.func is route else None
 
 
+def linear_of(router: Any) -> Any:
+    """What holds the weight [experts, H] and bias of a router: itself, or the one linear in it."""
+    children = list(router.children())
+    is_around = getattr(router, "weight", None) is None and len(children) == 1 and type(children[0]) is nn.Linear
+    return children[0] if is_around else router
+
+
 def _is_router(module: Any) -> bool:
-    weight, top_k = getattr(module, "weight", None), getattr(module, "top_k", None)
+    weight, top_k = getattr(linear_of(module), "weight", None), getattr(module, "top_k", None)
     if not isinstance(weight, Tensor) or weight.dim() != 2 or not weight.is_cpu or weight.dtype not in _DTYPES:
         return False
     return isinstance(top_k, int) and 1 <= top_k <= weight.shape[0]
@@ -88,8 +96,8 @@ def _is_router(module: Any) -> bool:
 
 def correction_of(router: Any, block: Any = None) -> Tensor | None:
     """What is added to scores for the choice alone: the router has it, or the block that hands it over."""
-    for holder in (router, getattr(router, "moe_statics", None), block):
-        if isinstance(found := getattr(holder, _CORRECTION, None), Tensor):
+    for holder, name in product((router, getattr(router, "moe_statics", None), block), _CORRECTIONS):
+        if isinstance(found := getattr(holder, name, None), Tensor):
             return found
     return None
 
@@ -98,7 +106,7 @@ def _more_arguments(router: Any, block: Any) -> tuple[Tensor, ...]:
     """What a router is called with besides tokens, if that is no more than its correction."""
     names = list(inspect.signature(type(router).forward).parameters)[2:]
     correction = correction_of(router, block)
-    return (correction,) if names == [_CORRECTION] and correction is not None else ()
+    return (correction,) if len(names) == 1 and names[0] in _CORRECTIONS and correction is not None else ()
 
 
 def find_form(router: Any, block: Any = None) -> RouterForm | None:
@@ -110,26 +118,30 @@ def find_form(router: Any, block: Any = None) -> RouterForm | None:
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         twin = twin_of(router, {})
-        x, more = _random_tokens(router.weight), _more_arguments(router, block)
+        weight = linear_of(router).weight
+        x, more = _random_tokens(weight), _more_arguments(router, block)
         twin_more = tuple(torch.randn(t.shape) * 0.5 for t in more)
-        try:
-            own, expected = router(x, *more), twin(x.float(), *twin_more)
-        except Exception:  # it is called in another way
-            return None
-        if not _is_routing(own, router) or not _is_routing(expected, router):
-            return None
-        in_fp32 = own[0].dtype == torch.float32
-        if own[0].dtype not in (router.weight.dtype, torch.float32):
-            return None
-        forms = _forms(router, in_fp32)
-        return next((form for form in forms if _agree(route(twin, form, x.float(), *twin_more), expected)), None)
+        for tokens in (x, x.unsqueeze(0)):  # some are called with [tokens, H], some with [B, T, H]
+            try:
+                own, expected = router(tokens, *more), twin(tokens.float(), *twin_more)
+            except Exception:  # it is called in another way
+                continue
+            if not _is_routing(own, router) or not _is_routing(expected, router):
+                continue
+            if own[0].dtype not in (weight.dtype, torch.float32):
+                continue
+            forms = _forms(router, in_fp32=own[0].dtype == torch.float32)
+            return next(
+                (form for form in forms if _agree(route(twin, form, tokens.float(), *twin_more), expected)), None
+            )
+        return None
 
 
 def _is_routing(found: Any, router: Any) -> bool:
     """Whether a router gives logits [tokens, experts], weights and ids [tokens, K]."""
     if not isinstance(found, tuple) or len(found) != 3 or not all(isinstance(t, Tensor) for t in found):
         return False
-    shapes = [(_TOKENS, router.weight.shape[0]), *[(_TOKENS, router.top_k)] * 2]
+    shapes = [(_TOKENS, linear_of(router).weight.shape[0]), *[(_TOKENS, router.top_k)] * 2]
     return [t.shape for t in found] == shapes and not found[2].is_floating_point()
 
 
@@ -164,7 +176,7 @@ def _form_for_block(block: nn.Module, router: Any) -> RouterForm | None:
     required = [p for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(required) != 1:
         return kept
-    x = _random_tokens(router.weight).unsqueeze(0)
+    x = _random_tokens(linear_of(router).weight).unsqueeze(0)
     try:
         with torch.no_grad():
             expected = block(x)
@@ -195,7 +207,8 @@ def route(module: Any, form: RouterForm, hidden_states: Tensor, *more: Tensor) -
 
     ``more``: the correction of the scores, where the caller has it.
     """
-    weight, bias = module.weight, getattr(module, "bias", None)
+    linear = linear_of(module)
+    weight, bias = linear.weight, getattr(linear, "bias", None)
     if wants_gradient(hidden_states, weight, bias):  # our operators have no gradient, the replaced code has
         routed: tuple[Tensor, Tensor, Tensor] = type(module).forward(module, hidden_states, *more)
         return routed

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "cached_attention.h"
+#include "crowding.h"
 #include "decoder_check.h"
 #include "memory.h"
 #include "moe.h"
@@ -95,6 +96,7 @@ std::int64_t DeltaPart::width() const {
 struct Decoder::State {
   DecoderModel model;
   std::int64_t most_rows = 0;  // of a round
+  Crowding crowding;
   double seconds[kStepParts] = {};
 
   // Of the rows of a round; hidden states are of the model's type.
@@ -845,10 +847,10 @@ void Decoder::step(const Kernels& kernels, const Step& step) {
   check_step(state_->model, step);
   if (step.clears_states) clear_states(step);
   const auto rows = static_cast<std::int64_t>(step.rows.size());
-  const int threads = threads_for(work_of(state_->model, rows));
   for (std::int64_t first = 0; first < rows; first += state_->most_rows) {
+    const int threads = state_->crowding.threads(threads_for(work_of(state_->model, rows)));
     Round round(kernels, step, *state_, first, std::min(state_->most_rows, rows - first), threads);
-    run_on_threads(threads, [&](Worker& worker) { round.run(worker); });
+    state_->crowding.run(threads, [&](Worker& worker) { round.run(worker); });
   }
 }
 

@@ -29,4 +29,5 @@ void test_fp32_results();
 void test_measuring();
 void test_state_spaces();
 void test_recurrent();
+void test_crowding();
 }  // namespace cpumoe::tests

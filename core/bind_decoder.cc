@@ -117,6 +117,19 @@ Parameters read_parameters(nb::handle object, const char* name, std::int64_t cou
   return {array.data(), array.float_type()};
 }
 
+// The weight [channels, taps] and bias of a convolution whose channels are known.
+void read_convolution(nb::handle object, std::int64_t channels, int* taps, Parameters* weight, Parameters* bias) {
+  const Array array(object.attr("conv_weight"), "conv_weight");
+  CPUMOE_REQUIRE(array.contiguous(2).dim(0) == channels, "conv_weight is ", array.shape_text(), "; [", channels,
+                 ", taps] is accepted");
+  *weight = {array.data(), array.float_type()};
+  *taps = static_cast<int>(std::min<std::int64_t>(array.dim(1), std::numeric_limits<int>::max()));
+  if (const nb::object given = object.attr("conv_bias"); !given.is_none()) {
+    *bias = read_parameters(given, "conv_bias", channels);
+    CPUMOE_REQUIRE(bias->type == weight->type, "conv_bias has another dtype than conv_weight");
+  }
+}
+
 DeltaRule read_rule(nb::handle object) {
   DeltaRule r;
   r.key_heads = value_of<std::int64_t>(object, "key_heads");
@@ -133,19 +146,20 @@ DeltaRule read_rule(nb::handle object) {
       read_parameters(object.attr("decay_bias"), "decay_bias", r.decay_of_channels ? r.heads * r.key_depth : r.heads);
   r.log_rates = read_parameters(object.attr("log_rates"), "log_rates", r.heads);
   r.decay_bound = value_of<float>(object, "decay_bound");
-  const Array weight(object.attr("conv_weight"), "conv_weight");
-  CPUMOE_REQUIRE(weight.contiguous(2).dim(0) == r.channels(), "conv_weight is ", weight.shape_text(), "; [",
-                 r.channels(), ", taps] is accepted");
-  r.conv_weight = {weight.data(), weight.float_type()};
-  r.taps = static_cast<int>(std::min<std::int64_t>(weight.dim(1), std::numeric_limits<int>::max()));
-  if (const nb::object bias = object.attr("conv_bias"); !bias.is_none()) {
-    r.conv_bias = read_parameters(bias, "conv_bias", r.channels());
-    CPUMOE_REQUIRE(r.conv_bias.type == r.conv_weight.type, "conv_bias has another dtype than conv_weight");
-  }
+  read_convolution(object, r.channels(), &r.taps, &r.conv_weight, &r.conv_bias);
   r.norm_weight = read_parameters(object.attr("norm_weight"), "norm_weight", r.value_depth);
   r.norm_epsilon = value_of<float>(object, "norm_epsilon");
   r.sigmoid_gate = value_of<bool>(object, "sigmoid_gate");
   return r;
+}
+
+ConvolutionPart read_short_convolution(nb::handle object) {
+  ConvolutionPart c;
+  c.projection = read_matrix(object.attr("projection"), "projection");
+  c.out = read_matrix(object.attr("out"), "out");
+  c.convolution.channels = c.out.depth;
+  read_convolution(object, c.out.depth, &c.convolution.taps, &c.convolution.weight, &c.convolution.bias);
+  return c;
 }
 
 DeltaPart read_delta(nb::handle object) {
@@ -226,6 +240,8 @@ DecoderLayer read_layer(nb::handle object, DType type) {
   layer.after_block = read_norm(object.attr("after_block"), type, "after_block");
   if (const nb::object delta = object.attr("delta"); !delta.is_none()) {
     layer.delta = read_delta(delta);
+  } else if (const nb::object convolution = object.attr("convolution"); !convolution.is_none()) {
+    layer.convolution = read_short_convolution(convolution);
   } else {
     layer.attention = read_attention(object.attr("attention"), type);
   }
@@ -283,22 +299,29 @@ LayerCache read_cache(nb::handle entry, const AttentionPart& a, DType type, std:
   return cache;
 }
 
-// The states of all sequences in a layer with the delta rule.
-LayerCache read_states(nb::handle entry, const DeltaRule& rule, DType type, std::int64_t batch) {
+// The states of all sequences in a layer that has some: (conv_state, state), or of a short convolution (conv_state,).
+LayerCache read_states(nb::handle entry, const DecoderLayer& layer, DType type, std::int64_t batch) {
   const nb::tuple parts = nb::cast<nb::tuple>(entry);
-  CPUMOE_REQUIRE(parts.size() == 2, "the cache of a layer with states is (conv_state, state)");
-  const Array conv_state(parts[0], "conv_state"), state(parts[1], "state");
+  const bool is_delta = layer.delta.has_value();
+  CPUMOE_REQUIRE(parts.size() == (is_delta ? 2 : 1), "the cache of a layer with states has ", is_delta ? 2 : 1,
+                 " of them");
+  const std::int64_t channels = is_delta ? layer.delta->rule.channels() : layer.convolution->convolution.channels;
+  const int taps = is_delta ? layer.delta->rule.taps : layer.convolution->convolution.taps;
+  const Array conv_state(parts[0], "conv_state");
   CPUMOE_REQUIRE(conv_state.writable().contiguous(3).float_type() == type && conv_state.dim(0) == batch &&
-                     conv_state.dim(1) == rule.channels() && conv_state.dim(2) == rule.taps,
-                 "conv_state is ", conv_state.dtype_text(), " ", conv_state.shape_text(), "; [", batch, ", ",
-                 rule.channels(), ", ", rule.taps, "] of the dtype of hidden states is accepted");
+                     conv_state.dim(1) == channels && conv_state.dim(2) == taps,
+                 "conv_state is ", conv_state.dtype_text(), " ", conv_state.shape_text(), "; [", batch, ", ", channels,
+                 ", ", taps, "] of the dtype of hidden states is accepted");
+  LayerCache cache{};
+  cache.conv_state = conv_state.data();
+  if (!is_delta) return cache;
+  const DeltaRule& rule = layer.delta->rule;
+  const Array state(parts[1], "state");
   state.writable().contiguous(4).expect<float>("float32");
   CPUMOE_REQUIRE(state.dim(0) == batch && state.dim(1) == rule.heads && state.dim(2) == rule.key_depth &&
                      state.dim(3) == rule.value_depth,
                  "state is ", state.shape_text(), "; [", batch, ", ", rule.heads, ", ", rule.key_depth, ", ",
                  rule.value_depth, "] is accepted");
-  LayerCache cache{};
-  cache.conv_state = conv_state.data();
   cache.state = state.data<float>();
   return cache;
 }
@@ -379,8 +402,8 @@ class DecoderObject {
       CPUMOE_REQUIRE(step.caches.size() < model.layers.size(), "there are caches for more than ", model.layers.size(),
                      " layers");
       const DecoderLayer& layer = model.layers[step.caches.size()];
-      step.caches.push_back(layer.delta.has_value() ? read_states(entry, layer.delta->rule, model.type, batch)
-                                                    : read_cache(entry, layer.attention, model.type, batch));
+      step.caches.push_back(layer.has_states() ? read_states(entry, layer, model.type, batch)
+                                               : read_cache(entry, layer.attention, model.type, batch));
     }
     step.hidden_out = result(hidden_out_, "hidden_out", batch, kept, model.hidden);
     step.logits_out = result(logits_out_, "logits_out", batch, kept, model.head.columns);
@@ -420,8 +443,8 @@ class DecoderObject {
       CPUMOE_REQUIRE(step.caches.size() < model.layers.size(), "there are caches for more than ", model.layers.size(),
                      " layers");
       const DecoderLayer& layer = model.layers[step.caches.size()];
-      if (layer.delta.has_value()) {
-        step.caches.push_back(read_states(entry, layer.delta->rule, model.type, pages.dim(0)));
+      if (layer.has_states()) {
+        step.caches.push_back(read_states(entry, layer, model.type, pages.dim(0)));
         continue;
       }
       step.caches.push_back(read_pages(entry, layer.attention, model.type, page_tokens));

@@ -145,18 +145,19 @@ void convolve(nb::handle projected_, nb::handle conv_weight_, nb::handle conv_bi
               nb::handle out_) {
   const Array projected(projected_, "projected"), conv_state(conv_state_, "conv_state"), out(out_, "out");
   ShortConvolutionCall call{};
+  ShortConvolution& conv = call.convolution;
   call.type = projected.contiguous(3).float_type();
-  call.batch = projected.dim(0);
-  call.tokens = projected.dim(1);
+  for (std::int64_t i = 0; i < projected.dim(0); ++i)
+    call.sequences.push_back({i, i * projected.dim(1), projected.dim(1)});
   CPUMOE_REQUIRE(projected.dim(2) % 3 == 0, "projected is ", projected.shape_text(), "; [batch, tokens, 3 * channels] ",
                  "is accepted");
-  call.channels = projected.dim(2) / 3;
-  const Convolution convolution(conv_weight_, conv_bias_, call.channels);
-  call.taps = convolution.taps();
-  call.weight = convolution.weights();
-  call.bias = convolution.biases();
-  call.state = convolution_state(conv_state, projected, call.channels, call.taps);
-  projection(out.writable(), projected, call.channels);
+  conv.channels = projected.dim(2) / 3;
+  const Convolution convolution(conv_weight_, conv_bias_, conv.channels);
+  conv.taps = convolution.taps();
+  conv.weight = convolution.weights();
+  conv.bias = convolution.biases();
+  call.state = convolution_state(conv_state, projected, conv.channels, conv.taps);
+  projection(out.writable(), projected, conv.channels);
   call.projected = projected.data();
   call.out = out.data();
   const Computation computation;

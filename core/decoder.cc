@@ -54,6 +54,7 @@ std::int64_t work_of(const DecoderModel& model, std::int64_t rows) {
       for (const DeltaPart::Expansion& e : layer.delta->expansions) bytes += e.matrix.bytes();
       bytes += layer.delta->out.bytes() + layer.delta->rule.state_size() * static_cast<std::int64_t>(sizeof(float));
     }
+    if (layer.convolution.has_value()) bytes += layer.convolution->projection.bytes() + layer.convolution->out.bytes();
     if (layer.experts.has_value()) {
       const std::int64_t experts = std::min(rows * layer.experts->router.topk, layer.experts->gate_up.spec.experts);
       bytes += (layer.experts->gate_up.expert_bytes + layer.experts->down.expert_bytes) * experts;
@@ -147,6 +148,10 @@ class Decoder::Round {
         attended = std::max(attended, layer.delta->rule.heads * layer.delta->rule.value_depth);
         narrow = std::max(narrow, narrow_width(*layer.delta));
       }
+      if (layer.convolution.has_value()) {
+        projected = std::max(projected, layer.convolution->projection.columns);
+        attended = std::max(attended, layer.convolution->out.depth);
+      }
       if (layer.dense.has_value()) inner = std::max(inner, layer.dense->down.depth);
       if (!layer.experts.has_value()) continue;
       experts = std::max(experts, layer.experts->gate_up.spec.experts);
@@ -187,13 +192,15 @@ class Decoder::Round {
       const DecoderLayer& layer = m_.layers[i];
       end_block(worker, before);
       normalize(worker, layer.before_attention);
-      if (layer.delta.has_value()) forget_padding(worker);
+      if (layer.has_states()) forget_padding(worker);
       s_.projections.prepare(worker);
       end_stage(worker, StepPart::kRows);
       s_.projections.multiply(worker);
       end_stage(worker, StepPart::kProducts);
       if (layer.delta.has_value()) {
         run_delta(worker, *layer.delta, i);
+      } else if (layer.convolution.has_value()) {
+        convolve(worker, *layer.convolution, i);
       } else if (layer.attention.latent.has_value()) {
         attend_latents(worker, layer.attention, step_.caches[i], i);
       } else {
@@ -329,6 +336,9 @@ class Decoder::Round {
     outs.clear();
     if (layer.delta.has_value()) {
       plan_columns_of_delta(*layer.delta);
+    } else if (layer.convolution.has_value()) {
+      const Matrix& projection = layer.convolution->projection;
+      outs.push_back({&projection, projected_, projection.columns, type_});
     } else {
       const AttentionPart& a = layer.attention;
       const std::int64_t width = width_of(a), keys = a.query_width(), values = keys + a.kv_heads * a.depth;
@@ -361,10 +371,13 @@ class Decoder::Round {
     }
     if (layer.delta.has_value()) {
       plan_delta(*layer.delta, step_.caches[index]);
-    } else if (!a.latent.has_value()) {
+    } else if (!layer.convolution.has_value() && !a.latent.has_value()) {
       plan_attention(a, step_.caches[index], 0, count_);
     }
-    const MatrixOut out{layer.delta.has_value() ? &layer.delta->out : &a.out, mixed_, hidden_, type_};
+    const Matrix* mixer_out = layer.delta.has_value()         ? &layer.delta->out
+                              : layer.convolution.has_value() ? &layer.convolution->out
+                                                              : &a.out;
+    const MatrixOut out{mixer_out, mixed_, hidden_, type_};
     s_.output.plan(k_, &out, 1, attended_, type_, count_, threads_);
     if (layer.experts.has_value()) {
       const Matrix& router = layer.experts->router.weight;
@@ -618,7 +631,8 @@ class Decoder::Round {
     });
   }
 
-  // ---- the delta rule ----------------------------------------------------------------------------------------------
+  // ---- layers with states
+  // ----------------------------------------------------------------------------------------------
 
   // Where a sequence has not begun, nothing is remembered.
   void forget_padding(const Worker& worker) {
@@ -627,6 +641,14 @@ class Decoder::Round {
       if (of_row.place >= step_.seen[static_cast<std::size_t>(of_row.sequence)]) return;
       std::memset(row(normed_, r), 0, static_cast<std::size_t>(hidden_ * size_of(type_)));
     });
+  }
+
+  void convolve(Worker& worker, const ConvolutionPart& c, std::size_t index) {
+    const ShortConvolutionCall call{c.convolution, type_, s_.sequence_rows, projected_, step_.caches[index].conv_state,
+                                    attended_};
+    convolve_shortly(k_, call, worker);
+    if (worker.index == 0) plan_layer(index);
+    end_stage(worker, StepPart::kAttention);
   }
 
   // What a layer's products give stands side by side in `projected_`; what is expanded is copied to `narrow_` first.
@@ -859,10 +881,16 @@ void Decoder::clear_states(const Step& step) const {
     if (row.place != 0) continue;
     for (std::size_t i = 0; i < step.caches.size(); ++i) {
       const LayerCache& cache = step.caches[i];
-      if (cache.state == nullptr) continue;
-      const DeltaRule& rule = state_->model.layers[i].delta->rule;
-      std::fill_n(cache.state + row.sequence * rule.state_size(), rule.state_size(), 0.0f);
-      const std::int64_t size = rule.channels() * rule.taps;
+      if (cache.conv_state == nullptr) continue;
+      const DecoderLayer& layer = state_->model.layers[i];
+      std::int64_t size;
+      if (layer.delta.has_value()) {
+        const DeltaRule& rule = layer.delta->rule;
+        std::fill_n(cache.state + row.sequence * rule.state_size(), rule.state_size(), 0.0f);
+        size = rule.channels() * rule.taps;
+      } else {
+        size = layer.convolution->convolution.channels * layer.convolution->convolution.taps;
+      }
       std::memset(at(cache.conv_state, row.sequence * size, state_->model.type), 0,
                   static_cast<std::size_t>(size * size_of(state_->model.type)));
     }

@@ -94,6 +94,12 @@ struct DeltaPart {
   std::int64_t width() const;
 };
 
+// A short convolution in the place of attention: [B, C, x] of one matrix.
+struct ConvolutionPart {
+  ShortConvolution convolution;
+  Matrix projection, out;
+};
+
 struct Router {
   Matrix weight;
   DType logits = DType::kF32;
@@ -126,10 +132,14 @@ struct DenseBlock {
 struct DecoderLayer {
   Norm before_attention, after_attention, before_block, after_block;
   AttentionPart attention;
-  std::optional<DeltaPart> delta;  // in the place of attention, which is empty then
+  // One of these in the place of attention, which is empty then.
+  std::optional<DeltaPart> delta;
+  std::optional<ConvolutionPart> convolution;
   std::optional<RoutedExperts> experts;
   std::optional<DenseBlock> dense;
   float residual_factor = 1.0f;  // of what attention and block add to the residual stream
+
+  bool has_states() const { return delta.has_value() || convolution.has_value(); }
 };
 
 struct DecoderModel {
@@ -163,7 +173,7 @@ struct LayerCache {
   // Or 0 and null; else tokens lie in pages of so many, with a list of them by sequence, and first_place is 0.
   std::int64_t page_tokens;
   const std::int32_t* const* pages;
-  void* conv_state;  // see DeltaRuleCall
+  void* conv_state;  // see DeltaRuleCall and ShortConvolutionCall
   float* state;
 
   std::int64_t offset(const CachedHeads& heads, std::int64_t sequence, std::int64_t head, std::int64_t place) const {

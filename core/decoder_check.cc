@@ -127,6 +127,11 @@ void check_layer(const DecoderLayer& layer, const DecoderModel& model) {
   check_norm(layer.after_block, model.hidden, "after_block");
   if (layer.delta.has_value()) {
     check_delta(*layer.delta, model);
+  } else if (layer.convolution.has_value()) {
+    const ConvolutionPart& c = *layer.convolution;
+    check_short_convolution(c.convolution);
+    check_matrix(c.projection, model.type, 3 * c.convolution.channels, model.hidden, "projection");
+    check_matrix(c.out, model.type, model.hidden, c.convolution.channels, "out");
   } else {
     check_attention(layer.attention, model);
   }
@@ -177,7 +182,7 @@ void check_step(const DecoderModel& m, const Step& s) {
         last == nullptr || last->sequence < row.sequence || (last->sequence == row.sequence && last->place < row.place),
         "rows must come in the order of their sequences and places");
     for (const LayerCache& cache : s.caches) {
-      if (cache.state != nullptr) continue;
+      if (cache.conv_state != nullptr) continue;  // it has no places
       CPUMOE_REQUIRE(row.place >= cache.first_place && row.place < cache.first_place + cache.places, "place ",
                      row.place, "; the cache has room for ", cache.first_place, " to ",
                      cache.first_place + cache.places - 1);

@@ -258,35 +258,48 @@ void gated_delta_rule(const Kernels& kernels, const DeltaRuleCall& c) {
   run_on_threads(threads, [&](Worker& worker) { stage.run(worker); });
 }
 
-void short_convolution(const Kernels& kernels, const ShortConvolutionCall& c) {
+void check_short_convolution(const ShortConvolution& c) {
+  CPUMOE_REQUIRE(c.channels >= 1, "a convolution has ", c.channels, " channels");
   CPUMOE_REQUIRE(c.taps >= 1 && c.taps <= kMostTaps, "weight has ", c.taps, " taps; 1 to ", kMostTaps, " are accepted");
-  const std::int64_t pieces = (c.channels + kTapChannels - 1) / kTapChannels;
-  const std::int64_t element = size_of(c.type), width = 3 * c.channels;
-  if (c.tokens == 0) return;
-  const int threads = threads_for(c.batch * c.channels * element * (4 * c.tokens + 3 * c.taps));
-  std::atomic<std::int64_t> next{0};
-  run_on_threads(threads, [&](Worker&) {
-    take(next, c.batch * pieces, [&](std::int64_t item) {
-      const std::int64_t sequence = item / pieces, first = item % pieces * kTapChannels;
-      const auto* row = static_cast<const std::uint8_t*>(c.projected) + (sequence * c.tokens * width + first) * element;
-      ConvolveRows rows{};
-      rows.type = rows.out_type = c.type;
-      rows.gate = row;
-      rows.out_gate = row + c.channels * element;
-      rows.x = row + 2 * c.channels * element;
-      rows.stride = width;
-      rows.tokens = static_cast<int>(c.tokens);
-      rows.channels = static_cast<int>(std::min<std::int64_t>(kTapChannels, c.channels - first));
-      rows.taps = c.taps;
-      rows.weight_type = c.weight.type;
-      rows.weight = c.weight.at(first * c.taps);
-      rows.bias = c.bias.at(first);
-      rows.state = static_cast<std::uint8_t*>(c.state) + (sequence * c.channels + first) * c.taps * element;
-      rows.out = static_cast<std::uint8_t*>(c.out) + (sequence * c.tokens * c.channels + first) * element;
-      rows.out_stride = c.channels;
-      kernels.delta.convolve(rows);
-    });
-  });
+}
+
+void convolve_shortly(const Kernels& kernels, const ShortConvolutionCall& c, const Worker& worker) {
+  const ShortConvolution& conv = c.convolution;
+  const std::int64_t pieces = (conv.channels + kTapChannels - 1) / kTapChannels;
+  const std::int64_t element = size_of(c.type), width = 3 * conv.channels;
+  const std::int64_t items = static_cast<std::int64_t>(c.sequences.size()) * pieces;
+  for (std::int64_t item = worker.share(items); item < worker.next_share(items); ++item) {
+    const SequenceRows& sequence = c.sequences[static_cast<std::size_t>(item / pieces)];
+    const std::int64_t first = item % pieces * kTapChannels;
+    const auto* row = static_cast<const std::uint8_t*>(c.projected) + (sequence.first_row * width + first) * element;
+    ConvolveRows rows{};
+    rows.type = rows.out_type = c.type;
+    rows.gate = row;
+    rows.out_gate = row + conv.channels * element;
+    rows.x = row + 2 * conv.channels * element;
+    rows.stride = width;
+    rows.tokens = static_cast<int>(sequence.rows);
+    rows.channels = static_cast<int>(std::min<std::int64_t>(kTapChannels, conv.channels - first));
+    rows.taps = conv.taps;
+    rows.weight_type = conv.weight.type;
+    rows.weight = conv.weight.at(first * conv.taps);
+    rows.bias = conv.bias.at(first);
+    rows.state =
+        static_cast<std::uint8_t*>(c.state) + (sequence.sequence * conv.channels + first) * conv.taps * element;
+    rows.out = static_cast<std::uint8_t*>(c.out) + (sequence.first_row * conv.channels + first) * element;
+    rows.out_stride = conv.channels;
+    kernels.delta.convolve(rows);
+  }
+}
+
+void short_convolution(const Kernels& kernels, const ShortConvolutionCall& c) {
+  std::int64_t values = 0;
+  for (const SequenceRows& sequence : c.sequences) {
+    if (sequence.rows > 0) values += c.convolution.channels * (4 * sequence.rows + 3 * c.convolution.taps);
+  }
+  if (values == 0) return;
+  check_short_convolution(c.convolution);
+  run_on_threads(threads_for(values * size_of(c.type)), [&](Worker& worker) { convolve_shortly(kernels, c, worker); });
 }
 
 }  // namespace cpumoe

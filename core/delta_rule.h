@@ -97,16 +97,28 @@ class DeltaRuleStage {
 void gated_delta_rule(const Kernels& kernels, const DeltaRuleCall& call);
 
 // out = C * convolution(B * x).
-struct ShortConvolutionCall {
-  DType type;
-  std::int64_t batch, tokens, channels;
-  const void* projected;  // [batch, tokens, 3, channels]: B, C, x
-  int taps;
+struct ShortConvolution {
+  std::int64_t channels = 0;
+  int taps = 0;
   Parameters weight, bias;  // [channels, taps], [channels] or null
-  void* state;              // [batch, channels, taps], moved on
-  void* out;                // [batch, tokens, channels]
 };
 
+struct ShortConvolutionCall {
+  ShortConvolution convolution;
+  DType type;
+  std::vector<SequenceRows> sequences;
+  const void* projected;  // [rows, 3, channels]: B, C, x
+  void* state;            // [sequences, channels, taps], moved on
+  void* out;              // [rows, channels]
+};
+
+// Refuses sizes that do not belong together.
+void check_short_convolution(const ShortConvolution& convolution);
+
+// The share of one worker; the result is complete behind the next barrier of its team.
+void convolve_shortly(const Kernels& kernels, const ShortConvolutionCall& call, const Worker& worker);
+
+// By itself, on a team of its own.
 void short_convolution(const Kernels& kernels, const ShortConvolutionCall& call);
 
 }  // namespace cpumoe

@@ -127,6 +127,16 @@ def delta_rule(rng: np.random.Generator, shape: dict[str, Any], dtype: Any) -> A
     )
 
 
+def convolution(rng: np.random.Generator, shape: dict[str, Any], dtype: Any) -> Any:
+    channels = 3 * shape["depth"]
+    return SimpleNamespace(
+        projection=matrix(rng, 3 * channels, HIDDEN, dtype),  # three of its numbers are multiplied: small ones
+        out=matrix(rng, HIDDEN, channels, dtype),
+        conv_weight=rng.standard_normal((channels, 1 + shape["window"])).astype(dtype),
+        conv_bias=rng.standard_normal(channels).astype(dtype) if shape["window"] % 2 else None,
+    )
+
+
 def layer(rng: np.random.Generator, shape: dict[str, Any], dtype: Any) -> Any:
     router = SimpleNamespace(
         weight=matrix(rng, EXPERTS, HIDDEN, dtype),
@@ -156,7 +166,8 @@ def layer(rng: np.random.Generator, shape: dict[str, Any], dtype: Any) -> Any:
     )
     return SimpleNamespace(
         attention=None if shape["delta"] else attention(rng, shape, dtype),
-        delta=delta_rule(rng, shape, dtype) if shape["delta"] else None,
+        delta=delta_rule(rng, shape, dtype) if shape["delta"] and shape["block"] else None,
+        convolution=convolution(rng, shape, dtype) if shape["delta"] and not shape["block"] else None,
         experts=experts if shape["block"] else None,
         dense=dense if shape["block"] != 1 else None,
         before_attention=norm(rng, HIDDEN, dtype),
@@ -213,6 +224,8 @@ def new_cache(part: Any, batch: int, sizes: tuple[int, int], dtype: Any, first: 
         channels, taps = rule.conv_weight.shape
         state = np.zeros((batch, rule.heads, rule.key_depth, rule.value_depth), np.float32)
         return np.zeros((batch, channels, taps), dtype), state
+    if part.convolution is not None:
+        return (np.zeros((batch, *part.convolution.conv_weight.shape), dtype),)
     count, tokens = sizes
     heads = part.attention.kv_heads
     both = (np.full((count, heads, tokens, depth), np.nan, dtype) for depth in depths_of(part.attention))
@@ -404,7 +417,7 @@ def test_parts_that_do_not_belong_together_are_refused(shape: dict[str, Any], pa
 )
 def test_rules_and_states_that_do_not_fit_are_refused(shape: dict[str, Any], part: str, number: int) -> None:
     rng = np.random.default_rng(0)
-    model = described(rng, [shape | {"delta": True}], np.float32)
+    model = described(rng, [shape | {"delta": True, "block": 1}], np.float32)
     rule, count = model.layers[0].delta, max(number, 0)
     caches = [new_cache(model.layers[0], 1, (0, 0), np.float32)]
     if part == "conv":

@@ -269,8 +269,12 @@ void test_short_convolution() {
         const auto run = [&](const Kernels& k) {
           std::pair<std::vector<std::uint8_t>, std::vector<std::uint8_t>> r{
               std::vector<std::uint8_t>(size(batch * tokens * channels * size_of(type))), state.bytes};
-          short_convolution(k, {type, batch, tokens, channels, projected.bytes.data(), taps, weight.parameters(),
-                                bias.parameters(), r.second.data(), r.first.data()});
+          short_convolution(k, {{channels, taps, weight.parameters(), bias.parameters()},
+                                type,
+                                {{0, 0, tokens}, {1, tokens, tokens}},
+                                projected.bytes.data(),
+                                r.second.data(),
+                                r.first.data()});
           return r;
         };
         const std::string name = "short convolution of " + std::to_string(channels) + " channels, " +

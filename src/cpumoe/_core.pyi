@@ -218,7 +218,7 @@ class Decoder:
     def step(
         self,
         tokens: Array,
-        caches: Sequence[tuple[Array, Array, int] | tuple[Array, Array]],
+        caches: Sequence[tuple[Array, Array, int] | tuple[Array, ...]],
         past: int,
         positions: Array | None,
         padding: Array | None,
@@ -233,7 +233,7 @@ class Decoder:
         places: Array,
         pages: Array,
         page_tokens: int,
-        caches: Sequence[tuple[Array, Array]],
+        caches: Sequence[tuple[Array, ...]],
         wanted: Array,
         logits_out: Array,
     ) -> None: ...

@@ -39,7 +39,7 @@ NATIVE = {
     *("qwen3_moe", "qwen3_omni_moe", "qwen3_omni_moe_text", "qwen3_omni_moe_thinker", "qwen3_vl_moe"),
     *("qwen3_vl_moe_text", "solar_open", "kimi_linear", "qwen3_next", "qwen3_next_dense"),
     *("bailing_hybrid", "qwen3_5_moe", "qwen3_5_moe_text", "deepseek_v2", "deepseek_v2_lite", "hunyuan_v1_moe"),
-    *("afmoe", "granitemoeshared"),
+    *("afmoe", "granitemoeshared", "lfm2_moe"),
 }
 ALONE = [name for name in FAMILIES if name != "mistral_large4_text"]  # which transformers itself cannot load
 

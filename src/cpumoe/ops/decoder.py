@@ -170,6 +170,21 @@ class DeltaRule:
 
 
 @dataclass(frozen=True)
+class ShortConvolution:
+    """A short convolution in the place of attention; see :func:`cpumoe.ops.short_convolution`.
+
+    Attributes:
+        projection: [3 * channels, H]. out: [H, channels].
+        conv_weight: [channels, taps]. conv_bias: [channels] or None.
+    """
+
+    projection: Matrix
+    out: Matrix
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+
+
+@dataclass(frozen=True)
 class Activation:
     """An activation in the numbers of the core; see :class:`cpumoe.layers.activation.Activation`."""
 
@@ -227,7 +242,7 @@ class DenseBlock:
 class Layer:
     """One layer: norms around attention and block, each of which is added to the residual stream.
 
-    ``delta``: in the place of attention.
+    ``delta`` or ``convolution``: in the place of attention.
     """
 
     attention: Attention | None
@@ -239,6 +254,7 @@ class Layer:
     after_block: Norm | None = None
     residual_factor: float = 1.0
     delta: DeltaRule | None = None
+    convolution: ShortConvolution | None = None
 
 
 @dataclass(frozen=True)
@@ -252,6 +268,9 @@ class DecoderModel:
     norm: Norm | None
     head: Matrix | None
 
+
+#: What a step keeps of a layer's tokens: keys, values and the place of their first token, or states.
+LayerCache = tuple[Tensor, Tensor, int] | tuple[Tensor, ...]
 
 #: What the seconds of a decoder are counted for, in their order.
 STEP_PARTS = ("rows", "products", "attention", "routing", "experts", "head")
@@ -270,7 +289,7 @@ class Decoder:
     def step(
         self,
         tokens: Tensor,
-        caches: Sequence[tuple[Tensor, Tensor, int] | tuple[Tensor, Tensor]],
+        caches: Sequence[LayerCache],
         past: int,
         *,
         positions: Tensor | None = None,
@@ -284,7 +303,7 @@ class Decoder:
             tokens: int64 [B, T], or hidden states [B, T, H].
             caches: for each layer keys and values [B, kv_heads, room, depth], and the place of their first token; of a
                 layer with the delta rule the states [B, channels, taps] of its convolution and, in fp32, [B, heads,
-                key_depth, value_depth].
+                key_depth, value_depth]; of a short convolution its state alone.
             past: places that are filled.
             positions: int64 [B, T] or [1, T]; by default those behind ``past``.
             padding: int64 [B], the places at the beginning of each sequence that no token sees.
@@ -309,12 +328,12 @@ class Decoder:
         places: Tensor,
         pages: Tensor,
         page_tokens: int,
-        caches: Sequence[tuple[Tensor, Tensor]],
+        caches: Sequence[tuple[Tensor, ...]],
         wanted: Tensor,
     ) -> Tensor:
         """Computes N tokens of any sequences, whose keys and values lie in pages.
 
-        States of layers with the delta rule go on from where the step before has left them, or begin with token 0.
+        States of layers that have some go on from where the step before has left them, or begin with token 0.
 
         Args:
             tokens: int64 [N]; those of a sequence side by side, sequences and places ascending.

@@ -21,10 +21,11 @@ from cpumoe.integrations.transformers.decoder_description import (
     describe_decoder,
     layer_type,
     mixer_of,
+    norm_of,
 )
 from cpumoe.integrations.transformers.described_parts import NotDescribed
 from cpumoe.integrations.transformers.latent_attention import absorbed
-from cpumoe.integrations.transformers.linear_attention import delta_form
+from cpumoe.integrations.transformers.linear_attention import state_form
 from cpumoe.integrations.transformers.step_caches import StepCaches
 from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.ops import decoder
@@ -109,7 +110,7 @@ def _twin(base: Any, index: int) -> Any:
     config.num_hidden_layers = 1
     if getattr(config, "layer_types", None) is not None:
         config.layer_types = [layer_type(base, index)]
-        if delta_form(mixer_of(base.layers[index])) is not None:
+        if state_form(mixer_of(base.layers[index])) is not None:
             # Of this one there is only a cache, where tokens are counted.
             config.layer_types.append("full_attention")
             config.num_hidden_layers = 2
@@ -129,7 +130,7 @@ def _twin(base: Any, index: int) -> Any:
         **base._modules,
         "embed_tokens": embedding,
         "layers": nn.ModuleList([layer]),
-        "norm": in_fp32(base.norm),
+        **{name: in_fp32(module) for name, module in base._modules.items() if module is norm_of(base)},
     }
     return twin
 

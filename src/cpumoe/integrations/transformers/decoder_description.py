@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from cpumoe.integrations.transformers import routers
-from cpumoe.integrations.transformers.delta_description import describe_delta
+from cpumoe.integrations.transformers.delta_description import describe_convolution, describe_delta
 from cpumoe.integrations.transformers.described_parts import NotDescribed, Parts, describe_matrix, describe_norm
 from cpumoe.integrations.transformers.expert_modules import recognise_function
 from cpumoe.integrations.transformers.latent_attention import absorbed
-from cpumoe.integrations.transformers.linear_attention import DeltaForm, delta_form
+from cpumoe.integrations.transformers.linear_attention import ConvolutionForm, DeltaForm, Form, state_form
 from cpumoe.integrations.transformers.roomy_cache import CacheForm
 from cpumoe.layers.activation import Activation
 from cpumoe.layers.backends import NativeBackend
@@ -34,9 +34,12 @@ _CHANGING_ROTARY = ("dynamic", "longrope")
 _QUERY_NORMS = ("q_norm", "query_layernorm", "q_layernorm")
 _KEY_NORMS = ("k_norm", "key_layernorm", "k_layernorm")
 _GATES = ("gate_proj", "g_proj")
-_MIXERS = ("self_attn", "linear_attn")
+_MIXERS = ("self_attn", "linear_attn", "conv")
+_NORMS = ("norm", "embedding_norm")
+_ROTARY = ("rotary_emb", "pos_emb")
+_OUTPUTS = ("o_proj", "out_proj")
 #: The linears of a dense block; the second may give what the first does as well, before its own.
-_DENSE = (("gate_proj",), ("up_proj", "gate_up_proj", "input_linear"), ("down_proj", "output_linear"))
+_DENSE = (("gate_proj", "w1"), ("up_proj", "gate_up_proj", "input_linear", "w3"), ("down_proj", "output_linear", "w2"))
 _FUNCTIONS = ("act_fn", "activation")
 _BLOCKS = ("mlp", "feed_forward", "block_sparse_moe")
 _SHARED = ("shared_expert", "shared_experts", "shared_mlp")
@@ -56,20 +59,19 @@ class Choices:
 
 def mixer_of(layer: Any) -> nn.Module:
     """What mixes tokens in a layer: attention, or what stands in its place. Raises NotDescribed."""
-    for name in _MIXERS:
-        if isinstance(mixer := getattr(layer, name, None), nn.Module):
-            return mixer
-    raise NotDescribed(f"{type(layer).__name__} has no {_MIXERS[0]}")
+    if (mixer := _first(layer, _MIXERS)) is None:
+        raise NotDescribed(f"{type(layer).__name__} has no {_MIXERS[0]}")
+    return mixer
 
 
 def choices_for(base: Any, index: int) -> Iterator[Choices]:
     """All that a layer may be, the most common first."""
     mixer = mixer_of(base.layers[index])
-    if delta_form(mixer) is not None:
+    if state_form(mixer) is not None:
         yield Choices(rotates=False)
         return
     has_norms = any(hasattr(mixer, name) for name in _QUERY_NORMS)
-    has_rotary = getattr(base, "rotary_emb", None) is not None
+    has_rotary = _rotary_of(base) is not None
     for rotates, after in product((True, False) if has_rotary else (False,), (False, True) if has_norms else (False,)):
         for interleaved in (False, True) if rotates else (False,):
             yield Choices(interleaved, after, rotates)
@@ -90,20 +92,38 @@ def describe_decoder(base: Any, choices: tuple[Choices, ...], positions: int) ->
         float(getattr(base, "embedding_multiplier", 1.0)),
         tables.made(positions),
         layers,
-        describe_norm(base.norm, "norm"),
+        describe_norm(norm_of(base), "norm"),
         None,
     )
 
 
 def refuse_other_parts(base: Any) -> None:
     """Raises NotDescribed for a base model that is more than an embedding, layers, a norm and a rotary embedding."""
-    for name in ("embed_tokens", "layers", "norm"):
+    for name in ("embed_tokens", "layers"):
         if not isinstance(getattr(base, name, None), nn.Module):
             raise NotDescribed(f"{type(base).__name__} has no {name}")
+    norm_of(base)
     for name, child in base.named_children():
-        known = name in ("embed_tokens", "layers", "norm", "rotary_emb")
+        known = name in ("embed_tokens", "layers", *_NORMS, *_ROTARY)
         if not known and (any(True for _ in child.parameters()) or any(True for _ in child.buffers())):
             raise NotDescribed(f"{type(base).__name__} has {name}, which has no place in a described decoder")
+
+
+def norm_of(base: Any) -> nn.Module:
+    """The norm behind all layers. Raises NotDescribed if there is none."""
+    if (norm := _first(base, _NORMS)) is None:
+        raise NotDescribed(f"{type(base).__name__} has no {_NORMS[0]}")
+    return norm
+
+
+def _rotary_of(base: Any) -> nn.Module | None:
+    """None where no layer has positions in its queries and keys."""
+    return _first(base, _ROTARY)
+
+
+def _first(module: Any, names: tuple[str, ...]) -> nn.Module | None:
+    """The first child that there is of these."""
+    return next((m for name in names if isinstance(m := getattr(module, name, None), nn.Module)), None)
 
 
 def layer_type(base: Any, index: int) -> str | None:
@@ -129,7 +149,7 @@ class RotaryTables:
 
     def __init__(self, base: Any) -> None:
         self._base = base
-        module = getattr(base, "rotary_emb", None)  # none where no layer has positions in its queries and keys
+        self._module = module = _rotary_of(base)
         rope_type = getattr(module, "rope_type", None)
         kinds = rope_type.values() if isinstance(rope_type, dict) else (rope_type,)
         if changing := [kind for kind in kinds if kind in _CHANGING_ROTARY]:
@@ -151,10 +171,11 @@ class RotaryTables:
         return tuple(self._table(x, where, *key) for key in self._tables)
 
     def _table(self, x: Tensor, where: Tensor, kind: str | None, interleaved: bool) -> decoder.Rotary:
+        assert self._module is not None  # or no layer would have asked for a table
         options = {} if kind is None else {"layer_type": kind}
         try:
             with torch.no_grad():
-                given = self._base.rotary_emb(x, where, **options)
+                given = self._module(x, where, **options)
                 cos, sin = (given.real, given.imag) if isinstance(given, Tensor) else given  # complex numbers, or both
         except Exception as problem:  # one that is called in another way
             raise NotDescribed(f"its rotary embedding is called in another way ({type(problem).__name__})") from None
@@ -180,9 +201,10 @@ def _layer(base: Any, index: int, chosen: Choices, tables: RotaryTables) -> deco
     layer = base.layers[index]
     parts = Parts(type(layer).__name__, layer)
     mixer: Any = mixer_of(layer)
-    form = delta_form(mixer)
-    attention = None if form is not None else _attention(base, index, mixer, chosen, tables, parts)
-    delta = None if form is None else describe_delta(mixer, form, parts)
+    form = state_form(mixer)
+    attention = _attention(base, index, mixer, chosen, tables, parts) if form is None else None
+    delta = describe_delta(mixer, form, parts) if isinstance(form, DeltaForm) else None
+    convolution = describe_convolution(mixer, parts) if isinstance(form, ConvolutionForm) else None
     block_name = next((name for name in _BLOCKS if isinstance(getattr(layer, name, None), nn.Module)), None)
     if block_name is None:
         raise NotDescribed(f"{type(layer).__name__} has no block behind its attention")
@@ -200,6 +222,7 @@ def _layer(base: Any, index: int, chosen: Choices, tables: RotaryTables) -> deco
         found.get("after_block"),
         factor,
         delta,
+        convolution,
     )
 
 
@@ -235,12 +258,12 @@ def _attention(
 ) -> decoder.Attention:
     if hasattr(attention, "kv_lora_rank"):
         return _latent_attention(base, index, attention, chosen, tables, parts)
-    projections = {}
-    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        if not isinstance(getattr(attention, name, None), nn.Module):
-            raise NotDescribed(f"its attention ({type(attention).__name__}) has no {name}")
-        projections[name] = getattr(attention, name)
-        parts.take_all_of(projections[name])
+    projections: dict[str, Any] = {}
+    for names in (("q_proj",), ("k_proj",), ("v_proj",), _OUTPUTS):
+        if (projection := _first(attention, names)) is None:
+            raise NotDescribed(f"its attention ({type(attention).__name__}) has no {names[0]}")
+        projections[names[0]] = projection
+        parts.take_all_of(projection)
     depth, scale = getattr(attention, "head_dim", None), getattr(attention, "scaling", None)
     if not isinstance(depth, int) or not isinstance(scale, float | int):
         raise NotDescribed(f"its attention ({type(attention).__name__}) has no head_dim and scaling")
@@ -249,10 +272,7 @@ def _attention(
     value_depth = out_features["v_proj"] // kv_heads
     gated_queries = heads == 2 * (projections["o_proj"].in_features // max(value_depth, 1))
     heads //= 2 if gated_queries else 1
-    norm_modules = [
-        next((m for name in names if (m := getattr(attention, name, None)) is not None), None)
-        for names in (_QUERY_NORMS, _KEY_NORMS)
-    ]
+    norm_modules = [_first(attention, names) for names in (_QUERY_NORMS, _KEY_NORMS)]
     query_norm, key_norm = (None if m is None else describe_norm(m, "a norm of heads") for m in norm_modules)
     parts.take_all_of(*norm_modules)
     sinks = getattr(attention, "sinks", None)
@@ -329,16 +349,16 @@ def _latent_attention(
 
 
 def _gate_of(attention: Any, parts: Parts) -> decoder.Matrix | None:
-    gate = next((m for name in _GATES if isinstance(m := getattr(attention, name, None), nn.Module)), None)
+    gate = _first(attention, _GATES)
     parts.take_all_of(gate)
     return None if gate is None else describe_matrix(gate, "the gate of attention")
 
 
-def cache_form(layer: Any, described: decoder.Layer, dtype: torch.dtype) -> CacheForm | DeltaForm:
+def cache_form(layer: Any, described: decoder.Layer, dtype: torch.dtype) -> CacheForm | Form:
     """What a layer keeps of tokens: keys and values, latents and rotated parts of keys side by side, or states."""
     attention = described.attention
     if attention is None:
-        form = delta_form(mixer_of(layer))
+        form = state_form(mixer_of(layer))
         assert form is not None  # it was described as one
         return form
     if (latent := attention.latent) is not None:
@@ -400,11 +420,10 @@ def _router(module: Any, correction: Tensor | None) -> decoder.Router:
 
 
 def _dense(block: Any, parts: Parts) -> decoder.DenseBlock:
-    gate, up, down = (
-        next((m for name in names if (m := getattr(block, name, None)) is not None), None) for names in _DENSE
-    )
-    function = next((f for name in _FUNCTIONS if (f := getattr(block, name, None)) is not None), None)
-    if up is None or down is None or function is None:
+    linears: list[Any] = [_first(block, names) for names in _DENSE]
+    gate, up, down = linears
+    function = next((f for name in _FUNCTIONS if (f := getattr(block, name, None)) is not None), nn.functional.silu)
+    if up is None or down is None:
         raise NotDescribed(f"{type(block).__name__} has no gate_proj, up_proj, down_proj and act_fn")
     parts.take_all_of(gate, up, down)
     has_both = up.out_features == 2 * down.in_features

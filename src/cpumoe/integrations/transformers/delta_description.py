@@ -1,4 +1,4 @@
-"""What a layer with the delta rule computes, as values that the core can run in one call."""
+"""What a layer with a recurrent state computes, as values that the core can run in one call."""
 
 from __future__ import annotations
 
@@ -88,6 +88,19 @@ def describe_delta(module: Any, form: DeltaForm, parts: Parts) -> decoder.DeltaR
         norm_epsilon=float(norm.variance_epsilon),
         sigmoid_gate=form.sigmoid_gate,
         out=describe_matrix(out, form.out),
+    )
+
+
+def describe_convolution(module: Any, parts: Parts) -> decoder.ShortConvolution:
+    """A short convolution between its two linears. Raises NotDescribed if one of them is none."""
+    conv: nn.Conv1d = module.conv
+    parts.take(conv.weight, conv.bias)
+    parts.take_all_of(module.in_proj, module.out_proj)
+    return decoder.ShortConvolution(
+        describe_matrix(module.in_proj, "in_proj"),
+        describe_matrix(module.out_proj, "out_proj"),
+        _plain(conv.weight).flatten(1),
+        None if conv.bias is None else _plain(conv.bias),
     )
 
 

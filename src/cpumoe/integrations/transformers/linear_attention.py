@@ -35,7 +35,7 @@ def speed_up_linear_attention(model: nn.Module) -> None:
     """Gives the layers with a recurrent state of a loaded model their one-step form, where it agrees with theirs."""
     verdicts: dict[object, bool] = {}
     for name, module in model.named_modules():
-        form = delta_form(module) or _convolution_form(module)
+        form = state_form(module)
         if form is None or not form.is_here(module) or "forward" in vars(module) or _has_hooks(module):
             continue
         key = (form, form.dtype_in(module), *_code_of(module))
@@ -169,6 +169,19 @@ class ConvolutionForm:
     def width_in(self, module: Any) -> int:
         return int(module.in_proj.in_features)
 
+    def new_states(self, batch: int, dtype: torch.dtype) -> tuple[Tensor]:
+        """Those of ``batch`` sequences that have no token yet."""
+        return (torch.zeros((batch, self.channels, self.taps), dtype=dtype),)
+
+    def state_bytes(self, dtype: torch.dtype) -> int:
+        """Of one sequence."""
+        return self.channels * self.taps * dtype.itemsize
+
+    def states(self, cache: Any, layer: int, batch: int, dtype: torch.dtype) -> tuple[Tensor] | None:
+        """That of the convolution, to be changed in place; None: not as this form has it."""
+        state = _conv_state(cache, layer, batch, dtype, self.channels, self.taps)
+        return None if state is None else (state,)
+
     def forward(
         self,
         module: Any,
@@ -182,9 +195,9 @@ class ConvolutionForm:
             x = hidden_states if attention_mask is None else _masked(hidden_states, attention_mask)
             projected = _project(module.in_proj, x)
             batch, dtype = projected.shape[0], projected.dtype
-            state = _conv_state(past_key_values, module.layer_idx, batch, dtype, self.channels, self.taps)
-            if state is not None:
-                convolved = ops.short_convolution(projected, module.conv.weight, module.conv.bias, state)
+            states = self.states(past_key_values, module.layer_idx, batch, dtype)
+            if states is not None:
+                convolved = ops.short_convolution(projected, module.conv.weight, module.conv.bias, *states)
                 return _project(module.out_proj, convolved)
         original: Tensor = type(module).forward(module, hidden_states, past_key_values, attention_mask, **options)
         return original
@@ -292,6 +305,11 @@ def _bound(decay: Any) -> float:
         return float(decay.lower_bound)
     bound = getattr(decay, "safe_gate_lower_bound", None)
     return 0.0 if bound is None else float(bound)
+
+
+def state_form(module: Any) -> Form | None:
+    """What a module is, if it looks like a layer with a recurrent state."""
+    return delta_form(module) or _convolution_form(module)
 
 
 def _convolution_form(module: Any) -> ConvolutionForm | None:

@@ -26,6 +26,7 @@ from cpumoe.integrations.transformers.decoder_description import (
     describe_decoder,
     layer_type,
     mixer_of,
+    norm_of,
     refuse_other_parts,
 )
 from cpumoe.integrations.transformers.described_parts import NotDescribed, describe_matrix
@@ -202,7 +203,7 @@ class NativeDecoder:
         if not any(isinstance(form, CacheForm) for form in forms):
             raise NotDescribed("none of its layers has attention, whose cache would count the tokens")
         self._caches = StepCaches(forms, self._dtype)
-        modules = [*base.layers.modules(), base.norm, base.embed_tokens, *([] if head is None else [head])]
+        modules = [*base.layers.modules(), norm_of(base), base.embed_tokens, *([] if head is None else [head])]
         self._hooks = tuple(hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks))
         self._held = tuple(
             (holder, name, value, value.data_ptr() if isinstance(value, Tensor) else 0)
@@ -314,7 +315,7 @@ class NativeDecoder:
         self._caches.advance(cache, count)
         return out
 
-    def new_pages(self, pages: int, page_tokens: int, sequences: int) -> list[tuple[Tensor, Tensor]]:
+    def new_pages(self, pages: int, page_tokens: int, sequences: int) -> list[tuple[Tensor, ...]]:
         """What :meth:`step_rows` keeps of tokens, for each layer.
 
         Keys and values in pages, [pages, kv_heads, page_tokens, depth]; of latent attention they are one tensor, given
@@ -340,7 +341,7 @@ class NativeDecoder:
         places: Tensor,
         pages: Tensor,
         page_tokens: int,
-        caches: Sequence[tuple[Tensor, Tensor]],
+        caches: Sequence[tuple[Tensor, ...]],
         wanted: Tensor,
     ) -> Tensor:
         """Logits [W, vocabulary] of some of the tokens of any sequences.

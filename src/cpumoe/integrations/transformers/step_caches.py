@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from cpumoe.integrations.transformers.linear_attention import DeltaForm
+from cpumoe.integrations.transformers.linear_attention import Form
 from cpumoe.integrations.transformers.roomy_cache import CacheForm, holds_layers, make_roomy
-
-#: What a step gets of a layer: keys, values and the place of their first token, or the states.
-Entry = tuple[Tensor, Tensor, int] | tuple[Tensor, Tensor]
+from cpumoe.ops.decoder import LayerCache
 
 
 class StepCaches:
@@ -24,7 +22,7 @@ class StepCaches:
         dtype: of hidden states.
     """
 
-    def __init__(self, forms: Sequence[CacheForm | DeltaForm], dtype: torch.dtype) -> None:
+    def __init__(self, forms: Sequence[CacheForm | Form], dtype: torch.dtype) -> None:
         self.forms = tuple(forms)
         self._dtype = dtype
 
@@ -40,7 +38,7 @@ class StepCaches:
             return None
         lengths = set()
         for index, form in enumerate(self.forms):
-            if isinstance(form, DeltaForm):
+            if not isinstance(form, CacheForm):
                 if type(layers[index]) is not LinearAttentionLayer or layers[index].record_past:
                     return None
                 continue
@@ -49,16 +47,16 @@ class StepCaches:
             lengths.add(layers[index].get_seq_length())
         return lengths.pop() if len(lengths) == 1 else None
 
-    def reserve(self, cache: Any, batch: int, new: int) -> list[Entry] | None:
+    def reserve(self, cache: Any, batch: int, new: int) -> list[LayerCache] | None:
         """For each layer what a step of ``new`` tokens of ``batch`` sequences writes to; None for states of others."""
         states = {
             index: form.states(cache, index, batch, self._dtype)
             for index, form in enumerate(self.forms)
-            if isinstance(form, DeltaForm)
+            if not isinstance(form, CacheForm)
         }
         if None in states.values():
             return None
-        entries: list[Entry] = []
+        entries: list[LayerCache] = []
         for index, form in enumerate(self.forms):
             found = states.get(index)
             entries.append(cache.layers[index].reserve(batch, form, new) if found is None else found)
@@ -67,14 +65,14 @@ class StepCaches:
     def advance(self, cache: Any, new: int) -> None:
         """Counts the tokens that a step has written."""
         for index, form in enumerate(self.forms):
-            if not isinstance(form, DeltaForm):
+            if isinstance(form, CacheForm):
                 cache.layers[index].advance(new)
 
-    def new_pages(self, pages: int, page_tokens: int, sequences: int) -> list[tuple[Tensor, Tensor]]:
+    def new_pages(self, pages: int, page_tokens: int, sequences: int) -> list[tuple[Tensor, ...]]:
         """For each layer keys and values in pages, [pages, heads, page_tokens, depth], or states [sequences, ..]."""
         return [
             form.new_states(sequences, self._dtype)
-            if isinstance(form, DeltaForm)
+            if not isinstance(form, CacheForm)
             else form.empty(pages, form.heads, page_tokens)
             for form in self.forms
         ]
@@ -88,4 +86,4 @@ class StepCaches:
     @property
     def state_bytes(self) -> int:
         """Of a sequence in all layers."""
-        return sum(form.state_bytes(self._dtype) for form in self.forms if isinstance(form, DeltaForm))
+        return sum(form.state_bytes(self._dtype) for form in self.forms if not isinstance(form, CacheForm))

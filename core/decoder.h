@@ -110,8 +110,8 @@ struct DecoderModel {
 };
 
 // Keys or values of all sequences in one layer. Those of sequence s, head h and the token at place p are at
-// s * sequence_stride + h * head_stride + (p - first_place) * token_stride elements; in pages (see CachedAttentionCall)
-// a page takes the place of the sequence.
+// s * sequence_stride + h * head_stride + (p - first_place) * token_stride elements, or bytes of records; in pages (see
+// CachedAttentionCall) a page takes the place of the sequence.
 struct CachedHeads {
   void* data;
   std::int64_t sequence_stride, head_stride, token_stride;
@@ -127,6 +127,7 @@ struct LayerCache {
   // Or 0 and null; else tokens lie in pages of so many, with a list of them by sequence, and first_place is 0.
   std::int64_t page_tokens;
   const std::int32_t* const* pages;
+  bool records;  // in int8: cache_record_kernels.h
 
   std::int64_t offset(const CachedHeads& heads, std::int64_t sequence, std::int64_t head, std::int64_t place) const {
     if (page_tokens == 0) return heads.offset(sequence, head, place - first_place);

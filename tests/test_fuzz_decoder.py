@@ -159,12 +159,28 @@ def depths_of(part: Any) -> tuple[int, int]:
     return part.depth, part.value_depth
 
 
+def empty_caches(model: Any, sizes: tuple[int, int], dtype: Any, records: bool) -> list[tuple[Any, Any]]:
+    """Keys and values [sizes[0], heads, sizes[1], depth] of each layer that hold no numbers yet."""
+
+    def empty(heads: int, depth: int) -> Any:
+        if records:  # scales that are NaN
+            return np.full((sizes[0], heads, sizes[1], core.cache_record_bytes(depth)), -1, np.int8)
+        return np.full((sizes[0], heads, sizes[1], depth), np.nan, dtype)
+
+    found = []
+    for part in model.layers:
+        keys, values = (empty(part.attention.kv_heads, depth) for depth in depths_of(part.attention))
+        found.append((keys, values))
+    return found
+
+
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
     shapes=st.lists(SHAPES, min_size=1, max_size=3),
     batch=st.integers(0, 3),
     counts=st.lists(st.integers(1, 9), min_size=1, max_size=3),
     half=st.booleans(),
+    records=st.booleans(),
     page_tokens=st.sampled_from([16, 32]),
     isa=st.sampled_from(ISAS),
     threads=st.integers(1, 3),
@@ -175,6 +191,7 @@ def test_steps_have_the_same_bits_everywhere_and_in_pages(
     batch: int,
     counts: list[int],
     half: bool,
+    records: bool,
     page_tokens: int,
     isa: str,
     threads: int,
@@ -190,14 +207,7 @@ def test_steps_have_the_same_bits_everywhere_and_in_pages(
         core.set_thread_count(team)
         try:
             decoder = core.Decoder(model)
-            room = sum(counts) + 2
-            caches = [
-                tuple(
-                    np.full((batch, part.attention.kv_heads, room, depth), np.nan, dtype)
-                    for depth in depths_of(part.attention)
-                )
-                for part in model.layers
-            ]
+            caches = empty_caches(model, (batch, sum(counts) + 2), dtype, records)
             parts, past = [], 0
             for count in counts:
                 out = np.zeros((batch, count, VOCABULARY), dtype)
@@ -214,13 +224,7 @@ def test_steps_have_the_same_bits_everywhere_and_in_pages(
     # The same in pages that lie anywhere, all rows at once.
     total, per = sum(counts), -(-sum(counts) // page_tokens)
     pages = rng.permutation(batch * per).astype(np.int32).reshape(batch, per)
-    pools = [
-        tuple(
-            np.full((batch * per, part.attention.kv_heads, page_tokens, depth), np.nan, dtype)
-            for depth in depths_of(part.attention)
-        )
-        for part in model.layers
-    ]
+    pools = empty_caches(model, (batch * per, page_tokens), dtype, records)
     out = np.zeros((batch * total, VOCABULARY), dtype)
     core.Decoder(model).step_rows(
         np.ascontiguousarray(tokens.reshape(-1)),
@@ -238,7 +242,7 @@ def test_steps_have_the_same_bits_everywhere_and_in_pages(
 DAMAGES = st.lists(
     st.tuples(
         st.sampled_from(
-            ["token", "past", "position", "padding", "cache", "first place", "dtype", "kept", "out", "caches", "page"]
+            ["token", "past", "position", "padding", "cache", "first place", "dtype", "width", "kept", "out", "caches"]
         ),
         st.integers(-3, 70),
     ),
@@ -247,8 +251,10 @@ DAMAGES = st.lists(
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
-@given(shape=SHAPES, damages=DAMAGES, seed=st.integers(0, 2**32 - 1))
-def test_bad_rows_and_caches_are_refused(shape: dict[str, Any], damages: list[tuple[str, int]], seed: int) -> None:
+@given(shape=SHAPES, damages=DAMAGES, records=st.booleans(), seed=st.integers(0, 2**32 - 1))
+def test_bad_rows_and_caches_are_refused(
+    shape: dict[str, Any], damages: list[tuple[str, int]], records: bool, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     model = described(rng, [shape, shape], np.float32)
     decoder = core.Decoder(model)
@@ -257,8 +263,8 @@ def test_bad_rows_and_caches_are_refused(shape: dict[str, Any], damages: list[tu
     positions: Any = None
     padding: Any = None
     sizes: list[int] = [batch, model.layers[0].attention.kv_heads, room]
-    dtype: Any = np.float32
-    layers, out_rows = 2, batch
+    dtype: Any = np.int8 if records else np.float32
+    layers, out_rows, more_bytes = 2, batch, 0
     for what, number in damages:
         if what == "token":
             tokens[1, 2] = number
@@ -273,16 +279,18 @@ def test_bad_rows_and_caches_are_refused(shape: dict[str, Any], damages: list[tu
         elif what == "first place":
             first = number
         elif what == "dtype":
-            dtype = [np.float16, np.float64, np.int32][number % 3]
+            dtype = [np.float16, np.float64, np.int32, np.int8, np.uint8][number % 5]
+        elif what == "width":
+            more_bytes = number
         elif what == "kept":
             kept = number
         elif what == "out":
             out_rows = max(number, 0)
         elif what == "caches":
             layers = max(number % 5, 0)
+    widths = [core.cache_record_bytes(depth) if records else depth for depth in depths_of(model.layers[0].attention)]
     caches = [
-        (*(np.zeros((*sizes, depth), dtype) for depth in depths_of(model.layers[0].attention)), first)
-        for _ in range(layers)
+        (*(np.zeros((*sizes, max(width + more_bytes, 0)), dtype) for width in widths), first) for _ in range(layers)
     ]
     out = np.zeros((out_rows, min(max(kept, 0), count), VOCABULARY), np.float32)
     try:

@@ -46,7 +46,8 @@ int main(int argc, char** argv) {
                                                                             {"states", test_state_spaces},
                                                                             {"recurrent", test_recurrent},
                                                                             {"latents", test_latent_attention},
-                                                                            {"cached", test_cached_attention}};
+                                                                            {"cached", test_cached_attention},
+                                                                            {"records", test_cache_records}};
   for (const auto& [name, test] : tests) {
     if (only.empty() || only == name) test();
   }

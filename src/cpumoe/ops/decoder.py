@@ -206,7 +206,8 @@ class Decoder:
 
         Args:
             tokens: int64 [B, T], or hidden states [B, T, H].
-            caches: for each layer keys and values [B, kv_heads, room, depth], and the place of their first token.
+            caches: for each layer keys and values [B, kv_heads, room, depth], and the place of their first token. In
+                int8 they are records, [B, kv_heads, room, cache_record_bytes(depth)].
             past: places that are filled.
             positions: int64 [B, T] or [1, T]; by default those behind ``past``.
             padding: int64 [B], the places at the beginning of each sequence that no token sees.
@@ -241,7 +242,7 @@ class Decoder:
             sequences: int64 [N], the sequence of each. places: int64 [N], where in its sequence each is.
             pages: int32 [S, P]: the page of tokens p * page_tokens and the following of sequence s is pages[s, p].
             page_tokens: tokens of a page, a power of two from 16 on.
-            caches: for each layer keys and values [pages, kv_heads, page_tokens, depth].
+            caches: for each layer keys and values [pages, kv_heads, page_tokens, depth], or records as in :meth:`step`.
             wanted: int64 [W], ascending: the rows whose logits are asked for.
 
         Returns:

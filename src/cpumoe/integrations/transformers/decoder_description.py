@@ -349,11 +349,11 @@ def _latent_attention(
     )
 
 
-def cache_form(attention: decoder.Attention, dtype: torch.dtype) -> CacheForm:
+def cache_form(attention: decoder.Attention, dtype: torch.dtype, records: bool = False) -> CacheForm:
     """What an attention keeps of a token: keys and values, or a latent and the rotated part of keys, side by side."""
     if (latent := attention.latent) is not None:
-        return CacheForm(1, (latent.rank, latent.rotated), dtype, joined=True)
-    return CacheForm(attention.kv_heads, (attention.depth, attention.value_depth), dtype)
+        return CacheForm(1, (latent.rank, latent.rotated), dtype, joined=True, records=records)
+    return CacheForm(attention.kv_heads, (attention.depth, attention.value_depth), dtype, records=records)
 
 
 def _block(block: Any, parts: _Parts) -> tuple[decoder.RoutedExperts | None, decoder.DenseBlock | None]:

@@ -138,6 +138,7 @@ class NativeDecoder:
         self._positions = FIRST_POSITIONS
         self.reason: str | None = None  # why it is no longer used
         self._has_head = False
+        self.records = False  # whether caches are held in int8
         self._arguments = [tuple(inspect.signature(type(base).forward).parameters)[1:]]  # and those of the model
         self._describe(base)
 
@@ -199,7 +200,7 @@ class NativeDecoder:
             model = replace(model, head=describe_matrix(head, "head"))
         self._described: Decoder | None = Decoder(model)
         self._dtype, self._hidden = model.embedding.dtype, model.embedding.shape[1]
-        self._forms = tuple(cache_form(layer.attention, self._dtype) for layer in model.layers)
+        self._forms = tuple(cache_form(layer.attention, self._dtype, self.records) for layer in model.layers)
         modules = [*base.layers.modules(), base.norm, base.embed_tokens, *([] if head is None else [head])]
         self._hooks = tuple(hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks))
         self._held = tuple(
@@ -208,6 +209,11 @@ class NativeDecoder:
             for holder in (m._parameters, m._buffers, m._modules)
             for name, value in holder.items()
         )
+
+    def hold_records(self) -> None:
+        """Holds keys and values of caches in int8 from here on."""
+        self.records = True
+        self._forms = tuple(replace(form, records=True) for form in self._forms)
 
     def run(
         self, base: Any, arguments: tuple[Any, ...], options: dict[str, Any], head: Any = None
@@ -318,14 +324,14 @@ class NativeDecoder:
     def new_pages(self, pages: int, page_tokens: int) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of each layer in pages, [pages, kv_heads, page_tokens, depth], for :meth:`step_rows`.
 
-        Of latent attention they are one tensor, given twice.
+        Of latent attention they are one tensor, given twice. In int8 they are records.
         """
         return [form.empty(pages, form.heads, page_tokens) for form in self._forms]
 
     @property
     def token_bytes(self) -> int:
         """Bytes of keys and values that a token takes in all layers."""
-        return sum(form.heads * sum(form.depths) * form.dtype.itemsize for form in self._forms)
+        return sum(form.token_bytes for form in self._forms)
 
     def step_rows(
         self,
@@ -358,6 +364,8 @@ class NativeDecoder:
             if described is None or lacks_head or (count > 1 and self._has_changed()):
                 self._describe(base, head)
         except NotDescribed as reason:
+            if self.records:
+                raise ValueError(f"keys and values in int8 are for steps in one call of the core; {reason}") from None
             _log.warning("%s runs layer by layer from here on: %s", type(base).__name__, reason)
             self.reason = base._cpumoe_reason = str(reason)
             return False

@@ -2,6 +2,7 @@
 // kernels/cache_records.h has the arithmetic.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace cpumoe {
@@ -19,9 +20,17 @@ static constexpr std::int64_t cache_record_bytes(std::int64_t depth) {
 // A value is its code, from -127 to 127, times its group's scale: a 127th of the group's largest magnitude. What comes
 // back is 0, or at least as large as attention needs it to be (cached_attention.h): a group whose scale would be
 // smaller is all zeros. One with a NaN or an infinity comes back as NaN.
+struct ReadRecords {
+  const std::uint8_t* records;  // `stride` bytes apart
+  std::ptrdiff_t stride;
+  std::int64_t rows, depth;
+  DType type;
+  void* values;  // [rows, depth]
+};
+
 struct CacheRecordKernels {
   void (*write)(const float* values, std::int64_t depth, std::uint8_t* record);
-  void (*read)(const std::uint8_t* record, std::int64_t depth, DType type, void* values);
+  void (*read)(const ReadRecords&);
 };
 
 }  // namespace cpumoe

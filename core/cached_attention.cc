@@ -252,11 +252,15 @@ class CachedAttention::Attending {
   void expand_rows(const CachedPart& part, int depth, const std::uint8_t** runs, std::ptrdiff_t& stride,
                    std::uint8_t* rows) {
     const std::ptrdiff_t row_bytes = static_cast<std::ptrdiff_t>(depth) * element_;
-    for (int place = part.begin; place < part.end; ++place) {
-      const std::uint8_t* record = runs[place / kRunTokens] + place % kRunTokens * stride;
-      k_.cache_records.read(record, depth, c_.type, rows + place * row_bytes);
+    for (int run = 0; run < kPartRuns; ++run) {
+      const int first = run * kRunTokens;
+      const int begin = std::max(part.begin, first), end = std::min(part.end, first + kRunTokens);
+      if (begin < end) {
+        k_.cache_records.read(
+            {runs[run] + (begin - first) * stride, stride, end - begin, depth, c_.type, rows + begin * row_bytes});
+      }
+      runs[run] = rows + first * row_bytes;
     }
-    for (int run = 0; run < kPartRuns; ++run) runs[run] = rows + run * kRunTokens * row_bytes;
     stride = row_bytes;
   }
 

@@ -288,7 +288,6 @@ void attend_part_pairs(const CachedPart& part, const PartLanes& a) {
 
 // Floats that the instruction for it rounds to bf16. It takes subnormal numbers for 0, which cached ones never are.
 struct CachedFloats : F32x16 {
-  static CachedFloats set(float f) { return {F32x16::set(f)}; }
   template <DType type>
   static void store_as(Element<type>* p, F32x16 x) {
     if constexpr (type == DType::kBF16) {
@@ -301,7 +300,7 @@ struct CachedFloats : F32x16 {
 
 // What an instruction set with these products has instead of what any vectors do.
 constexpr void add_bf16_attention(Kernels& k) {
-  k.cache_records.read = read_cache_record<CachedFloats>;
+  k.cache_records.read = expand_cache_records<CachedFloats>;
   k.attention.lane_unit[static_cast<int>(DType::kBF16)] = F32x8::kWidth;
   k.attention.load_lanes = [](const LoadLanes& a) {
     a.type == DType::kBF16 ? load_lane_pairs(a) : load_lanes<F32x16>(a);

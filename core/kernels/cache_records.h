@@ -43,41 +43,54 @@ void write_cache_record(const float* values, std::int64_t depth, std::uint8_t* r
   }
 }
 
+// One group of `count` values.
 template <class V, DType type>
-void read_cache_typed(const std::uint8_t* record, std::int64_t depth, void* values) {
+inline void read_cache_group(const std::uint8_t* codes, const std::uint8_t* scale_bytes, int count,
+                             typename V::template Element<type>* out) {
   using Element = typename V::template Element<type>;
-  auto* out = static_cast<Element*>(values);
-  const std::uint8_t* scales = record + cache_code_bytes(depth);
+  float scale;
+  __builtin_memcpy(&scale, scale_bytes, 4);
+  if (__builtin_fabsf(scale) < kSmallestCacheScale) scale = 0.0f;
   // The bits of 2^23 with a code, 128 larger, in their last byte are those of their sum.
   constexpr std::uint32_t kBits = 0x4B000080u;
-  const V offset = V::set(8388736.0f);
-  for (std::int64_t first = 0; first < depth; first += kCacheGroup, scales += 4) {
-    float scale;
-    __builtin_memcpy(&scale, scales, 4);
-    if (__builtin_fabsf(scale) < kSmallestCacheScale) scale = 0.0f;
-    const V factor = V::set(scale);
-    const auto expand = [&](const std::uint8_t* codes, Element* to) {
-      V::template store_as<type>(to, (V::flip_bits(V::load_bytes(codes), kBits) - offset) * factor);
-    };
-    const std::int64_t last = depth - first < kCacheGroup ? depth : first + kCacheGroup;
-    std::int64_t i = first;
-    for (; i + V::kWidth <= last; i += V::kWidth) expand(record + i, out + i);
-    if (i < last) {
-      std::uint8_t codes[V::kWidth] = {};
-      Element rest[V::kWidth];
-      for (std::int64_t j = i; j < last; ++j) codes[j - i] = record[j];
-      expand(codes, rest);
-      for (std::int64_t j = i; j < last; ++j) out[j] = rest[j - i];
+  const auto factor = V::set(scale), offset = V::set(8388736.0f);
+  const auto expand = [&](const std::uint8_t* from, Element* to) {
+    V::template store_as<type>(to, (V::flip_bits(V::load_bytes(from), kBits) - offset) * factor);
+  };
+  int i = 0;
+  for (; i + V::kWidth <= count; i += V::kWidth) expand(codes + i, out + i);
+  if (i == count) return;
+  std::uint8_t rest[V::kWidth] = {};
+  Element numbers[V::kWidth];
+  for (int j = i; j < count; ++j) rest[j - i] = codes[j];
+  expand(rest, numbers);
+  for (int j = i; j < count; ++j) out[j] = numbers[j - i];
+}
+
+template <class V, DType type>
+void read_cache_typed(const ReadRecords& a) {
+  constexpr int kRowsAhead = 24;  // about 4 KB: the hardware fetches ahead within a page of that size, not beyond it
+  auto* out = static_cast<typename V::template Element<type>*>(a.values);
+  const std::int64_t bytes = cache_record_bytes(a.depth), whole = a.depth / kCacheGroup * kCacheGroup;
+  const std::uint8_t* record = a.records;
+  for (std::int64_t row = 0; row < a.rows; ++row, record += a.stride, out += a.depth) {
+    for (std::int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(record + kRowsAhead * a.stride + i);
+    const std::uint8_t* scale = record + cache_code_bytes(a.depth);
+    for (std::int64_t i = 0; i < whole; i += kCacheGroup, scale += 4) {
+      read_cache_group<V, type>(record + i, scale, kCacheGroup, out + i);
+    }
+    if (whole < a.depth) {
+      read_cache_group<V, type>(record + whole, scale, static_cast<int>(a.depth - whole), out + whole);
     }
   }
 }
 
 template <class V>
-void read_cache_record(const std::uint8_t* record, std::int64_t depth, DType type, void* values) {
-  switch (type) {
-    case DType::kF32: return read_cache_typed<V, DType::kF32>(record, depth, values);
-    case DType::kBF16: return read_cache_typed<V, DType::kBF16>(record, depth, values);
-    case DType::kF16: return read_cache_typed<V, DType::kF16>(record, depth, values);
+void expand_cache_records(const ReadRecords& a) {
+  switch (a.type) {
+    case DType::kF32: return read_cache_typed<V, DType::kF32>(a);
+    case DType::kBF16: return read_cache_typed<V, DType::kBF16>(a);
+    case DType::kF16: return read_cache_typed<V, DType::kF16>(a);
   }
 }
 

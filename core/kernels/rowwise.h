@@ -471,7 +471,7 @@ constexpr Kernels kernels_of(const char* name) {
   add_state_space<V>(k);
   add_delta_kernels<V>(k);
   add_attention<V>(k);
-  k.cache_records = {write_cache_record<V>, read_cache_record<V>};
+  k.cache_records = {write_cache_record<V>, expand_cache_records<V>};
   return k;
 }
 

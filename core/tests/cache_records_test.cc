@@ -30,7 +30,7 @@ std::vector<std::uint8_t> written(const Kernels& k, const std::vector<float>& va
 std::vector<std::uint8_t> read(const Kernels& k, const std::vector<std::uint8_t>& record, std::int64_t depth,
                                DType type) {
   std::vector<std::uint8_t> bytes(size(depth * size_of(type) + 8), kUntouched);
-  k.cache_records.read(record.data(), depth, type, bytes.data());
+  k.cache_records.read({record.data(), 0, 1, depth, type, bytes.data()});
   check(std::all_of(bytes.end() - 8, bytes.end(), [](std::uint8_t byte) { return byte == kUntouched; }),
         std::string(k.name) + " reads no more than a record");
   bytes.resize(bytes.size() - 8);

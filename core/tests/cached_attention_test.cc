@@ -244,7 +244,7 @@ class Numbers {
     for (std::int64_t r = 0; r < rows; ++r) {
       float* row = values.data() + r * depth;
       scalar().cache_records.write(row, depth, records.data() + r * bytes);
-      scalar().cache_records.read(records.data() + r * bytes, depth, type_, back.data());
+      scalar().cache_records.read({records.data() + r * bytes, bytes, 1, depth, type_, back.data()});
       scalar().load_row(back.data(), type_, static_cast<int>(depth), row);
     }
     return records;

@@ -36,7 +36,16 @@ import cpumoe
 from cpumoe.bench.decoding import decode_times
 from cpumoe.bench.workload import Shape
 from cpumoe.checkpoints.formats.compressed_storages import storage_for
-from cpumoe.cli.arguments import FLOAT, add_threads, positive, scheme_name, scheme_or_float, seconds, use_threads
+from cpumoe.cli.arguments import (
+    FLOAT,
+    add_kv_cache,
+    add_threads,
+    positive,
+    scheme_name,
+    scheme_or_float,
+    seconds,
+    use_threads,
+)
 from cpumoe.layers.scheme import Scheme
 
 # Options that are not given, and what --quick makes of them.
@@ -51,13 +60,13 @@ def memory_bytes(key: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def load(folder: Path, linears: str, cache: Path | None) -> tuple[Any, dict[str, float]]:
+def load(folder: Path, linears: str, cache: Path | None, kv_cache: str | None = None) -> tuple[Any, dict[str, float]]:
     """Loads the model and measures the time and the memory that it takes."""
     from cpumoe.integrations.transformers.plugin import load_model
 
     before = memory_bytes("VmRSS")
     start = time.perf_counter()
-    model = load_model(folder, linears=None if linears == FLOAT else linears, cache=cache)
+    model = load_model(folder, linears=None if linears == FLOAT else linears, cache=cache, kv_cache=kv_cache)
     duration = time.perf_counter() - start
     packed = sum(b.numel() for b in model.buffers() if b.dtype == torch.uint8)
     model_bytes = packed + sum(p.numel() * p.element_size() for p in model.parameters())
@@ -106,6 +115,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--linears", type=scheme_or_float, default="w8a8", help="scheme for what the checkpoint has in float: the head"
     )
+    add_kv_cache(parser)
     parser.add_argument("--prompts", type=positive, nargs="+", help="lengths to prefill (512 2048 4096)")
     parser.add_argument("--depths", type=positive, nargs="+", help="tokens to decode one sequence behind (8 512 4096)")
     parser.add_argument(
@@ -177,6 +187,7 @@ def run(arguments: argparse.Namespace, scratch: Path, stack: ExitStack) -> dict[
         "model": asdict(shape),
         "scheme": arguments.scheme,
         "linears": arguments.linears,
+        "kv_cache": arguments.kv_cache,
     }
     if not arguments.no_load_figures:
         figures["load"] = load_figures(folder, arguments.linears, None)
@@ -191,11 +202,12 @@ def run(arguments: argparse.Namespace, scratch: Path, stack: ExitStack) -> dict[
         peer = stack.enter_context(LlamaCpp(python, file, shape, threads, arguments.peer_at_once))
         figures[peer.name] = {**peer.about, "at_once": arguments.peer_at_once}
         peers.append(peer)
-    model, loaded = load(folder, arguments.linears, None)
+    model, loaded = load(folder, arguments.linears, None, arguments.kv_cache)
     scheme, head = Scheme.parse(arguments.scheme), None
     if arguments.linears != FLOAT:
         head = Scheme.parse(arguments.linears)
-    stored = {"cpumoe": cpumoe_bytes(shape, scheme, head, model.dtype), LlamaCpp.name: llama_cpp_bytes(shape)}
+    ours = cpumoe_bytes(shape, scheme, head, model.dtype, arguments.kv_cache)
+    stored = {"cpumoe": ours, LlamaCpp.name: llama_cpp_bytes(shape)}
     facts = ModelFacts(shape, stored, head_is_packed=head is not None)
     # What is said about bytes should be what the model has.
     counted = shape.layers * (stored["cpumoe"].linears + shape.experts * stored["cpumoe"].expert)

@@ -10,6 +10,7 @@ from model_shape import ModelShape
 from cpumoe.layers.packed_weights import packed_spec
 from cpumoe.layers.rounding import quantize_weight
 from cpumoe.layers.scheme import Scheme
+from cpumoe.ops import cache_record_bytes
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,13 @@ class StepBytes:
         return {**asdict(self), "total": self.total}
 
 
-def cpumoe_bytes(shape: ModelShape, scheme: Scheme, head: Scheme | None, dtype: torch.dtype) -> StoredBytes:
-    """cpumoe's own: packed as the core packs them. ``head``: its scheme, None for float; ``dtype``: of all floats."""
+def cpumoe_bytes(
+    shape: ModelShape, scheme: Scheme, head: Scheme | None, dtype: torch.dtype, kv_cache: str | None
+) -> StoredBytes:
+    """cpumoe's own: packed as the core packs them. ``head``: its scheme, None for float; ``dtype``: of all floats.
+
+    ``kv_cache``: what keys and values are held as, None for floats too.
+    """
 
     def packed(scheme: Scheme, experts: int, rows: int, columns: int, *, gated: bool = False) -> int:
         # The dtype of the scales is the quantiser's choice, so it is asked with a matrix of one group.
@@ -62,12 +68,13 @@ def cpumoe_bytes(shape: ModelShape, scheme: Scheme, head: Scheme | None, dtype: 
         head_bytes = shape.vocabulary * shape.hidden * dtype.itemsize
     else:
         head_bytes = packed(head, 1, shape.vocabulary, shape.hidden)
+    head_bytes_in_cache = shape.head_dim * dtype.itemsize if kv_cache is None else cache_record_bytes(shape.head_dim)
     return StoredBytes(
         linears=sum(packed(scheme, 1, rows, columns) for rows, columns in shape.attention_linears.values()),
         router=shape.experts * shape.hidden * dtype.itemsize,
         norms=sum(shape.norm_sizes) * dtype.itemsize,
         expert=(gate_up + down) / shape.experts,
-        keys_and_values=2 * shape.kv_heads * shape.head_dim * dtype.itemsize,
+        keys_and_values=2 * shape.kv_heads * head_bytes_in_cache,
         head=head_bytes,
         last_norm=shape.hidden * dtype.itemsize,
     )

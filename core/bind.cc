@@ -602,6 +602,7 @@ NB_MODULE(_core, m) {
   m.def("latent_attention", &latent_attention, "query"_a, "latents"_a, "rotated"_a, "weight"_a, "mask"_a.none(),
         "sinks"_a.none(), "scale"_a, "out"_a);
   m.def("rms_norm", &normalize, "x"_a, "weight"_a, "epsilon"_a, "round_first"_a, "plus_one"_a, "out"_a);
+  bind_cache_records(m);
   bind_decoder(m);
   bind_state_space(m);
   bind_delta_rule(m);

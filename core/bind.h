@@ -13,8 +13,9 @@ struct Computation {
   IeeeArithmetic arithmetic;
 };
 
-void bind_decoder(nanobind::module_& m);      // bind_decoder.cc
-void bind_delta_rule(nanobind::module_& m);   // bind_delta_rule.cc
-void bind_state_space(nanobind::module_& m);  // bind_state_space.cc
+void bind_cache_records(nanobind::module_& m);  // bind_cache_records.cc
+void bind_decoder(nanobind::module_& m);        // bind_decoder.cc
+void bind_delta_rule(nanobind::module_& m);     // bind_delta_rule.cc
+void bind_state_space(nanobind::module_& m);    // bind_state_space.cc
 
 }  // namespace cpumoe

@@ -104,6 +104,7 @@ AttentionPart read_attention(nb::handle object, DType type) {
   a.norms_after_rotary = value_of<bool>(object, "norms_after_rotary");
   a.rotary = value_of<int>(object, "rotary");
   a.interleaved = value_of<bool>(object, "interleaved");
+  a.separated = value_of<bool>(object, "separated");
   a.window = value_of<std::int64_t>(object, "window");
   a.sinks = optional_floats(object.attr("sinks"), "sinks", a.heads);
   a.softcap = value_of<float>(object, "softcap");
@@ -276,6 +277,14 @@ DecoderModel read_model(nb::handle object) {
   return model;
 }
 
+// The width of what a cache holds of a token and a head: so many numbers of the type, or the bytes of their record.
+std::int64_t cached_width(const Array& array, std::int64_t depth, DType type) {
+  if (array.writable().contiguous(4).is<std::int8_t>()) return cache_record_bytes(depth);
+  CPUMOE_REQUIRE(array.float_type() == type, array.name(), " is ", array.dtype_text(),
+                 ", unlike the hidden states; their dtype, or int8 for records, is accepted");
+  return depth;
+}
+
 LayerCache read_cache(nb::handle entry, const AttentionPart& a, DType type, std::int64_t batch) {
   const nb::tuple parts = nb::cast<nb::tuple>(entry);
   CPUMOE_REQUIRE(parts.size() == 3, "a cache is (keys, values, first place)");
@@ -284,17 +293,18 @@ LayerCache read_cache(nb::handle entry, const AttentionPart& a, DType type, std:
   cache.first_place = nb::cast<std::int64_t>(parts[2]);
   CPUMOE_REQUIRE(cache.first_place >= 0, "the first place of a cache is ", cache.first_place);
   const auto heads_of = [&](const Array& array, std::int64_t depth) {
-    CPUMOE_REQUIRE(array.writable().contiguous(4).float_type() == type, array.name(), " is ", array.dtype_text(),
-                   ", unlike the hidden states");
+    const std::int64_t width = cached_width(array, depth, type);
+    CPUMOE_REQUIRE(array.same_type(keys), array.name(), " is ", array.dtype_text(), ", unlike the keys");
     CPUMOE_REQUIRE(
-        array.dim(0) == batch && array.dim(1) == a.kv_heads && array.dim(2) == keys.dim(2) && array.dim(3) == depth,
-        array.name(), " is ", array.shape_text(), "; [", batch, ", ", a.kv_heads, ", ", keys.dim(2), ", ", depth,
+        array.dim(0) == batch && array.dim(1) == a.kv_heads && array.dim(2) == keys.dim(2) && array.dim(3) == width,
+        array.name(), " is ", array.shape_text(), "; [", batch, ", ", a.kv_heads, ", ", keys.dim(2), ", ", width,
         "] is accepted");
-    return CachedHeads{array.data(), a.kv_heads * array.dim(2) * depth, array.dim(2) * depth, depth};
+    return CachedHeads{array.data(), a.kv_heads * array.dim(2) * width, array.dim(2) * width, width};
   };
   // Latents and rotated parts of keys lie side by side; they are the keys, and the latents the values.
   cache.keys = heads_of(keys, a.latent.has_value() ? a.latent->depth() : a.depth);
   cache.values = a.latent.has_value() ? cache.keys : heads_of(values, a.value_depth);
+  cache.records = keys.is<std::int8_t>();
   cache.places = keys.dim(2);
   return cache;
 }
@@ -331,17 +341,18 @@ LayerCache read_pages(nb::handle entry, const AttentionPart& a, DType type, std:
   CPUMOE_REQUIRE(parts.size() == 2, "a cache in pages is (keys, values)");
   const Array keys(parts[0], "keys"), values(parts[1], "values");
   const auto heads_of = [&](const Array& array, std::int64_t depth) {
-    CPUMOE_REQUIRE(array.writable().contiguous(4).float_type() == type, array.name(), " is ", array.dtype_text(),
-                   ", unlike the hidden states");
+    const std::int64_t width = cached_width(array, depth, type);
+    CPUMOE_REQUIRE(array.same_type(keys), array.name(), " is ", array.dtype_text(), ", unlike the keys");
     CPUMOE_REQUIRE(array.dim(0) == keys.dim(0) && array.dim(1) == a.kv_heads && array.dim(2) == page_tokens &&
-                       array.dim(3) == depth,
+                       array.dim(3) == width,
                    array.name(), " is ", array.shape_text(), "; [", keys.dim(0), ", ", a.kv_heads, ", ", page_tokens,
-                   ", ", depth, "] is accepted");
-    return CachedHeads{array.data(), a.kv_heads * page_tokens * depth, page_tokens * depth, depth};
+                   ", ", width, "] is accepted");
+    return CachedHeads{array.data(), a.kv_heads * page_tokens * width, page_tokens * width, width};
   };
   LayerCache cache{};
   cache.keys = heads_of(keys, a.latent.has_value() ? a.latent->depth() : a.depth);
   cache.values = a.latent.has_value() ? cache.keys : heads_of(values, a.value_depth);
+  cache.records = keys.is<std::int8_t>();
   cache.places = keys.dim(0);
   return cache;
 }

@@ -25,7 +25,7 @@ struct Block {
 // Where the parts of a thread's scratch memory begin, in floats.
 struct ScratchPlaces {
   std::int64_t floats = 0;
-  std::int64_t queries, scores, running, part, apart, first, last, key_panel, value_panel;
+  std::int64_t queries, scores, running, part, apart, first, last, key_panel, value_panel, key_rows, value_rows;
 
   explicit ScratchPlaces(const CachedAttentionCall& c)
       : queries(take(kTileLanes * (c.depth + 1))),
@@ -36,7 +36,9 @@ struct ScratchPlaces {
         first(take(kMostLanes)),
         last(take(kMostLanes)),
         key_panel(take(kPartTokens * (c.depth + 1))),
-        value_panel(take(kPartTokens * c.value_depth)) {}
+        value_panel(take(kPartTokens * c.value_depth)),
+        key_rows(take(c.records ? kPartTokens * c.depth : 0)),
+        value_rows(take(c.records ? kPartTokens * c.value_depth : 0)) {}
 
  private:
   std::int64_t take(std::int64_t count) {
@@ -62,6 +64,7 @@ class CachedAttention::Attending {
         k_(*all.kernels_),
         c_(all.call_),
         element_(size_of(all.call_.type)),
+        cached_element_(all.call_.records ? 1 : element_),
         unit_(all.kernels_->attention.lane_unit[static_cast<int>(all.call_.type)]) {
     const ScratchPlaces places(c_);
     float* scratch = all.scratch_.get<float>(0) + thread * places.floats;
@@ -74,6 +77,8 @@ class CachedAttention::Attending {
     last_ = scratch + places.last;
     key_panel_ = scratch + places.key_panel;
     value_panel_ = scratch + places.value_panel;
+    key_rows_ = reinterpret_cast<std::uint8_t*>(scratch + places.key_rows);
+    value_rows_ = reinterpret_cast<std::uint8_t*>(scratch + places.value_rows);
   }
 
   // `next()`: the item that this thread is likely to take after this one, or null.
@@ -86,7 +91,9 @@ class CachedAttention::Attending {
     }
     for (std::int64_t p = item.first; p < item.last; ++p) {
       CachedPart part = part_of(tile, p);
-      if (p + 1 < item.last) {
+      if (c_.records) {
+        expand(part);
+      } else if (p + 1 < item.last) {
         fetch_next(tile, p + 1, part);
       } else if (const Item* other = next(); other != nullptr) {
         fetch_next(*other->tile, other->first, part);
@@ -195,8 +202,9 @@ class CachedAttention::Attending {
     const AttentionRow& row = c_.row[tile.first_row];
     const CachedSequence& sequence = c_.sequences[row.sequence];
     const std::int64_t kv_head = tile.first_head / (c_.heads / c_.kv_heads);
-    const auto* key = static_cast<const std::uint8_t*>(sequence.keys) + kv_head * c_.key_head_stride * element_;
-    const auto* value = static_cast<const std::uint8_t*>(sequence.values) + kv_head * c_.value_head_stride * element_;
+    const auto* key = static_cast<const std::uint8_t*>(sequence.keys) + kv_head * c_.key_head_stride * cached_element_;
+    const auto* value =
+        static_cast<const std::uint8_t*>(sequence.values) + kv_head * c_.value_head_stride * cached_element_;
     for (int run = 0; run < kPartRuns; ++run) {
       const int present = std::clamp(run, begin / kRunTokens, (end - 1) / kRunTokens);
       std::int64_t token = p * kPartTokens + present * kRunTokens, page = 0;
@@ -204,8 +212,8 @@ class CachedAttention::Attending {
         page = c_.pages[row.sequence][token / c_.page_tokens];
         token %= c_.page_tokens;
       }
-      keys[run] = key + (page * c_.key_page_stride + token * c_.key_token_stride) * element_;
-      values[run] = value + (page * c_.value_page_stride + token * c_.value_token_stride) * element_;
+      keys[run] = key + (page * c_.key_page_stride + token * c_.key_token_stride) * cached_element_;
+      values[run] = value + (page * c_.value_page_stride + token * c_.value_token_stride) * cached_element_;
     }
   }
 
@@ -221,12 +229,39 @@ class CachedAttention::Attending {
     part.begin = place_in(tile.lowest_first, p);
     part.end = place_in(tile.highest_last, p);
     part.few_lanes = tile.lanes <= kFewLanes;
-    part.key_stride = c_.key_token_stride * element_;
-    part.value_stride = c_.value_token_stride * element_;
+    part.key_stride = c_.key_token_stride * cached_element_;
+    part.value_stride = c_.value_token_stride * cached_element_;
     part.key_panel = reinterpret_cast<std::uint8_t*>(key_panel_);
     part.value_panel = reinterpret_cast<std::uint8_t*>(value_panel_);
     find_runs(tile, p, part.begin, part.end, part.keys, part.values);
     return part;
+  }
+
+  // Brings the records of a part to rows of numbers, where it has its keys and values from then on.
+  void expand(CachedPart& part) {
+    const bool joined = part.keys[0] == part.values[0] && part.value_depth <= part.depth;
+    expand_rows(part, part.depth, part.keys, part.key_stride, key_rows_);
+    if (joined) {
+      std::copy(part.keys, part.keys + kPartRuns, part.values);
+      part.value_stride = part.key_stride;
+    } else {
+      expand_rows(part, part.value_depth, part.values, part.value_stride, value_rows_);
+    }
+  }
+
+  void expand_rows(const CachedPart& part, int depth, const std::uint8_t** runs, std::ptrdiff_t& stride,
+                   std::uint8_t* rows) {
+    const std::ptrdiff_t row_bytes = static_cast<std::ptrdiff_t>(depth) * element_;
+    for (int run = 0; run < kPartRuns; ++run) {
+      const int first = run * kRunTokens;
+      const int begin = std::max(part.begin, first), end = std::min(part.end, first + kRunTokens);
+      if (begin < end) {
+        k_.cache_records.read(
+            {runs[run] + (begin - first) * stride, stride, end - begin, depth, c_.type, rows + begin * row_bytes});
+      }
+      runs[run] = rows + first * row_bytes;
+    }
+    stride = row_bytes;
   }
 
   // What is read after `part`: few lanes are done with it before the next has come.
@@ -324,9 +359,10 @@ class CachedAttention::Attending {
   CachedAttention& all_;
   const Kernels& k_;
   const CachedAttentionCall& c_;
-  const int element_, unit_;
-  const Tile* loaded_ = nullptr;  // whose queries are
+  const int element_, cached_element_, unit_;  // bytes of a number, and of what strides in the cache count; lanes
+  const Tile* loaded_ = nullptr;               // whose queries are
   float *queries_, *scores_, *running_, *part_, *apart_, *first_, *last_, *key_panel_, *value_panel_;
+  std::uint8_t *key_rows_, *value_rows_;  // of records
 };
 
 void CachedAttention::plan(const Kernels& kernels, const CachedAttentionCall& c, int threads,

@@ -31,6 +31,9 @@ struct CachedAttentionCall {
   const CachedSequence* sequences;
   const AttentionRow* row;  // [rows]; rows of one sequence lie side by side, first and last not falling
   std::int64_t key_token_stride, key_head_stride, value_token_stride, value_head_stride;  // elements
+  // Keys and values are records in int8 (cache_record_kernels.h), and all of their strides are in bytes. Where both are
+  // the same memory, values are the first numbers of keys.
+  bool records;
   // 0: tokens lie one after the other. Else a power of two from 16 on: token t of sequence s is number t % page_tokens
   // of page pages[s][t / page_tokens], and pages are so far apart.
   std::int64_t page_tokens, key_page_stride, value_page_stride;
@@ -43,7 +46,8 @@ struct CachedAttentionCall {
 };
 
 // A stage of a team of threads. A row's result has the same bits on every instruction set, for any number of threads
-// and whatever rows come with it. Keys and values of bf16 must hold nothing but zeros below 2^-60.
+// and whatever rows come with it. Keys and values of bf16 must hold nothing but zeros below 2^-60. Those in records
+// give what floats would that hold what comes back of them.
 class CachedAttention {
  public:
   // By one thread, before others run. What the call points to must live until all have. Where threads share the tokens

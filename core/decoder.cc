@@ -407,8 +407,8 @@ class Decoder::Round {
       // its first place. Pages count from the first one.
       const std::int64_t sequence = cache.page_tokens == 0 ? i : 0;
       s_.sequences[static_cast<std::size_t>(i)] = {
-          at(cache.keys.data, cache.keys.offset(sequence, 0, -cache.first_place), type_),
-          at(cache.values.data, cache.values.offset(sequence, 0, -cache.first_place), type_)};
+          cached_at(cache, cache.keys, cache.keys.offset(sequence, 0, -cache.first_place)),
+          cached_at(cache, cache.values, cache.values.offset(sequence, 0, -cache.first_place))};
     }
     s_.attention_rows.resize(static_cast<std::size_t>(count));
     for (std::int64_t r = 0; r < count; ++r) {
@@ -447,6 +447,7 @@ class Decoder::Round {
     call.key_page_stride = cache.keys.sequence_stride;
     call.value_page_stride = cache.values.sequence_stride;
     call.pages = cache.pages;
+    call.records = cache.records;
     call.scale = a.scale;
     call.softcap = a.softcap;
     call.sinks = a.sinks;
@@ -494,13 +495,9 @@ class Decoder::Round {
       if (normed && a.norms_after_rotary) normalize_into(x, norm, x);
     }
     if (is_query) return;
-    const std::int64_t kv_head = (head - a.heads) % a.kv_heads;
-    const CachedHeads& cached = is_key ? cache.keys : cache.values;
-    const std::int64_t place = cache.offset(cached, row.sequence, kv_head, row.place);
     k_.load_row(x, type_, static_cast<int>(depth), values);
     for (std::int64_t i = 0; !is_key && a.value_factor != 1.0f && i < depth; ++i) values[i] *= a.value_factor;
-    flush(values, depth);
-    k_.store_row(values, depth, type_, at(cached.data, place, type_));
+    keep(cache, is_key ? cache.keys : cache.values, row, (head - a.heads) % a.kv_heads, values, depth, x);
   }
 
   // Latents and rotated parts of keys go to the cache; then some rows at a time attend to them.
@@ -535,10 +532,18 @@ class Decoder::Round {
     }
   }
 
+  // The first ones of all pairs of neighbours, then the second ones.
+  static void separate(float* x, std::int64_t width) {
+    float pairs[kMostRotated];
+    std::copy_n(x, width, pairs);
+    for (std::int64_t i = 0; i < width; ++i) x[i % 2 * (width / 2) + i / 2] = pairs[i];
+  }
+
   void rotate(const AttentionPart& a, const StepRow& row, float* x) const {
     if (a.rotary < 0) return;
     const RotaryTable& table = m_.rotary[static_cast<std::size_t>(a.rotary)];
     const std::int64_t angles = row.position * table.width;
+    if (a.separated) separate(x, table.width);
     k_.rotate_head({x, table.width, table.cos + angles, table.sin + angles, a.interleaved});
   }
 
@@ -550,9 +555,23 @@ class Decoder::Round {
     float* values = values_of(worker);
     k_.load_row(x, type_, static_cast<int>(l.depth()), values);
     rotate(a, row, values + l.rank);
-    flush(values, l.depth());
-    const std::int64_t place = cache.offset(cache.keys, row.sequence, 0, row.place);
-    k_.store_row(values, l.depth(), type_, at(cache.keys.data, place, type_));
+    keep(cache, cache.keys, row, 0, values, l.depth(), x);
+  }
+
+  std::uint8_t* cached_at(const LayerCache& cache, const CachedHeads& heads, std::int64_t offset) const {
+    return cache.records ? static_cast<std::uint8_t*>(heads.data) + offset : at(heads.data, offset, type_);
+  }
+
+  // A row's numbers of a head into the cache; `rounded` has room for them in the type.
+  void keep(const LayerCache& cache, const CachedHeads& heads, const StepRow& row, std::int64_t head, float* values,
+            std::int64_t depth, std::uint8_t* rounded) const {
+    std::uint8_t* to = cached_at(cache, heads, cache.offset(heads, row.sequence, head, row.place));
+    flush(values, depth);
+    k_.store_row(values, depth, type_, cache.records ? rounded : to);
+    if (!cache.records) return;
+    // Of numbers as a cache of floats has them: what comes back in the type gives the same record then.
+    k_.load_row(rounded, type_, static_cast<int>(depth), values);
+    k_.cache_records.write(values, depth, to);
   }
 
   static void flush(float* values, std::int64_t count) {

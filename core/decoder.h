@@ -28,6 +28,8 @@ struct Norm {
   explicit operator bool() const { return weight != nullptr; }
 };
 
+constexpr std::int64_t kMostRotated = 4096;  // values of a head
+
 // Cosines and sines by position, as a model's rotary embedding gives them.
 struct RotaryTable {
   const float *cos = nullptr, *sin = nullptr;  // [positions, width]
@@ -63,6 +65,7 @@ struct AttentionPart {
   bool norms_after_rotary = false;  // else before
   int rotary = -1;                  // the number of its table; -1: positions are not in queries and keys
   bool interleaved = false;         // see RotateHead
+  bool separated = false;           // neighbours are turned, and stand half of the width apart behind that
   std::int64_t window = 0;          // tokens that one sees, itself included; 0: all before it
   const float* sinks = nullptr;     // [heads] or null
   float scale = 1.0f, softcap = 0.0f;
@@ -155,8 +158,8 @@ struct DecoderModel {
 };
 
 // Keys or values of all sequences in one layer. Those of sequence s, head h and the token at place p are at
-// s * sequence_stride + h * head_stride + (p - first_place) * token_stride elements; in pages (see CachedAttentionCall)
-// a page takes the place of the sequence.
+// s * sequence_stride + h * head_stride + (p - first_place) * token_stride elements, or bytes of records; in pages (see
+// CachedAttentionCall) a page takes the place of the sequence.
 struct CachedHeads {
   void* data;
   std::int64_t sequence_stride, head_stride, token_stride;
@@ -173,6 +176,7 @@ struct LayerCache {
   // Or 0 and null; else tokens lie in pages of so many, with a list of them by sequence, and first_place is 0.
   std::int64_t page_tokens;
   const std::int32_t* const* pages;
+  bool records;      // in int8: cache_record_kernels.h
   void* conv_state;  // see DeltaRuleCall and ShortConvolutionCall
   float* state;
 

@@ -29,7 +29,9 @@ void check_rotary(const AttentionPart& a, const DecoderModel& model, std::int64_
                  model.rotary.size(), " tables");
   if (a.rotary < 0) return;
   const std::int64_t width = model.rotary[static_cast<std::size_t>(a.rotary)].width;
-  CPUMOE_REQUIRE(width % 2 == 0 && width <= most, "the rotary table is ", width, " wide for ", most, " values");
+  CPUMOE_REQUIRE(width % 2 == 0 && width <= std::min(most, kMostRotated), "the rotary table is ", width, " wide for ",
+                 most, " values");
+  CPUMOE_REQUIRE(!a.separated || !a.interleaved, "what is separated is not interleaved any more");
 }
 
 void check_latent(const AttentionPart& a, const DecoderModel& model) {

@@ -13,6 +13,7 @@
 #include <cstdint>
 
 #include "attention_kernels.h"
+#include "cache_record_kernels.h"
 #include "delta_kernels.h"
 
 namespace cpumoe {
@@ -561,6 +562,7 @@ struct Kernels {
   void (*gate_row)(const GateRow&);
   DeltaKernels delta;
   AttentionKernels attention;
+  CacheRecordKernels cache_records;
 
   // The largest magnitude of a row; NaN if it holds a NaN or an infinity.
   float (*magnitude)(const void* src, DType type, std::int64_t count);

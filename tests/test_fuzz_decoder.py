@@ -43,7 +43,8 @@ def attention(rng: np.random.Generator, shape: dict[str, Any], dtype: Any) -> An
         "norms_whole_rows": False,
         "norms_after_rotary": shape["norms"] == 2,
         "rotary": shape["rotary"],
-        "interleaved": bool(depth % 3),
+        "interleaved": depth == 8,
+        "separated": depth == 16,
         "window": shape["window"],
         "sinks": rng.standard_normal(heads).astype(np.float32) if shape["window"] % 2 else None,
         "softcap": 5.0 if shape["window"] == 3 else 0.0,
@@ -215,7 +216,7 @@ def depths_of(part: Any) -> tuple[int, int]:
     return part.depth, part.value_depth
 
 
-def new_cache(part: Any, batch: int, sizes: tuple[int, int], dtype: Any, first: int | None = 0) -> Any:
+def new_cache(part: Any, batch: int, sizes: tuple[int, int], dtype: Any, records: bool, first: int | None = 0) -> Any:
     """What a layer keeps: keys and values [B, heads, tokens, depth] with their first place, if any, or states.
 
     ``sizes``: sequences or pages, and their tokens.
@@ -228,7 +229,13 @@ def new_cache(part: Any, batch: int, sizes: tuple[int, int], dtype: Any, first: 
         return (np.zeros((batch, *part.convolution.conv_weight.shape), dtype),)
     count, tokens = sizes
     heads = part.attention.kv_heads
-    both = (np.full((count, heads, tokens, depth), np.nan, dtype) for depth in depths_of(part.attention))
+
+    def empty(depth: int) -> Any:
+        if records:  # scales that are NaN
+            return np.full((count, heads, tokens, core.cache_record_bytes(depth)), -1, np.int8)
+        return np.full((count, heads, tokens, depth), np.nan, dtype)
+
+    both = (empty(depth) for depth in depths_of(part.attention))
     return (*both,) if first is None else (*both, first)
 
 
@@ -238,6 +245,7 @@ def new_cache(part: Any, batch: int, sizes: tuple[int, int], dtype: Any, first: 
     batch=st.integers(0, 3),
     counts=st.lists(st.integers(1, 9), min_size=1, max_size=3),
     half=st.booleans(),
+    records=st.booleans(),
     page_tokens=st.sampled_from([16, 32]),
     isa=st.sampled_from(ISAS),
     threads=st.integers(1, 3),
@@ -248,6 +256,7 @@ def test_steps_have_the_same_bits_everywhere_and_in_pages(
     batch: int,
     counts: list[int],
     half: bool,
+    records: bool,
     page_tokens: int,
     isa: str,
     threads: int,
@@ -264,7 +273,7 @@ def test_steps_have_the_same_bits_everywhere_and_in_pages(
         try:
             decoder = core.Decoder(model)
             room = sum(counts) + 2
-            caches = [new_cache(part, batch, (batch, room), dtype) for part in model.layers]
+            caches = [new_cache(part, batch, (batch, room), dtype, records) for part in model.layers]
             parts, past = [], 0
             for count in counts:
                 out = np.zeros((batch, count, VOCABULARY), dtype)
@@ -281,7 +290,7 @@ def test_steps_have_the_same_bits_everywhere_and_in_pages(
     # The same in pages that lie anywhere, all rows at once.
     total, per = sum(counts), -(-sum(counts) // page_tokens)
     pages = rng.permutation(batch * per).astype(np.int32).reshape(batch, per)
-    pools = [new_cache(part, batch, (batch * per, page_tokens), dtype, None) for part in model.layers]
+    pools = [new_cache(part, batch, (batch * per, page_tokens), dtype, records, None) for part in model.layers]
     out = np.zeros((batch * total, VOCABULARY), dtype)
     core.Decoder(model).step_rows(
         np.ascontiguousarray(tokens.reshape(-1)),
@@ -299,7 +308,7 @@ def test_steps_have_the_same_bits_everywhere_and_in_pages(
 DAMAGES = st.lists(
     st.tuples(
         st.sampled_from(
-            ["token", "past", "position", "padding", "cache", "first place", "dtype", "kept", "out", "caches", "page"]
+            ["token", "past", "position", "padding", "cache", "first place", "dtype", "width", "kept", "out", "caches"]
         ),
         st.integers(-3, 70),
     ),
@@ -308,8 +317,10 @@ DAMAGES = st.lists(
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
-@given(shape=SHAPES, damages=DAMAGES, seed=st.integers(0, 2**32 - 1))
-def test_bad_rows_and_caches_are_refused(shape: dict[str, Any], damages: list[tuple[str, int]], seed: int) -> None:
+@given(shape=SHAPES, damages=DAMAGES, records=st.booleans(), seed=st.integers(0, 2**32 - 1))
+def test_bad_rows_and_caches_are_refused(
+    shape: dict[str, Any], damages: list[tuple[str, int]], records: bool, seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     model = described(rng, [shape, shape], np.float32)
     decoder = core.Decoder(model)
@@ -318,8 +329,8 @@ def test_bad_rows_and_caches_are_refused(shape: dict[str, Any], damages: list[tu
     positions: Any = None
     padding: Any = None
     sizes: list[int] = [batch, 0 if shape["delta"] else model.layers[0].attention.kv_heads, room]
-    dtype: Any = np.float32
-    layers, out_rows = 2, batch
+    dtype: Any = np.int8 if records else np.float32
+    layers, out_rows, more_bytes = 2, batch, 0
     for what, number in damages:
         if what == "token":
             tokens[1, 2] = number
@@ -334,7 +345,9 @@ def test_bad_rows_and_caches_are_refused(shape: dict[str, Any], damages: list[tu
         elif what == "first place":
             first = number
         elif what == "dtype":
-            dtype = [np.float16, np.float64, np.int32][number % 3]
+            dtype = [np.float16, np.float64, np.int32, np.int8, np.uint8][number % 5]
+        elif what == "width":
+            more_bytes = number
         elif what == "kept":
             kept = number
         elif what == "out":
@@ -342,10 +355,14 @@ def test_bad_rows_and_caches_are_refused(shape: dict[str, Any], damages: list[tu
         elif what == "caches":
             layers = max(number % 5, 0)
     if shape["delta"]:
-        caches = [new_cache(model.layers[0], sizes[0], (0, 0), dtype) for _ in range(layers)]
+        held = np.float32 if dtype is np.int8 else dtype  # states are never records
+        caches = [new_cache(model.layers[0], sizes[0], (0, 0), held, records) for _ in range(layers)]
     else:
         depths = depths_of(model.layers[0].attention)
-        caches = [(*(np.zeros((*sizes, depth), dtype) for depth in depths), first) for _ in range(layers)]
+        widths = [core.cache_record_bytes(depth) if records else depth for depth in depths]
+        caches = [
+            (*(np.zeros((*sizes, max(width + more_bytes, 0)), dtype) for width in widths), first) for _ in range(layers)
+        ]
     out = np.zeros((out_rows, min(max(kept, 0), count), VOCABULARY), np.float32)
     try:
         decoder.step(tokens, caches, past, positions, padding, kept, None, out)
@@ -419,7 +436,7 @@ def test_rules_and_states_that_do_not_fit_are_refused(shape: dict[str, Any], par
     rng = np.random.default_rng(0)
     model = described(rng, [shape | {"delta": True, "block": 1}], np.float32)
     rule, count = model.layers[0].delta, max(number, 0)
-    caches = [new_cache(model.layers[0], 1, (0, 0), np.float32)]
+    caches = [new_cache(model.layers[0], 1, (0, 0), np.float32, records=False)]
     if part == "conv":
         rule.conv_weight = np.zeros((len(rule.conv_weight), count), np.float32)
     elif part == "bias":

@@ -7,6 +7,7 @@
 #include <immintrin.h>
 
 #include "attention_parts.h"
+#include "cache_records.h"
 #include "vector_avx2.h"
 #include "vector_avx512.h"
 
@@ -285,8 +286,21 @@ void attend_part_pairs(const CachedPart& part, const PartLanes& a) {
   }
 }
 
+// Floats that the instruction for it rounds to bf16. It takes subnormal numbers for 0, which cached ones never are.
+struct CachedFloats : F32x16 {
+  template <DType type>
+  static void store_as(Element<type>* p, F32x16 x) {
+    if constexpr (type == DType::kBF16) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(x.v));
+    } else {
+      F32x16::store_as<type>(p, x);
+    }
+  }
+};
+
 // What an instruction set with these products has instead of what any vectors do.
 constexpr void add_bf16_attention(Kernels& k) {
+  k.cache_records.read = expand_cache_records<CachedFloats>;
   k.attention.lane_unit[static_cast<int>(DType::kBF16)] = F32x8::kWidth;
   k.attention.load_lanes = [](const LoadLanes& a) {
     a.type == DType::kBF16 ? load_lane_pairs(a) : load_lanes<F32x16>(a);

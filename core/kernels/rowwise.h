@@ -8,6 +8,7 @@
 
 #include "../kernel.h"
 #include "attention_parts.h"
+#include "cache_records.h"
 #include "delta_rule.h"
 #include "elementary.h"
 #include "functions.h"
@@ -470,6 +471,7 @@ constexpr Kernels kernels_of(const char* name) {
   add_state_space<V>(k);
   add_delta_kernels<V>(k);
   add_attention<V>(k);
+  k.cache_records = {write_cache_record<V>, expand_cache_records<V>};
   return k;
 }
 

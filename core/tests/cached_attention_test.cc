@@ -93,6 +93,19 @@ class Numbers {
     }
   }
 
+  // Replaces keys and values by what comes back of their records, which calls have with `in_records`.
+  void make_records() {
+    for (std::size_t s = 0; s < keys_.size(); ++s) {
+      key_records_.push_back(recorded(keys_[s], c_.depth));
+      value_records_.push_back(recorded(values_[s], c_.value_depth));
+    }
+    store();
+    for (std::size_t s = 0; s < keys_.size(); ++s) {
+      record_sequences_.push_back({key_records_[s].data(), value_records_[s].data()});
+    }
+  }
+  bool in_records = false;
+
   // All rows, or some of them.
   CachedAttentionCall call(std::vector<std::uint8_t>& out) { return call(0, row_count(), out); }
   CachedAttentionCall call(std::int64_t first, std::int64_t last, std::vector<std::uint8_t>& out) {
@@ -106,12 +119,13 @@ class Numbers {
     call.query_stride = c_.heads * c_.depth;
     call.query_head_stride = c_.depth;
     call.query = stored_query_.data() + first * call.query_stride * size_of(type_);
-    call.sequences = sequences_.data();
+    call.records = in_records;
+    call.sequences = in_records ? record_sequences_.data() : sequences_.data();
     call.row = rows_.data() + first;
-    call.key_token_stride = key_token_stride();
-    call.key_head_stride = key_head_stride(0);
-    call.value_token_stride = value_token_stride();
-    call.value_head_stride = value_head_stride(0);
+    call.key_token_stride = key_token_stride() / c_.depth * key_width();
+    call.key_head_stride = key_head_stride(0) / c_.depth * key_width();
+    call.value_token_stride = value_token_stride() / c_.value_depth * value_width();
+    call.value_head_stride = value_head_stride(0) / c_.value_depth * value_width();
     call.scale = 0.7f / std::sqrt(static_cast<float>(c_.depth));
     call.softcap = c_.softcap;
     call.sinks = c_.sunk ? sinks_.data() : nullptr;
@@ -181,32 +195,34 @@ class Numbers {
       for (auto& page : pages) page = static_cast<std::int32_t>(count - 1 - page);
       p.lists.push_back(pages.data());
     }
-    const std::int64_t element = size_of(type_), tokens = count * page_tokens;
-    p.keys.assign(size(tokens * c_.kv_heads * c_.depth * element), 0xFF);  // NaN
-    p.values.assign(size(tokens * c_.kv_heads * c_.value_depth * element), 0xFF);
+    const std::int64_t element = in_records ? 1 : size_of(type_), tokens = count * page_tokens;
+    const std::int64_t key_bytes = key_width() * element, value_bytes = value_width() * element;
+    const auto &keys = in_records ? key_records_ : stored_keys_, &values = in_records ? value_records_ : stored_values_;
+    p.keys.assign(size(tokens * c_.kv_heads * key_bytes), 0xFF);  // NaN
+    p.values.assign(size(tokens * c_.kv_heads * value_bytes), 0xFF);
     for (std::size_t s = 0; s < keys_.size(); ++s) {
       for (std::int64_t t = 0; t < c_.tokens[s]; ++t) {
         const std::int64_t to = p.pages[s][size(t / page_tokens)] * page_tokens + t % page_tokens;
         for (std::int64_t h = 0; h < c_.kv_heads; ++h) {
-          std::memcpy(p.keys.data() + (to * c_.kv_heads + h) * c_.depth * element,
-                      stored_keys_[s].data() + (h * key_head_stride(s) + t * key_token_stride()) * element,
-                      size(c_.depth * element));
-          std::memcpy(p.values.data() + (to * c_.kv_heads + h) * c_.value_depth * element,
-                      stored_values_[s].data() + (h * value_head_stride(s) + t * value_token_stride()) * element,
-                      size(c_.value_depth * element));
+          const std::int64_t key = (h * key_head_stride(s) + t * key_token_stride()) / c_.depth;
+          const std::int64_t value = (h * value_head_stride(s) + t * value_token_stride()) / c_.value_depth;
+          std::memcpy(p.keys.data() + (to * c_.kv_heads + h) * key_bytes, keys[s].data() + key * key_bytes,
+                      size(key_bytes));
+          std::memcpy(p.values.data() + (to * c_.kv_heads + h) * value_bytes, values[s].data() + value * value_bytes,
+                      size(value_bytes));
         }
       }
       p.sequences.push_back({p.keys.data(), p.values.data()});
     }
     call.page_tokens = page_tokens;
-    call.key_page_stride = page_tokens * c_.kv_heads * c_.depth;
-    call.value_page_stride = page_tokens * c_.kv_heads * c_.value_depth;
+    call.key_page_stride = page_tokens * c_.kv_heads * key_width();
+    call.value_page_stride = page_tokens * c_.kv_heads * value_width();
     call.pages = p.lists.data();
     call.sequences = p.sequences.data();
-    call.key_token_stride = c_.kv_heads * c_.depth;
-    call.key_head_stride = c_.depth;
-    call.value_token_stride = c_.kv_heads * c_.value_depth;
-    call.value_head_stride = c_.value_depth;
+    call.key_token_stride = c_.kv_heads * key_width();
+    call.key_head_stride = key_width();
+    call.value_token_stride = c_.kv_heads * value_width();
+    call.value_head_stride = value_width();
     return p;
   }
 
@@ -221,6 +237,21 @@ class Numbers {
     scalar().store_row(values.data(), static_cast<std::int64_t>(values.size()), type_, bytes.data());
     return bytes;
   }
+
+  // All rows of these as records; the rows become what comes back.
+  std::vector<std::uint8_t> recorded(std::vector<float>& values, std::int64_t depth) const {
+    const std::int64_t rows = static_cast<std::int64_t>(values.size()) / depth, bytes = cache_record_bytes(depth);
+    std::vector<std::uint8_t> records(size(rows * bytes)), back(size(depth * size_of(type_)));
+    for (std::int64_t r = 0; r < rows; ++r) {
+      float* row = values.data() + r * depth;
+      scalar().cache_records.write(row, depth, records.data() + r * bytes);
+      scalar().cache_records.read({records.data() + r * bytes, bytes, 1, depth, type_, back.data()});
+      scalar().load_row(back.data(), type_, static_cast<int>(depth), row);
+    }
+    return records;
+  }
+  std::int64_t key_width() const { return in_records ? cache_record_bytes(c_.depth) : c_.depth; }
+  std::int64_t value_width() const { return in_records ? cache_record_bytes(c_.value_depth) : c_.value_depth; }
 
   std::int64_t key_token_stride() const { return c_.token_major ? c_.kv_heads * c_.depth : c_.depth; }
   std::int64_t value_token_stride() const { return c_.token_major ? c_.kv_heads * c_.value_depth : c_.value_depth; }
@@ -238,7 +269,8 @@ class Numbers {
   std::vector<std::vector<float>> keys_, values_;
   std::vector<std::uint8_t> stored_query_;
   std::vector<std::vector<std::uint8_t>> stored_keys_, stored_values_;
-  std::vector<CachedSequence> sequences_;
+  std::vector<std::vector<std::uint8_t>> key_records_, value_records_;
+  std::vector<CachedSequence> sequences_, record_sequences_;
   std::vector<AttentionRow> rows_;
 };
 
@@ -288,6 +320,50 @@ void test_case(const Case& c, DType type) {
         same &= same_bits(out.data(), expected.data() + first * numbers.row_bytes(), out.size());
       }
       check(same, name + " in pieces of " + std::to_string(piece));
+    }
+  }
+}
+
+// Values that are the first numbers of keys, as latents are.
+CachedAttentionCall joined(CachedAttentionCall call, std::vector<CachedSequence>& sequences) {
+  for (CachedSequence& sequence : sequences) sequence.values = sequence.keys;
+  call.sequences = sequences.data();
+  call.value_token_stride = call.key_token_stride;
+  call.value_head_stride = call.key_head_stride;
+  return call;
+}
+
+// Records give the bits that floats give which hold the same numbers.
+void test_records(const Case& c, DType type) {
+  Numbers numbers(c, type);
+  numbers.set_token(0, 0, c.tokens[0] - 1, 0.5f, NAN);  // which the last row alone sees
+  numbers.make_records();
+  std::vector<std::uint8_t> expected, expected_joined, out;
+  attend_with(scalar(), numbers.call(expected), 1);
+  const bool joins = c.value_depth <= c.depth;
+  const auto joined_call = [&](std::vector<std::uint8_t>& to, std::vector<CachedSequence>& sequences) {
+    const CachedAttentionCall call = numbers.call(to);
+    sequences.assign(call.sequences, call.sequences + c.tokens.size());
+    return joined(call, sequences);
+  };
+  std::vector<CachedSequence> sequences;
+  if (joins) attend_with(scalar(), joined_call(expected_joined, sequences), 1);
+  numbers.in_records = true;
+  for (const Kernels* k : all_kernels()) {
+    const std::string name = std::string(k->name) + " records, " + c.name();
+    for (const int threads : {1, 3}) {
+      attend_with(*k, numbers.call(out), threads);
+      check(out == expected, name + " with " + std::to_string(threads) + " threads");
+      if (joins) {
+        attend_with(*k, joined_call(out, sequences), threads);
+        check(out == expected_joined, name + ", joined");
+      }
+    }
+    for (const std::int64_t page_tokens : {16, 256}) {
+      auto call = numbers.call(out);
+      const auto paged = numbers.paged(call, page_tokens);
+      attend_with(*k, call, 2);
+      check(out == expected, name + " in pages of " + std::to_string(page_tokens));
     }
   }
 }
@@ -359,7 +435,10 @@ void test_cached_attention() {
       {2, 1, 33, 20, {150}, {150}, 16, 0, false, true, 30.0f},
   };
   for (const Case& c : cases) {
-    for (const DType type : {DType::kBF16, DType::kF32, DType::kF16}) test_case(c, type);
+    for (const DType type : {DType::kBF16, DType::kF32, DType::kF16}) {
+      test_case(c, type);
+      test_records(c, type);
+    }
   }
   for (const DType type : {DType::kBF16, DType::kF32, DType::kF16}) test_special_numbers(type);
 

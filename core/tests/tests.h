@@ -17,6 +17,7 @@ void test_routing();
 void test_attention();
 void test_latent_attention();
 void test_cached_attention();
+void test_cache_records();
 void test_router_logits();
 void test_norms();
 void test_extremes();

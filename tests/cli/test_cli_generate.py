@@ -51,6 +51,20 @@ def test_prints_the_text_and_one_line_of_speeds(folder: Path, capsys: pytest.Cap
     assert facts["prefill_seconds"] > 0 and facts["decode_seconds"] > 0 and facts["peak_memory_bytes"] > 0
 
 
+def test_keys_and_values_in_int8(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ["generate", str(folder), "The experts", "--scheme", "w4a8-g32", "--max-new-tokens", "12", "--json"]
+    assert main([*arguments, "--kv-cache", "int8"]) == 0
+    asked = json.loads(capsys.readouterr().out)["text"]
+    monkeypatch.setenv("CPUMOE_KV_CACHE", "int8")
+    assert main(arguments) == 0
+    assert json.loads(capsys.readouterr().out)["text"] == asked
+    monkeypatch.setenv("CPUMOE_STEPS", "0")
+    assert main(arguments) == 2
+    assert "CPUMOE_KV_CACHE='int8' is for models whose steps are one call" in capsys.readouterr().err
+
+
 def test_prompts_from_files_and_chat(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

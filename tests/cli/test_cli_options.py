@@ -27,6 +27,7 @@ LOADING = {
     "--linears": ALWAYS,
     "--cache": "something is packed",
     "--activations": "a quantised MODEL",
+    "--kv-cache": "steps are one call",
     "--download": "MODEL is an id",
     "--threads": ALWAYS,
     "--verbose": ALWAYS,
@@ -156,6 +157,14 @@ REFUSED: list[tuple[list[str], str]] = [
         )
         for start in (GENERATE, ["chat", FLOAT], EVAL, ["serve", FLOAT])
     ),
+    *(
+        (
+            [*start, "--scheme", "float", "--kv-cache", "int8"],
+            "--kv-cache int8 is for steps in one call of the core, which --scheme float has not",
+        )
+        for start in (GENERATE, ["chat", FLOAT], EVAL, ["serve", FLOAT])
+    ),
+    ([*GENERATE, "--scheme", "w4a8", "--kv-cache", "fp8"], "argument --kv-cache: invalid choice: 'fp8'"),
     (["explain", "w4a16", "--activations", "int8"], "--activations has no effect for the scheme w4a16"),
     (["explain", "w4a8", "--download"], "--download has no effect for the scheme w4a8"),
     ([*GENERATE, "--prompt-file", "y"], "both PROMPT and --prompt-file are given"),

@@ -16,8 +16,9 @@ from typing import Any
 import openai
 import pytest
 import torch
+from every_architecture import write_family
 from served_models import Server, serve
-from tiny_models import write_tiny_model
+from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 pytest.importorskip("transformers")
 pytest.importorskip("starlette")
@@ -417,6 +418,24 @@ def test_a_model_that_cannot_be_batched(tmp_path: Path) -> None:
     """Keys and values of other sizes than transformers' batches have."""
     with serve(str(write_tiny_model(tmp_path, "deepseek_v3")), "--scheme", "float") as server:
         assert server.lines[0].startswith("requests are answered one at a time, since batching fails for this model: ")
+        assert server.answer()
+        assert server.stop()[0] == 0
+
+
+def test_keys_and_values_in_int8(folder: Path, tmp_path: Path) -> None:
+    """Pages are in int8; a model that has no steps to logits answers one request at a time rather than in float."""
+    lines = []
+    for more in ([], ["--kv-cache", "int8"]):
+        with serve(str(folder), "--scheme", "w4a8-g32", "--memory-gb", "0.002", *more) as server:
+            assert "in one call of the core" in server.lines[1] and server.answer()
+            lines.append(server.lines[0])
+            assert server.stop()[0] == 0
+    floats, records = (int(line.split()[1]) for line in lines)  # cache: N blocks of ..
+    assert records > 1.5 * floats
+    tokens = write_tiny_tokenizer(tmp_path)
+    write_family(tmp_path, "granitemoe", vocab_size=tokens, logits_scaling=4.0)  # it divides its logits
+    with serve(str(tmp_path), "--scheme", "w4a8-g32", "--kv-cache", "int8") as server:
+        assert server.lines[0].startswith("requests are answered one at a time") and "in float" in server.lines[0]
         assert server.answer()
         assert server.stop()[0] == 0
 

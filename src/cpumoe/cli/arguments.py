@@ -16,6 +16,7 @@ from cpumoe.checkpoints.hub import NotDownloaded, find_model
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.integrations.transformers.describing import expert_shapes
 from cpumoe.layers.scheme import Scheme
+from cpumoe.ops.cache_records import INT8_CACHE
 
 #: The value of ``--scheme`` and ``--linears`` that leaves weights in float.
 FLOAT = "float"
@@ -152,6 +153,14 @@ def add_activations(parser: argparse.ArgumentParser) -> None:
         "--activations",
         choices=[INT8_ACTIVATIONS],
         help="run weights whose activations the checkpoint leaves in float with int8 ones (faster for many tokens)",
+    )
+
+
+def add_kv_cache(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--kv-cache",
+        choices=[INT8_CACHE],
+        help="hold keys and values in int8: half the memory of bf16, and a little less exact",
     )
 
 

@@ -13,6 +13,7 @@ from cpumoe.cli.arguments import (
     FLOAT,
     add_activations,
     add_download,
+    add_kv_cache,
     add_model,
     check_scheme_fits_model,
     scheme_name,
@@ -34,6 +35,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--linears", type=scheme_name, metavar="SCHEME", help="quantise its other linears too")
     add_activations(parser)
+    add_kv_cache(parser)
     parser.add_argument("--cache", type=Path, metavar="DIR", help="keep the packed weights here for the next start")
     add_download(parser)
 
@@ -49,6 +51,7 @@ def load_chosen_model(arguments: argparse.Namespace, **options: Any) -> PreTrain
         linears=arguments.linears,
         cache=arguments.cache,
         activations=arguments.activations,
+        kv_cache=arguments.kv_cache,
         **options,
     )
 
@@ -70,8 +73,13 @@ def check_schemes(arguments: argparse.Namespace) -> None:
             f"{model} is a float checkpoint: add --scheme w4a8-g128 (or another) to quantise its experts while they "
             f"are read, --scheme bf16 to run them as they are, or --scheme {FLOAT} to leave them to transformers"
         )
-    if (scheme or os.environ["CPUMOE_SCHEME"]) == FLOAT and arguments.linears is None and arguments.cache is not None:
-        raise ValueError(f"--cache has no effect with --scheme {FLOAT}, which packs nothing")
+    if (scheme or os.environ["CPUMOE_SCHEME"]) == FLOAT:
+        if arguments.linears is None and arguments.cache is not None:
+            raise ValueError(f"--cache has no effect with --scheme {FLOAT}, which packs nothing")
+        if arguments.kv_cache is not None:
+            raise ValueError(
+                f"--kv-cache {arguments.kv_cache} is for steps in one call of the core, which --scheme {FLOAT} has not"
+            )
     if scheme not in (None, FLOAT):
         refuse_stored_input_scales(Scheme.parse(scheme))
         with Checkpoint.open(model) as checkpoint:

@@ -146,6 +146,7 @@ def _serve(arguments: argparse.Namespace, listener: socket.socket) -> bool:
 
 def _start_together(server: Server, model: PreTrainedModel, free: int, memory_gb: float | None) -> None:
     """Starts the best engine that there is for a model which leaves ``free`` bytes of memory, and says which it is."""
+    from cpumoe.integrations.transformers.int8_cache import holds_records
     from cpumoe.integrations.transformers.native_decoder import native_with_head
 
     way, obstacle = "each step in one call of the core", None
@@ -153,7 +154,9 @@ def _start_together(server: Server, model: PreTrainedModel, free: int, memory_gb
     if native is not None:
         size = cache_size(model.config, model.dtype, free, memory_gb, native.token_bytes, native.state_bytes)
         obstacle = server.start_steps(native, size.blocks, size.block_tokens, BATCH_TOKENS, size.sequences)
-    if native is None or obstacle is not None:
+    if (native is None or obstacle is not None) and holds_records(model):
+        obstacle = obstacle or "transformers' continuous batching holds keys and values in float"
+    elif native is None or obstacle is not None:
         way = "by transformers' continuous batching" + ("" if obstacle is None else f": {obstacle}")
         size = cache_size(model.config, model.dtype, free, memory_gb)
         obstacle = server.start_batching(size.blocks, size.block_tokens, BATCH_TOKENS)

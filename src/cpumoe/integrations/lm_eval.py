@@ -40,7 +40,7 @@ class PackedModel(HFLM):  # type: ignore[misc]  # untyped base
 
     Args:
         pretrained: folder of the checkpoint.
-        scheme, linears, cache: as in ``load_model``.
+        scheme, linears, cache, kv_cache: as in ``load_model``.
         device: ``cpu`` or None.
         options: options of the harness's ``hf`` model that do not concern loading.
     """
@@ -52,16 +52,17 @@ class PackedModel(HFLM):  # type: ignore[misc]  # untyped base
         scheme: str | None = None,
         linears: str | None = None,
         cache: str | None = None,
+        kv_cache: str | None = None,
         device: str | None = None,
         **options: Any,
     ) -> None:
         if unknown := sorted(options.keys() - _TAKEN_OVER):
-            known = ", ".join(sorted(_TAKEN_OVER | {"pretrained", "scheme", "linears", "cache"}))
+            known = ", ".join(sorted(_TAKEN_OVER | {"pretrained", "scheme", "linears", "cache", "kv_cache"}))
             raise ValueError(f"--model_args has {', '.join(unknown)}; accepted are {known}")
         if device not in (None, "cpu", _DEFAULT_DEVICE):
             raise ValueError(f"--device {device}; packed weights run on 'cpu'")
         options.setdefault("tokenizer", pretrained)
-        model = load_model(pretrained, scheme=scheme, linears=linears, cache=cache)
+        model = load_model(pretrained, scheme=scheme, linears=linears, cache=cache, kv_cache=kv_cache)
         super().__init__(pretrained=model, backend="causal", device="cpu", **options)
 
 

@@ -1,6 +1,7 @@
 """The operators: ``torch.ops.cpumoe.*`` and what calls them from Python. Nothing else computes with the core."""
 
 from cpumoe.ops.attention import decode_attention, rms_norm
+from cpumoe.ops.cache_records import cache_record_bytes, from_cache_records, to_cache_records
 from cpumoe.ops.float_products import token_linear
 from cpumoe.ops.latent_attention import latent_attention
 from cpumoe.ops.packing import (
@@ -28,7 +29,9 @@ __all__ = [
     "SCORING",
     "PackedBuilder",
     "PackedSpec",
+    "cache_record_bytes",
     "decode_attention",
+    "from_cache_records",
     "fused_experts",
     "gated_delta_rule",
     "latent_attention",
@@ -46,6 +49,7 @@ __all__ = [
     "select_experts",
     "selective_scan",
     "short_convolution",
+    "to_cache_records",
     "token_linear",
     "unpack",
     "wants_gradient",

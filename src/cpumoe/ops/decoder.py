@@ -72,6 +72,7 @@ class Attention:
         norms_after_rotary: the norms come behind the rotation.
         rotary: the number of its table; -1 where positions are not in queries and keys.
         interleaved: pairs to be turned are neighbours, not half of the width apart.
+        separated: they are neighbours before they are turned, and half of the width apart behind that.
         window: tokens that one sees, itself included; 0 for all before it.
         sinks: [heads] fp32, a score that every row has besides.
         gate: [heads * value_depth, H] or [heads, H]: the result times the sigmoid of what it gives.
@@ -96,6 +97,7 @@ class Attention:
     norms_after_rotary: bool = False
     rotary: int = -1
     interleaved: bool = False
+    separated: bool = False
     window: int = 0
     sinks: Tensor | None = None
     softcap: float = 0.0
@@ -301,9 +303,10 @@ class Decoder:
 
         Args:
             tokens: int64 [B, T], or hidden states [B, T, H].
-            caches: for each layer keys and values [B, kv_heads, room, depth], and the place of their first token; of a
-                layer with the delta rule the states [B, channels, taps] of its convolution and, in fp32, [B, heads,
-                key_depth, value_depth]; of a short convolution its state alone.
+            caches: for each layer keys and values [B, kv_heads, room, depth], and the place of their first token; in
+                int8 they are records, [B, kv_heads, room, cache_record_bytes(depth)]. Of a layer with the delta rule
+                the states [B, channels, taps] of its convolution and, in fp32, [B, heads, key_depth, value_depth]; of
+                a short convolution its state alone.
             past: places that are filled.
             positions: int64 [B, T] or [1, T]; by default those behind ``past``.
             padding: int64 [B], the places at the beginning of each sequence that no token sees.
@@ -340,8 +343,8 @@ class Decoder:
             sequences: int64 [N], the sequence of each. places: int64 [N], where in its sequence each is.
             pages: int32 [S, P]: the page of tokens p * page_tokens and the following of sequence s is pages[s, p].
             page_tokens: tokens of a page, a power of two from 16 on.
-            caches: for each layer keys and values [pages, kv_heads, page_tokens, depth], or states as in :meth:`step`,
-                [S, ..].
+            caches: for each layer keys and values [pages, kv_heads, page_tokens, depth], or records or states as in
+                :meth:`step`, the latter [S, ..].
             wanted: int64 [W], ascending: the rows whose logits are asked for.
 
         Returns:

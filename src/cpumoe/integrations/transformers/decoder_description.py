@@ -49,12 +49,14 @@ _SHARED = ("shared_expert", "shared_experts", "shared_mlp")
 class Choices:
     """What cannot be seen of a layer's parts, to be found by trying.
 
-    ``rotates``: whether positions are in queries and keys.
+    ``rotates``: whether positions are in queries and keys. ``interleaved`` and ``separated``: see
+    :class:`cpumoe.ops.decoder.Attention`.
     """
 
     interleaved: bool = False
     norms_after_rotary: bool = False
     rotates: bool = True
+    separated: bool = False
 
 
 def mixer_of(layer: Any) -> nn.Module:
@@ -73,8 +75,10 @@ def choices_for(base: Any, index: int) -> Iterator[Choices]:
     has_norms = any(hasattr(mixer, name) for name in _QUERY_NORMS)
     has_rotary = _rotary_of(base) is not None
     for rotates, after in product((True, False) if has_rotary else (False,), (False, True) if has_norms else (False,)):
-        for interleaved in (False, True) if rotates else (False,):
-            yield Choices(interleaved, after, rotates)
+        yield Choices(False, after, rotates)
+        if rotates:
+            yield Choices(False, after, rotates, separated=True)
+            yield Choices(True, after, rotates)
 
 
 def describe_decoder(base: Any, choices: tuple[Choices, ...], positions: int) -> decoder.DecoderModel:
@@ -294,6 +298,7 @@ def _attention(
         norms_after_rotary=chosen.norms_after_rotary,
         rotary=tables.number(index, chosen.interleaved) if chosen.rotates else -1,
         interleaved=chosen.interleaved,
+        separated=chosen.separated,
         window=_window(base, index),
         sinks=None if sinks is None else sinks.detach().float().contiguous(),
         softcap=0.0 if softcap is None else float(softcap),
@@ -342,6 +347,7 @@ def _latent_attention(
         scale=float(scale),
         rotary=tables.number(index, chosen.interleaved) if chosen.rotates else -1,
         interleaved=chosen.interleaved,
+        separated=chosen.separated,
         window=_window(base, index),
         gate=_gate_of(attention, parts),
         latent=latent,
@@ -354,7 +360,7 @@ def _gate_of(attention: Any, parts: Parts) -> decoder.Matrix | None:
     return None if gate is None else describe_matrix(gate, "the gate of attention")
 
 
-def cache_form(layer: Any, described: decoder.Layer, dtype: torch.dtype) -> CacheForm | Form:
+def cache_form(layer: Any, described: decoder.Layer, dtype: torch.dtype, records: bool = False) -> CacheForm | Form:
     """What a layer keeps of tokens: keys and values, latents and rotated parts of keys side by side, or states."""
     attention = described.attention
     if attention is None:
@@ -362,8 +368,8 @@ def cache_form(layer: Any, described: decoder.Layer, dtype: torch.dtype) -> Cach
         assert form is not None  # it was described as one
         return form
     if (latent := attention.latent) is not None:
-        return CacheForm(1, (latent.rank, latent.rotated), dtype, joined=True)
-    return CacheForm(attention.kv_heads, (attention.depth, attention.value_depth), dtype)
+        return CacheForm(1, (latent.rank, latent.rotated), dtype, joined=True, records=records)
+    return CacheForm(attention.kv_heads, (attention.depth, attention.value_depth), dtype, records=records)
 
 
 def _block(block: Any, layer: Any, parts: Parts) -> tuple[decoder.RoutedExperts | None, decoder.DenseBlock | None]:

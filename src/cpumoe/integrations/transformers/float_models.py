@@ -19,6 +19,7 @@ from cpumoe.checkpoints.checkpoint import naming
 from cpumoe.checkpoints.storage import refuse_stored_input_scales
 from cpumoe.integrations.transformers.decode import speed_up
 from cpumoe.integrations.transformers.expert_modules import ExpertsModule, describe_experts, expert_modules
+from cpumoe.integrations.transformers.int8_cache import hold_caches
 from cpumoe.integrations.transformers.model_description import packable_linears
 from cpumoe.integrations.transformers.packed_modules import pack_float_linear, refuse_other_scheme, replace_module
 from cpumoe.integrations.transformers.plugin import DEFAULT_SCHEME, PackedConfig, PackedQuantizer
@@ -94,6 +95,7 @@ def _accelerate_linears(model: PreTrainedModel, names: list[str], scheme: Scheme
 def _finish_acceleration(model: PreTrainedModel) -> None:
     model.requires_grad_(False)  # there is no gradient through packed weights
     speed_up(model)
+    hold_caches(model, None)
     config = PackedConfig()
     model.hf_quantizer = PackedQuantizer(config, pre_quantized=True)
     model.hf_quantizer.describe(model)

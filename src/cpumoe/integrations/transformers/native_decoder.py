@@ -140,6 +140,7 @@ class NativeDecoder:
         self._positions = FIRST_POSITIONS
         self.reason: str | None = None  # why it is no longer used
         self._has_head = False
+        self.records = False  # whether caches are held in int8
         self._arguments = [tuple(inspect.signature(type(base).forward).parameters)[1:]]  # and those of the model
         self._describe(base)
 
@@ -199,7 +200,7 @@ class NativeDecoder:
             model = replace(model, head=describe_matrix(head, "head"))
         self._described: Decoder | None = Decoder(model)
         self._dtype, self._hidden = model.embedding.dtype, model.embedding.shape[1]
-        forms = [cache_form(*pair, self._dtype) for pair in zip(base.layers, model.layers, strict=True)]
+        forms = [cache_form(*pair, self._dtype, self.records) for pair in zip(base.layers, model.layers, strict=True)]
         if not any(isinstance(form, CacheForm) for form in forms):
             raise NotDescribed("none of its layers has attention, whose cache would count the tokens")
         self._caches = StepCaches(forms, self._dtype)
@@ -211,6 +212,11 @@ class NativeDecoder:
             for holder in (m._parameters, m._buffers, m._modules)
             for name, value in holder.items()
         )
+
+    def hold_records(self) -> None:
+        """Holds keys and values of caches in int8 from here on."""
+        self.records = True
+        self._caches = self._caches.in_records()
 
     def run(
         self, base: Any, arguments: tuple[Any, ...], options: dict[str, Any], head: Any = None
@@ -319,7 +325,7 @@ class NativeDecoder:
         """What :meth:`step_rows` keeps of tokens, for each layer.
 
         Keys and values in pages, [pages, kv_heads, page_tokens, depth]; of latent attention they are one tensor, given
-        twice. Of layers with states those of each sequence, [sequences, ..].
+        twice. In int8 they are records. Of layers with states those of each sequence, [sequences, ..].
         """
         return self._caches.new_pages(pages, page_tokens, sequences)
 
@@ -364,6 +370,8 @@ class NativeDecoder:
             if described is None or lacks_head or (count > 1 and self._has_changed()):
                 self._describe(base, head)
         except NotDescribed as reason:
+            if self.records:
+                raise ValueError(f"keys and values in int8 are for steps in one call of the core; {reason}") from None
             _log.warning("%s runs layer by layer from here on: %s", type(base).__name__, reason)
             self.reason = base._cpumoe_reason = str(reason)
             return False

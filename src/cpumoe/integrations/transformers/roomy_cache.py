@@ -2,8 +2,11 @@
 
 transformers' own copies all keys and values for every token. Here they are the first part of larger tensors, what is
 new is written behind them, and the layer's tensors are views that are made when somebody asks for them. For everyone
-else these are the layers that they were: cropped, reordered, repeated or filled by other code they stay what that code
-made of them, and get new room when there is more to hold.
+else these are the layers that they were: cropped or filled by other code they stay what that code made of them, and get
+new room when there is more to hold.
+
+Keys and values may be held as records in int8. Others see floats then, which are made when somebody asks for them, and
+what others leave becomes records when it gets room. Records that are held are never made anew.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
+from cpumoe.ops import cache_record_bytes, from_cache_records, to_cache_records
+
 # New room is an eighth more than is held: it is copied seldom, and little memory lies idle.
 _SHARE, _LEAST = 8, 64
 
@@ -23,36 +28,83 @@ _SHARE, _LEAST = 8, 64
 class CacheForm:
     """What a layer keeps of a token: keys [heads, depths[0]] and values [heads, depths[1]].
 
-    ``joined``: they lie side by side in memory, keys first.
+    ``joined``: they lie side by side in memory, keys first. ``records``: they are held in int8, and ``dtype`` is what
+    others see.
     """
 
     heads: int
     depths: tuple[int, int]
     dtype: torch.dtype
     joined: bool = False
+    records: bool = False
+
+    @property
+    def _held_depths(self) -> tuple[int, ...]:
+        return (sum(self.depths),) if self.joined else self.depths
+
+    @property
+    def _widths(self) -> tuple[int, ...]:
+        return tuple(cache_record_bytes(depth) if self.records else depth for depth in self._held_depths)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes that a token takes."""
+        return self.heads * sum(self._widths) * (1 if self.records else self.dtype.itemsize)
 
     def empty(self, *sizes: int) -> tuple[Tensor, Tensor]:
-        """Tensors [*sizes, depth] for keys and values, or twice one for both."""
+        """Tensors for keys and values, [*sizes, depth] or records, or twice one for both."""
+        dtype = torch.int8 if self.records else self.dtype
         with torch.inference_mode(False):  # whoever appends later may do so in another mode
-            if self.joined:
-                both = torch.empty((*sizes, sum(self.depths)), dtype=self.dtype)
-                return both, both
-            keys, values = (torch.empty((*sizes, depth), dtype=self.dtype) for depth in self.depths)
-            return keys, values
+            held = [torch.empty((*sizes, width), dtype=dtype) for width in self._widths]
+        return held[0], held[-1]
+
+    def numbers(self, held: tuple[Tensor, Tensor], index: int) -> Tensor:
+        """Keys (index 0) or values [..., depth] of what is held: a view, or what comes back of records."""
+        numbers = held[index]
+        if self.records:
+            numbers = from_cache_records(numbers, self._held_depths[0 if self.joined else index], self.dtype)
+        if self.joined:
+            return numbers[..., : self.depths[0]] if index == 0 else numbers[..., self.depths[0] :]
+        return numbers
+
+    def write(self, held: tuple[Tensor, Tensor], keys: Tensor, values: Tensor) -> None:
+        """Makes ``held`` hold these keys and values [..., depth]."""
+        given = (torch.cat((keys, values), -1),) if self.joined else (keys, values)
+        self.copy(held, tuple(to_cache_records(numbers) for numbers in given) if self.records else given)
+
+    def copy(self, held: tuple[Tensor, Tensor], given: tuple[Tensor, ...]) -> None:
+        """Makes ``held`` hold what is given as it would be held."""
+        for index in range(len(self._widths)):  # of a joined form both are one
+            held[index].copy_(given[index])
 
 
 class _Room:
-    """Keys and values [B, heads, capacity, D] in one place of memory, or in one each."""
+    """Keys and values [B, heads, capacity, D], or their records, in one place of memory or in one each."""
 
     def __init__(self, owner: object, form: CacheForm, batch: int, capacity: int, first_place: int) -> None:
         self.owner = id(owner)  # the layer that may write here; a copy of it may not
         self.shown = 0  # up to this place others may hold views, which must not change
         self.form = form
         self.whole = form.empty(batch, form.heads, capacity)
-        keys, values = self.whole
-        self.buffers = (keys[..., : form.depths[0]], keys[..., form.depths[0] :]) if form.joined else (keys, values)
-        self.first_place = first_place  # of the first token in the buffers, counted from the sequences' beginning
-        self.capacity = capacity
+        self.first_place = first_place  # of the first token in the room, counted from the sequences' beginning
+        self.batch, self.capacity = batch, capacity
+
+    def held(self, first: int, last: int) -> tuple[Tensor, Tensor]:
+        """What is held of the places from ``first`` to ``last``."""
+        tokens = slice(first - self.first_place, last - self.first_place)
+        return self.whole[0][:, :, tokens], self.whole[1][:, :, tokens]
+
+    def numbers(self, index: int, first: int, last: int) -> Tensor:
+        """Keys (index 0) or values [B, heads, last - first, D] of these places."""
+        if not self.form.records:
+            self.shown = max(self.shown, last)
+        return self.form.numbers(self.held(first, last), index)
+
+    def selected(self, owner: object, rows: Tensor) -> _Room:
+        """A room of the same size with these of the sequences."""
+        room = _Room(owner, self.form, len(rows), self.capacity, self.first_place)
+        self.form.copy(room.whole, tuple(held[rows] for held in self.whole))
+        return room
 
 
 class _Roomy:
@@ -70,9 +122,7 @@ class _Roomy:
         room = self._room
         if room is None:
             return self._plain[name]
-        first, last = self._held()
-        room.shown = max(room.shown, last)
-        return room.buffers[index][:, :, first - room.first_place : last - room.first_place]
+        return room.numbers(index, *self._held())
 
     def _set(self, name: str, tensor: Tensor | None) -> None:
         if vars(self).get("_room") is not None:  # the other one stays what it was
@@ -109,13 +159,15 @@ class _Roomy:
         """Whether it is empty, or has keys and values of these sizes."""
         if not self.is_initialized:
             return True
-        tensors = (self.keys, self.values) if self._room is None else self._room.buffers
+        if (room := self._room) is not None:
+            held = room.form
+            return (room.batch, held.heads, held.depths, held.dtype) == (batch, form.heads, form.depths, form.dtype)
         return all(
             tensor is not None
             and (tensor.numel() == 0 or (tensor.shape[:2] == (batch, form.heads) and tensor.shape[3] == depth))
             and tensor.dtype == form.dtype
             and tensor.is_cpu
-            for tensor, depth in zip(tensors, form.depths, strict=True)
+            for tensor, depth in zip((self.keys, self.values), form.depths, strict=True)
         )
 
     def _with_capacity(self, batch: int, form: CacheForm, new: int) -> _Room:
@@ -123,10 +175,31 @@ class _Roomy:
         first, last = self._held()
         held = last - first
         room = _Room(self, form, batch, held + new + max(_LEAST, held // _SHARE), first)
-        for buffer, tensor in zip(room.buffers, (self.keys, self.values), strict=True):
-            if held and tensor is not None:
-                buffer[:, :, :held] = tensor
+        if held and self._room is not None and self._room.form == form:
+            form.copy(room.held(first, last), self._room.held(first, last))
+        elif held and (keys := self.keys) is not None and (values := self.values) is not None:
+            form.write(room.held(first, last), keys, values)
         return room
+
+    def _select(self, rows: Tensor) -> bool:
+        """Keeps these of the sequences, as they are held; False where nothing is held here."""
+        if self._room is not None:
+            self._room = self._room.selected(self, rows)
+        return self._room is not None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if not self._select(beam_idx.cpu()):
+            super().reorder_cache(beam_idx)  # type: ignore[misc]  # of the layer that this is made of
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        room = self._room
+        if room is None or not self._select(torch.arange(room.batch).repeat_interleave(repeats)):
+            super().batch_repeat_interleave(repeats)  # type: ignore[misc]
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        room = self._room
+        if room is None or not self._select(torch.arange(room.batch)[indices]):
+            super().batch_select_indices(indices)  # type: ignore[misc]
 
     def reserve(self, batch: int, form: CacheForm, new: int) -> tuple[Tensor, Tensor, int]:
         """Tensors [B, heads, room, D] with room for ``new`` tokens behind those held, and the place of their first.
@@ -150,14 +223,13 @@ class _Roomy:
     def _append(self, keys: Tensor, values: Tensor) -> None:
         count = keys.shape[2]
         form = CacheForm(keys.shape[1], (keys.shape[3], values.shape[3]), keys.dtype)
-        if self._room is not None and replace(self._room.form, joined=False) == form:
+        if self._room is not None and replace(self._room.form, joined=False, records=False) == form:
             form = self._room.form
         self.reserve(keys.shape[0], form, count)
         room = self._room
         assert room is not None
-        at = self._held()[1] - room.first_place
-        for buffer, new in zip(room.buffers, (keys, values), strict=True):
-            buffer[:, :, at : at + count] = new
+        last = self._held()[1]
+        form.write(room.held(last, last + count), keys, values)
         self.advance(count)
 
 
@@ -240,8 +312,7 @@ class RoomySlidingLayer(_Roomy, DynamicSlidingWindowLayer):  # type: ignore[misc
         self._append(key_states, value_states)
         room = self._room
         assert room is not None
-        inside = slice(first - room.first_place, self.cumulative_length - room.first_place)
-        return room.buffers[0][:, :, inside], room.buffers[1][:, :, inside]
+        return room.numbers(0, first, self.cumulative_length), room.numbers(1, first, self.cumulative_length)
 
     def crop(self, tokens_to_remove: int) -> None:
         forgets = self.cumulative_length >= self.sliding_window and not self.record_past

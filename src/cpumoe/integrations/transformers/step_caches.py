@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,6 +26,11 @@ class StepCaches:
     def __init__(self, forms: Sequence[CacheForm | Form], dtype: torch.dtype) -> None:
         self.forms = tuple(forms)
         self._dtype = dtype
+
+    def in_records(self) -> StepCaches:
+        """The same with keys and values in int8; states stay what they are."""
+        forms = [replace(form, records=True) if isinstance(form, CacheForm) else form for form in self.forms]
+        return StepCaches(forms, self._dtype)
 
     def past(self, cache: Any, batch: int) -> int | None:
         """How many tokens a cache holds, whose layers get room for more; None for a cache of another kind or model."""
@@ -80,8 +86,7 @@ class StepCaches:
     @property
     def token_bytes(self) -> int:
         """Of keys and values in all layers."""
-        paged = [form for form in self.forms if isinstance(form, CacheForm)]
-        return sum(form.heads * sum(form.depths) * form.dtype.itemsize for form in paged)
+        return sum(form.token_bytes for form in self.forms if isinstance(form, CacheForm))
 
     @property
     def state_bytes(self) -> int:

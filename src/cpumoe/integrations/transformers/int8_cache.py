@@ -1,0 +1,41 @@
+"""Keys and values of caches in int8, on request: ``kv_cache="int8"`` or ``CPUMOE_KV_CACHE=int8``.
+
+They are for models whose steps are one call of the core. For others the request is an error: their caches are
+transformers' own, in float.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from torch import nn
+
+from cpumoe.integrations.transformers.native_decoder import NativeDecoder, explanation, native_of
+from cpumoe.ops.cache_records import check_kv_cache
+
+
+def hold_caches(model: nn.Module, kv_cache: str | None) -> None:
+    """Lets a model's steps hold keys and values as asked for: by the caller, else by the environment.
+
+    Raises ValueError for a model whose steps are not one call.
+    """
+    name, asked = "kv_cache", kv_cache
+    if asked is None:
+        name, asked = "CPUMOE_KV_CACHE", os.environ.get("CPUMOE_KV_CACHE")
+    if check_kv_cache(asked, name) is None:
+        return
+    natives = _natives(model)
+    if not natives or any("_cpumoe_reason" in vars(module) for module in model.modules()):
+        raise ValueError(f"{name}={asked!r} is for models whose steps are one call of the core; {explanation(model)}")
+    for native in natives:
+        native.hold_records()
+
+
+def holds_records(model: Any) -> bool:
+    """Whether a model's steps hold keys and values in int8."""
+    return any(native.records for native in _natives(model))
+
+
+def _natives(model: nn.Module) -> list[NativeDecoder]:
+    return [native for module in model.modules() if (native := native_of(module)) is not None]

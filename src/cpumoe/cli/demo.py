@@ -67,13 +67,18 @@ def _complete(tokens: int) -> int:
     )
     torch.manual_seed(3)
     rates: list[float] = []
-    with count_expert_load(model) as load:
-        for prompt in PROMPTS:
-            print(f"\n{'-' * 100}\n{prompt}", end="")
-            answer = complete(model, tokenizer, prompt, tokens, lambda piece: print(piece, end="", flush=True))
-            rates.append(answer.decode_rate or 0.0)
-            print()
+    texts: list[list[int]] = []
+    for prompt in PROMPTS:
+        print(f"\n{'-' * 100}\n{prompt}", end="")
+        answer = complete(model, tokenizer, prompt, tokens, lambda piece: print(piece, end="", flush=True))
+        rates.append(answer.decode_rate or 0.0)
+        texts.append(tokenizer.encode(prompt) + answer.tokens)
+        print()
     print("-" * 100)
+    # Counted afterwards: while somebody looks at the experts, a model runs layer by layer.
+    with torch.inference_mode(), count_expert_load(model) as load:
+        for text in texts:
+            model(torch.tensor([text]))
     used = sum(int((counts > 0).sum()) for counts in load.counts.values())
     every = sum(len(counts) for counts in load.counts.values())
     print(f"\n{max(rates):.0f} tokens per second; {used} of {every} experts were used.")

@@ -437,7 +437,7 @@ void test_cached_attention() {
   for (const Case& c : cases) {
     for (const DType type : {DType::kBF16, DType::kF32, DType::kF16}) {
       test_case(c, type);
-      test_records(c, type);
+      if (type != DType::kF16) test_records(c, type);
     }
   }
   for (const DType type : {DType::kBF16, DType::kF32, DType::kF16}) test_special_numbers(type);

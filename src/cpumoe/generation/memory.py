@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from cpumoe import cpu
-from cpumoe.generation.schedule import MOST_SEQUENCES
 from cpumoe.tables import size_text
 
 if TYPE_CHECKING:
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
 # other programs.
 _SHARE = 0.5
 _STATES_SHARE = 0.25  # of the cache, for the states of sequences
+MOST_SEQUENCES = 256  # that are computed at the same time; further ones wait
 _SEQUENCES = 8  # the cache is no larger than for this many sequences of full length
 _BLOCK_TOKENS = 32
 _LEAST_BLOCKS = 16

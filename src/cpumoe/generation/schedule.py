@@ -7,9 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from cpumoe.generation.engine import Job
+from cpumoe.generation.memory import MOST_SEQUENCES
 from cpumoe.generation.page_pool import PagePool, page_name
-
-MOST_SEQUENCES = 256  # that have pages at the same time; further ones wait
 
 
 class Sequence:

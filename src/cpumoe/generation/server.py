@@ -22,8 +22,8 @@ from cpumoe.generation.admission import Admission
 from cpumoe.generation.endpoints import Endpoints
 from cpumoe.generation.engine import BatchEngine, CannotBatch, Engine, SequentialEngine
 from cpumoe.generation.http import ImpatientProtocol
+from cpumoe.generation.memory import MOST_SEQUENCES
 from cpumoe.generation.prompts import Prompts
-from cpumoe.generation.schedule import MOST_SEQUENCES
 from cpumoe.generation.step_engine import StepEngine
 
 if TYPE_CHECKING:

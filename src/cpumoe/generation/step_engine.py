@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from cpumoe.generation.engine import ENDED, ENDING, NOT_COMPUTED, STOP_SECONDS, Failure, Finish, Job
+from cpumoe.generation.memory import MOST_SEQUENCES
 from cpumoe.generation.sampling import Sampling, Token
-from cpumoe.generation.schedule import MOST_SEQUENCES, Piece, Schedule
+from cpumoe.generation.schedule import Piece, Schedule
 from cpumoe.integrations.transformers.described_parts import NotDescribed
 from cpumoe.integrations.transformers.native_decoder import NativeDecoder
 

@@ -49,7 +49,7 @@ class Crowding {
 
  private:
   static constexpr double kMostLost = 0.2;  // of the time of a run; threads never sleep in it
-  static constexpr int kLeastRuns = 8, kMostRuns = 256;
+  static constexpr int kLeastRuns = 8, kMostRuns = 64;
 
   static double wall_seconds() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();

@@ -14,6 +14,10 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
+// Rows up to which threads meet so often that all wait for one that shares its core. In prompts there is more to do
+// between barriers, and it is shared out as threads come: even a slow one is a help.
+constexpr std::int64_t kCrowdedRows = 64;
+
 // Bytes that a step of so many rows reads, at most; for the number of threads.
 std::int64_t work_of(const DecoderModel& model, std::int64_t rows) {
   std::int64_t bytes = model.head.bytes();
@@ -371,10 +375,17 @@ void Decoder::step(const Kernels& kernels, const Step& step) {
   check_step(state_->model, step);
   if (step.clears_states) clear_states(step);
   const auto rows = static_cast<std::int64_t>(step.rows.size());
-  for (std::int64_t first = 0; first < rows; first += state_->most_rows) {
-    const int threads = state_->crowding.threads(threads_for(work_of(state_->model, rows)));
-    Round round(kernels, step, *state_, first, std::min(state_->most_rows, rows - first), threads);
+  if (rows == 0) return;
+  const int wanted = threads_for(work_of(state_->model, rows));
+  if (rows <= kCrowdedRows) {
+    const int threads = state_->crowding.threads(wanted);
+    Round round(kernels, step, *state_, 0, rows, threads);
     state_->crowding.run(threads, [&](Worker& worker) { round.run(worker); });
+    return;
+  }
+  for (std::int64_t first = 0; first < rows; first += state_->most_rows) {
+    Round round(kernels, step, *state_, first, std::min(state_->most_rows, rows - first), wanted);
+    run_on_threads(wanted, [&](Worker& worker) { round.run(worker); });
   }
 }
 

@@ -2,6 +2,7 @@
 #include <nanobind/nanobind.h>
 
 #include <optional>
+#include <vector>
 
 #include "array.h"
 #include "bind.h"
@@ -58,6 +59,13 @@ void* convolution_state(const Array& state, const Array& x, std::int64_t channel
   return state.data();
 }
 
+// The rows of each sequence of [batch, tokens, ..].
+std::vector<SequenceRows> sequences_of(const Array& array) {
+  std::vector<SequenceRows> sequences;
+  for (std::int64_t i = 0; i < array.dim(0); ++i) sequences.push_back({i, i * array.dim(1), array.dim(1)});
+  return sequences;
+}
+
 HeadRows head_rows(const Array& array, std::int64_t first, std::int64_t group, std::int64_t group_stride,
                    std::int64_t head_stride) {
   const auto* data = static_cast<const std::uint8_t*>(array.data()) + first * size_of(array.float_type());
@@ -76,7 +84,8 @@ void delta_rule(nb::handle q_, nb::handle k_, nb::handle v_, nb::handle z_, nb::
   call.type = q.contiguous(3).float_type();
   state.writable().contiguous(4).expect<float>("float32");
   CPUMOE_REQUIRE(state.dim(0) == q.dim(0), "state is ", state.shape_text(), " for ", q.dim(0), " sequences");
-  for (std::int64_t i = 0; i < q.dim(0); ++i) call.sequences.push_back({i, i * q.dim(1), q.dim(1)});
+  const std::vector<SequenceRows> sequences = sequences_of(q);
+  call.sequences = sequences;
   rule.heads = state.dim(1);
   rule.key_depth = state.dim(2);
   rule.value_depth = state.dim(3);
@@ -147,8 +156,8 @@ void convolve(nb::handle projected_, nb::handle conv_weight_, nb::handle conv_bi
   ShortConvolutionCall call{};
   ShortConvolution& conv = call.convolution;
   call.type = projected.contiguous(3).float_type();
-  for (std::int64_t i = 0; i < projected.dim(0); ++i)
-    call.sequences.push_back({i, i * projected.dim(1), projected.dim(1)});
+  const std::vector<SequenceRows> sequences = sequences_of(projected);
+  call.sequences = sequences;
   CPUMOE_REQUIRE(projected.dim(2) % 3 == 0, "projected is ", projected.shape_text(), "; [batch, tokens, 3 * channels] ",
                  "is accepted");
   conv.channels = projected.dim(2) / 3;

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cmath>
 #include <deque>
+#include <vector>
 
 #include "check.h"
 #include "memory.h"

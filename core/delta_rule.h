@@ -9,7 +9,7 @@
 
 #include <cstdint>
 #include <memory>
-#include <vector>
+#include <span>
 
 #include "kernel.h"
 #include "threads.h"
@@ -63,14 +63,14 @@ struct SequenceRows {
 
 struct DeltaRuleCall {
   DeltaRule rule;
-  DType type;                             // of the projections, the convolution's state and out
-  std::vector<SequenceRows> sequences;    // all rows from the first on, in their order
-  HeadRows queries, keys, values, gates;  // of each row
-  HeadRows betas;                         // one value for each head
-  HeadRows decays;                        // likewise, or key_depth of them
-  void* conv_state;                       // [sequences, channels, taps], moved on
-  float* state;                           // [sequences, heads, key_depth, value_depth], moved on
-  void* out;                              // [rows, heads, value_depth]
+  DType type;                               // of the projections, the convolution's state and out
+  std::span<const SequenceRows> sequences;  // all rows from the first on, in their order
+  HeadRows queries, keys, values, gates;    // of each row
+  HeadRows betas;                           // one value for each head
+  HeadRows decays;                          // likewise, or key_depth of them
+  void* conv_state;                         // [sequences, channels, taps], moved on
+  float* state;                             // [sequences, heads, key_depth, value_depth], moved on
+  void* out;                                // [rows, heads, value_depth]
 };
 
 // Refuses sizes that do not belong together.
@@ -106,7 +106,7 @@ struct ShortConvolution {
 struct ShortConvolutionCall {
   ShortConvolution convolution;
   DType type;
-  std::vector<SequenceRows> sequences;
+  std::span<const SequenceRows> sequences;
   const void* projected;  // [rows, 3, channels]: B, C, x
   void* state;            // [sequences, channels, taps], moved on
   void* out;              // [rows, channels]

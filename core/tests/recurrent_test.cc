@@ -102,7 +102,9 @@ void call(const Kernels& k, const Problem& p, std::int64_t first, std::int64_t l
   const std::int64_t of_head = s.of_channels ? s.key_depth : 1;
   DeltaRuleCall c{};
   c.type = p.type;
-  for (std::int64_t i = 0; i < s.batch; ++i) c.sequences.push_back({i, i * (last - first), last - first});
+  std::vector<SequenceRows> sequences;
+  for (std::int64_t i = 0; i < s.batch; ++i) sequences.push_back({i, i * (last - first), last - first});
+  c.sequences = sequences;
   c.rule.key_heads = s.key_heads;
   c.rule.heads = s.heads;
   c.rule.key_depth = s.key_depth;
@@ -269,9 +271,10 @@ void test_short_convolution() {
         const auto run = [&](const Kernels& k) {
           std::pair<std::vector<std::uint8_t>, std::vector<std::uint8_t>> r{
               std::vector<std::uint8_t>(size(batch * tokens * channels * size_of(type))), state.bytes};
+          const SequenceRows sequences[] = {{0, 0, tokens}, {1, tokens, tokens}};
           short_convolution(k, {{channels, taps, weight.parameters(), bias.parameters()},
                                 type,
-                                {{0, 0, tokens}, {1, tokens, tokens}},
+                                sequences,
                                 projected.bytes.data(),
                                 r.second.data(),
                                 r.first.data()});

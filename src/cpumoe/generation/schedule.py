@@ -144,7 +144,9 @@ class Schedule:
             sequence = piece.sequence
             first = sequence.computed // self.page_tokens
             sequence.computed += piece.count
-            for index in range(first, sequence.computed // self.page_tokens if self._shares_pages else first):
+            if not self._shares_pages:
+                continue
+            for index in range(first, sequence.computed // self.page_tokens):
                 self.pool.give_name(sequence.pages[index], sequence.page_name(index))
 
     def _page_count(self, tokens: int) -> int:

@@ -81,7 +81,7 @@ def _difference(twin: Any, model: decoder.DecoderModel) -> str:
                 ).last_hidden_state
         except Exception as problem:  # a layer that cannot run alone
             return f"could not be compared ({type(problem).__name__}: {problem})"
-        caches.past(ours, 2)
+        caches.past(ours, 2)  # gives its layers room
         room = caches.reserve(ours, 2, last - past)
         assert room is not None  # it was made here
         padding = torch.tensor([_PADDING, 0])

@@ -119,16 +119,19 @@ Parameters read_parameters(nb::handle object, const char* name, std::int64_t cou
 }
 
 // The weight [channels, taps] and bias of a convolution whose channels are known.
-void read_convolution(nb::handle object, std::int64_t channels, int* taps, Parameters* weight, Parameters* bias) {
+ChannelConvolution read_convolution(nb::handle object, std::int64_t channels) {
   const Array array(object.attr("conv_weight"), "conv_weight");
   CPUMOE_REQUIRE(array.contiguous(2).dim(0) == channels, "conv_weight is ", array.shape_text(), "; [", channels,
                  ", taps] is accepted");
-  *weight = {array.data(), array.float_type()};
-  *taps = static_cast<int>(std::min<std::int64_t>(array.dim(1), std::numeric_limits<int>::max()));
-  if (const nb::object given = object.attr("conv_bias"); !given.is_none()) {
-    *bias = read_parameters(given, "conv_bias", channels);
-    CPUMOE_REQUIRE(bias->type == weight->type, "conv_bias has another dtype than conv_weight");
+  ChannelConvolution c;
+  c.channels = channels;
+  c.taps = static_cast<int>(std::min<std::int64_t>(array.dim(1), std::numeric_limits<int>::max()));
+  c.weight = {array.data(), array.float_type()};
+  if (const nb::object bias = object.attr("conv_bias"); !bias.is_none()) {
+    c.bias = read_parameters(bias, "conv_bias", channels);
+    CPUMOE_REQUIRE(c.bias.type == c.weight.type, "conv_bias has another dtype than conv_weight");
   }
+  return c;
 }
 
 DeltaRule read_rule(nb::handle object) {
@@ -147,7 +150,7 @@ DeltaRule read_rule(nb::handle object) {
       read_parameters(object.attr("decay_bias"), "decay_bias", r.decay_of_channels ? r.heads * r.key_depth : r.heads);
   r.log_rates = read_parameters(object.attr("log_rates"), "log_rates", r.heads);
   r.decay_bound = value_of<float>(object, "decay_bound");
-  read_convolution(object, r.channels(), &r.taps, &r.conv_weight, &r.conv_bias);
+  r.convolution = read_convolution(object, r.channels());
   r.norm_weight = read_parameters(object.attr("norm_weight"), "norm_weight", r.value_depth);
   r.norm_epsilon = value_of<float>(object, "norm_epsilon");
   r.sigmoid_gate = value_of<bool>(object, "sigmoid_gate");
@@ -158,8 +161,7 @@ ConvolutionPart read_short_convolution(nb::handle object) {
   ConvolutionPart c;
   c.projection = read_matrix(object.attr("projection"), "projection");
   c.out = read_matrix(object.attr("out"), "out");
-  c.convolution.channels = c.out.depth;
-  read_convolution(object, c.out.depth, &c.convolution.taps, &c.convolution.weight, &c.convolution.bias);
+  c.convolution = read_convolution(object, c.out.depth);
   return c;
 }
 
@@ -315,13 +317,12 @@ LayerCache read_states(nb::handle entry, const DecoderLayer& layer, DType type, 
   const bool is_delta = layer.delta.has_value();
   CPUMOE_REQUIRE(parts.size() == (is_delta ? 2 : 1), "the cache of a layer with states has ", is_delta ? 2 : 1,
                  " of them");
-  const std::int64_t channels = is_delta ? layer.delta->rule.channels() : layer.convolution->convolution.channels;
-  const int taps = is_delta ? layer.delta->rule.taps : layer.convolution->convolution.taps;
+  const ChannelConvolution& conv = *layer.state_convolution();
   const Array conv_state(parts[0], "conv_state");
   CPUMOE_REQUIRE(conv_state.writable().contiguous(3).float_type() == type && conv_state.dim(0) == batch &&
-                     conv_state.dim(1) == channels && conv_state.dim(2) == taps,
-                 "conv_state is ", conv_state.dtype_text(), " ", conv_state.shape_text(), "; [", batch, ", ", channels,
-                 ", ", taps, "] of the dtype of hidden states is accepted");
+                     conv_state.dim(1) == conv.channels && conv_state.dim(2) == conv.taps,
+                 "conv_state is ", conv_state.dtype_text(), " ", conv_state.shape_text(), "; [", batch, ", ",
+                 conv.channels, ", ", conv.taps, "] of the dtype of hidden states is accepted");
   LayerCache cache{};
   cache.conv_state = conv_state.data();
   if (!is_delta) return cache;
@@ -413,8 +414,9 @@ class DecoderObject {
       CPUMOE_REQUIRE(step.caches.size() < model.layers.size(), "there are caches for more than ", model.layers.size(),
                      " layers");
       const DecoderLayer& layer = model.layers[step.caches.size()];
-      step.caches.push_back(layer.has_states() ? read_states(entry, layer, model.type, batch)
-                                               : read_cache(entry, layer.attention, model.type, batch));
+      step.caches.push_back(layer.state_convolution() != nullptr
+                                ? read_states(entry, layer, model.type, batch)
+                                : read_cache(entry, layer.attention, model.type, batch));
     }
     step.hidden_out = result(hidden_out_, "hidden_out", batch, kept, model.hidden);
     step.logits_out = result(logits_out_, "logits_out", batch, kept, model.head.columns);
@@ -454,7 +456,7 @@ class DecoderObject {
       CPUMOE_REQUIRE(step.caches.size() < model.layers.size(), "there are caches for more than ", model.layers.size(),
                      " layers");
       const DecoderLayer& layer = model.layers[step.caches.size()];
-      if (layer.has_states()) {
+      if (layer.state_convolution() != nullptr) {
         step.caches.push_back(read_states(entry, layer, model.type, pages.dim(0)));
         continue;
       }

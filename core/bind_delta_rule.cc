@@ -36,9 +36,10 @@ struct Convolution {
     parameters(*bias, channels);
   }
 
-  Parameters weights() const { return {weight.data(), weight.float_type()}; }
-  Parameters biases() const { return bias ? Parameters{bias->data(), bias->float_type()} : Parameters{}; }
-  int taps() const { return static_cast<int>(weight.dim(2)); }
+  ChannelConvolution values() const {
+    const Parameters biases = bias ? Parameters{bias->data(), bias->float_type()} : Parameters{};
+    return {weight.dim(0), static_cast<int>(weight.dim(2)), {weight.data(), weight.float_type()}, biases};
+  }
 };
 
 // [batch, tokens, width] in the type of the first projection.
@@ -51,11 +52,11 @@ const Array& projection(const Array& array, const Array& first, std::int64_t wid
 }
 
 // The state [batch, channels, taps] of a convolution.
-void* convolution_state(const Array& state, const Array& x, std::int64_t channels, int taps) {
+void* convolution_state(const Array& state, const Array& x, const ChannelConvolution& c) {
   CPUMOE_REQUIRE(state.writable().contiguous(3).same_type(x), "conv_state is ", state.dtype_text(), "; that of ",
                  x.name(), " (", x.dtype_text(), ") is accepted");
-  CPUMOE_REQUIRE(state.dim(0) == x.dim(0) && state.dim(1) == channels && state.dim(2) == taps, "conv_state is ",
-                 state.shape_text(), "; [", x.dim(0), ", ", channels, ", ", taps, "] is accepted");
+  CPUMOE_REQUIRE(state.dim(0) == x.dim(0) && state.dim(1) == c.channels && state.dim(2) == c.taps, "conv_state is ",
+                 state.shape_text(), "; [", x.dim(0), ", ", c.channels, ", ", c.taps, "] is accepted");
   return state.data();
 }
 
@@ -133,10 +134,8 @@ void delta_rule(nb::handle q_, nb::handle k_, nb::handle v_, nb::handle z_, nb::
     call.decays = head_rows(projection(*a, q, rule.heads * of_head), 0, 1, of_head, 0);
   }
   const Convolution convolution(conv_weight_, conv_bias_, rule.channels());
-  rule.taps = convolution.taps();
-  rule.conv_weight = convolution.weights();
-  rule.conv_bias = convolution.biases();
-  call.conv_state = convolution_state(conv_state, q, rule.channels(), rule.taps);
+  rule.convolution = convolution.values();
+  call.conv_state = convolution_state(conv_state, q, rule.convolution);
   rule.log_rates = parameters(log_rates, rule.heads);
   rule.decay_bias = parameters(decay_bias, rule.heads * (rule.decay_of_channels ? dk : 1));
   rule.decay_bound = decay_bound;
@@ -154,19 +153,16 @@ void convolve(nb::handle projected_, nb::handle conv_weight_, nb::handle conv_bi
               nb::handle out_) {
   const Array projected(projected_, "projected"), conv_state(conv_state_, "conv_state"), out(out_, "out");
   ShortConvolutionCall call{};
-  ShortConvolution& conv = call.convolution;
   call.type = projected.contiguous(3).float_type();
   const std::vector<SequenceRows> sequences = sequences_of(projected);
   call.sequences = sequences;
   CPUMOE_REQUIRE(projected.dim(2) % 3 == 0, "projected is ", projected.shape_text(), "; [batch, tokens, 3 * channels] ",
                  "is accepted");
-  conv.channels = projected.dim(2) / 3;
-  const Convolution convolution(conv_weight_, conv_bias_, conv.channels);
-  conv.taps = convolution.taps();
-  conv.weight = convolution.weights();
-  conv.bias = convolution.biases();
-  call.state = convolution_state(conv_state, projected, conv.channels, conv.taps);
-  projection(out.writable(), projected, conv.channels);
+  const std::int64_t channels = projected.dim(2) / 3;
+  const Convolution convolution(conv_weight_, conv_bias_, channels);
+  call.convolution = convolution.values();
+  call.state = convolution_state(conv_state, projected, call.convolution);
+  projection(out.writable(), projected, channels);
   call.projected = projected.data();
   call.out = out.data();
   const Computation computation;

@@ -145,7 +145,7 @@ void Decoder::Round::run(Worker& worker) {
     const DecoderLayer& layer = m_.layers[i];
     end_block(worker, before);
     normalize(worker, layer.before_attention);
-    if (layer.has_states()) forget_padding(worker);
+    if (layer.state_convolution() != nullptr) forget_padding(worker);
     s_.projections.prepare(worker);
     end_stage(worker, StepPart::kRows);
     s_.projections.multiply(worker);
@@ -396,14 +396,11 @@ void Decoder::clear_states(const Step& step) const {
       const LayerCache& cache = step.caches[i];
       if (cache.conv_state == nullptr) continue;
       const DecoderLayer& layer = state_->model.layers[i];
-      std::int64_t size;
       if (layer.delta.has_value()) {
-        const DeltaRule& rule = layer.delta->rule;
-        std::fill_n(cache.state + row.sequence * rule.state_size(), rule.state_size(), 0.0f);
-        size = rule.channels() * rule.taps;
-      } else {
-        size = layer.convolution->convolution.channels * layer.convolution->convolution.taps;
+        const std::int64_t values = layer.delta->rule.state_size();
+        std::fill_n(cache.state + row.sequence * values, values, 0.0f);
       }
+      const std::int64_t size = layer.state_convolution()->state_size();
       std::memset(at(cache.conv_state, row.sequence * size, state_->model.type), 0,
                   static_cast<std::size_t>(size * size_of(state_->model.type)));
     }

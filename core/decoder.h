@@ -99,7 +99,7 @@ struct DeltaPart {
 
 // A short convolution in the place of attention: [B, C, x] of one matrix.
 struct ConvolutionPart {
-  ShortConvolution convolution;
+  ChannelConvolution convolution;
   Matrix projection, out;
 };
 
@@ -142,7 +142,11 @@ struct DecoderLayer {
   std::optional<DenseBlock> dense;
   float residual_factor = 1.0f;  // of what attention and block add to the residual stream
 
-  bool has_states() const { return delta.has_value() || convolution.has_value(); }
+  // Of a layer that has states, or null.
+  const ChannelConvolution* state_convolution() const {
+    if (delta.has_value()) return &delta->rule.convolution;
+    return convolution.has_value() ? &convolution->convolution : nullptr;
+  }
 };
 
 struct DecoderModel {

@@ -107,6 +107,7 @@ struct DeltaRuleStage::State {
   // One head of queries, keys or values of a piece: `out` [tokens, depth].
   void convolve(const Part& part, const Piece& piece, const HeadRows& heads, std::int64_t head, std::int64_t depth,
                 std::int64_t channel, float* out) const {
+    const ChannelConvolution& conv = r.convolution;
     auto* state = static_cast<std::uint8_t*>(c.conv_state);
     const void* x = heads.at(part.first_row + piece.first, head, c.type);
     for (std::int64_t first = 0; first < depth; first += kTapChannels) {
@@ -116,11 +117,11 @@ struct DeltaRuleStage::State {
       rows.stride = heads.token_stride;
       rows.tokens = static_cast<int>(piece.tokens);
       rows.channels = static_cast<int>(std::min<std::int64_t>(kTapChannels, depth - first));
-      rows.taps = r.taps;
-      rows.weight_type = r.conv_weight.type;
-      rows.weight = r.conv_weight.at((channel + first) * r.taps);
-      rows.bias = r.conv_bias.at(channel + first);
-      rows.state = state + (piece.sequence * r.channels() + channel + first) * r.taps * size_of(c.type);
+      rows.taps = conv.taps;
+      rows.weight_type = conv.weight.type;
+      rows.weight = conv.weight.at((channel + first) * conv.taps);
+      rows.bias = conv.bias.at(channel + first);
+      rows.state = state + (piece.sequence * conv.channels + channel + first) * conv.taps * size_of(c.type);
       rows.silu = true;
       rows.out_type = DType::kF32;
       rows.out = out + first;
@@ -241,7 +242,10 @@ void DeltaRuleStage::run(Worker& worker) { state_->run(worker); }
 void check_delta_rule(const DeltaRule& r) {
   CPUMOE_REQUIRE(r.key_heads >= 1 && r.heads >= 1 && r.heads % r.key_heads == 0, "there are ", r.heads,
                  " heads of values for ", r.key_heads, " heads of keys; a multiple is accepted");
-  CPUMOE_REQUIRE(r.taps >= 1 && r.taps <= kMostTaps, "conv_weight has ", r.taps, " taps; 1 to ", kMostTaps,
+  const ChannelConvolution& conv = r.convolution;
+  CPUMOE_REQUIRE(conv.channels == r.channels(), "the convolution has ", conv.channels, " channels; ", r.channels(),
+                 " are accepted");
+  CPUMOE_REQUIRE(conv.taps >= 1 && conv.taps <= kMostTaps, "conv_weight has ", conv.taps, " taps; 1 to ", kMostTaps,
                  " are accepted");
   CPUMOE_REQUIRE(r.decay_bound <= 0.0f, "decay_bound=", r.decay_bound,
                  "; a number below 0, or 0 for none, is accepted");
@@ -259,13 +263,13 @@ void gated_delta_rule(const Kernels& kernels, const DeltaRuleCall& c) {
   run_on_threads(threads, [&](Worker& worker) { stage.run(worker); });
 }
 
-void check_short_convolution(const ShortConvolution& c) {
+void check_short_convolution(const ChannelConvolution& c) {
   CPUMOE_REQUIRE(c.channels >= 1, "a convolution has ", c.channels, " channels");
   CPUMOE_REQUIRE(c.taps >= 1 && c.taps <= kMostTaps, "weight has ", c.taps, " taps; 1 to ", kMostTaps, " are accepted");
 }
 
 void convolve_shortly(const Kernels& kernels, const ShortConvolutionCall& c, const Worker& worker) {
-  const ShortConvolution& conv = c.convolution;
+  const ChannelConvolution& conv = c.convolution;
   const std::int64_t pieces = (conv.channels + kTapChannels - 1) / kTapChannels;
   const std::int64_t element = size_of(c.type), width = 3 * conv.channels;
   const std::int64_t items = static_cast<std::int64_t>(c.sequences.size()) * pieces;

@@ -38,6 +38,15 @@ struct HeadRows {
   }
 };
 
+// A causal convolution of each channel by itself. Its state is [channels, taps], the last inputs.
+struct ChannelConvolution {
+  std::int64_t channels = 0;
+  int taps = 0;
+  Parameters weight, bias;  // [channels, taps], [channels] or null
+
+  std::int64_t state_size() const { return channels * taps; }
+};
+
 // What a layer of this kind is: its sizes and parameters.
 struct DeltaRule {
   std::int64_t key_heads = 0, heads = 0, key_depth = 0, value_depth = 0;  // heads / key_heads neighbours share a key
@@ -45,10 +54,8 @@ struct DeltaRule {
   Parameters log_rates;                                                   // [heads]
   Parameters decay_bias;                                                  // [heads], or [heads, key_depth]
   float decay_bound = 0.0f;                                               // see DecayRow
-  int taps = 0;
-  Parameters conv_weight;  // [channels, taps]; channels: queries, keys, values
-  Parameters conv_bias;    // [channels], or null
-  Parameters norm_weight;  // [value_depth]
+  ChannelConvolution convolution;                                         // of queries, keys and values
+  Parameters norm_weight;                                                 // [value_depth]
   float norm_epsilon = 0.0f;
   bool sigmoid_gate = false;  // else silu
 
@@ -97,14 +104,8 @@ class DeltaRuleStage {
 void gated_delta_rule(const Kernels& kernels, const DeltaRuleCall& call);
 
 // out = C * convolution(B * x).
-struct ShortConvolution {
-  std::int64_t channels = 0;
-  int taps = 0;
-  Parameters weight, bias;  // [channels, taps], [channels] or null
-};
-
 struct ShortConvolutionCall {
-  ShortConvolution convolution;
+  ChannelConvolution convolution;
   DType type;
   std::span<const SequenceRows> sequences;
   const void* projected;  // [rows, 3, channels]: B, C, x
@@ -113,7 +114,7 @@ struct ShortConvolutionCall {
 };
 
 // Refuses sizes that do not belong together.
-void check_short_convolution(const ShortConvolution& convolution);
+void check_short_convolution(const ChannelConvolution& convolution);
 
 // The share of one worker; the result is complete behind the next barrier of its team.
 void convolve_shortly(const Kernels& kernels, const ShortConvolutionCall& call, const Worker& worker);

@@ -119,9 +119,8 @@ void call(const Kernels& k, const Problem& p, std::int64_t first, std::int64_t l
   c.rule.log_rates = p.rates.parameters();
   c.rule.decay_bias = p.bias.parameters();
   c.rule.decay_bound = s.bound;
-  c.rule.taps = s.taps;
-  c.rule.conv_weight = p.conv.parameters();
-  if (s.conv_bias) c.rule.conv_bias = p.conv_bias.parameters();
+  c.rule.convolution = {c.rule.channels(), s.taps, p.conv.parameters(), {}};
+  if (s.conv_bias) c.rule.convolution.bias = p.conv_bias.parameters();
   c.conv_state = o.conv.data();
   c.state = o.state.data();
   c.rule.norm_weight = p.norm.parameters();

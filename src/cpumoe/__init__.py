@@ -12,10 +12,11 @@ from cpumoe.errors import CheckpointError, CpumoeError, NoBackend, UnsupportedSc
 from cpumoe.integrations.transformers import hook
 from cpumoe.layers.activation import Activation
 from cpumoe.layers.backends import explain, select_backend
-from cpumoe.layers.config import MoEConfig, ParallelLayout
+from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.layer import MoELayer
 from cpumoe.layers.linear import QuantizedLinear
+from cpumoe.layers.parallel_layout import ParallelLayout
 from cpumoe.layers.routing import RoutingMethod, routing_method, select_experts
 from cpumoe.layers.scheme import GroupShape, Scheme, TensorFormat
 

@@ -7,21 +7,9 @@ from dataclasses import dataclass, field
 import torch
 
 from cpumoe.layers.activation import Activation
+from cpumoe.layers.parallel_layout import ParallelLayout
 from cpumoe.layers.routing import RoutingMethod
 from cpumoe.layers.scheme import Scheme
-
-
-@dataclass(frozen=True)
-class ParallelLayout:
-    """Over how many ranks a layer is spread: TP splits every expert, EP gives each rank whole experts."""
-
-    tp_size: int = 1
-    ep_size: int = 1
-
-    def __post_init__(self) -> None:
-        for name, size in (("tp_size", self.tp_size), ("ep_size", self.ep_size)):
-            if size < 1:
-                raise ValueError(f"{name}={size}; 1 or more is accepted")
 
 
 @dataclass(frozen=True)

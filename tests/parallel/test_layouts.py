@@ -1,0 +1,97 @@
+"""Layouts as values: the flattening rule, the switch to expert parallelism, and what a rank holds."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cpumoe import ParallelLayout
+from cpumoe.layers.parallel_layout import Exchange, ExpertsPart
+
+sizes = st.integers(1, 5)
+
+
+def layouts(**facts: object) -> st.SearchStrategy[ParallelLayout]:
+    given_facts = {name: st.just(value) for name, value in facts.items()}
+    return st.builds(ParallelLayout, tp_size=sizes, dp_size=sizes, pcp_size=sizes, **given_facts)
+
+
+@given(layouts())
+def test_flat_ranks_count_dp_then_pcp_then_tp(layout: ParallelLayout) -> None:
+    ranks = list(layout.ranks())
+    assert len(ranks) == layout.flat_size == layout.dp_size * layout.pcp_size * layout.tp_size
+    for flat, rank in enumerate(ranks):
+        assert rank.flat_rank == flat
+        assert flat == rank.dp_rank * layout.pcp_size * layout.tp_size + rank.pcp_rank * layout.tp_size + rank.tp_rank
+
+
+@given(layouts())
+def test_without_ep_every_expert_is_split_over_all_ranks(layout: ParallelLayout) -> None:
+    for rank in layout.ranks():
+        assert (rank.ep_size, rank.ep_rank) == (1, 0)
+        assert (rank.experts_tp_size, rank.experts_tp_rank) == (layout.flat_size, rank.flat_rank)
+        part = rank.part_of(7, 32 * layout.flat_size)
+        assert part == ExpertsPart(tuple(range(7)), layout.flat_size, rank.flat_rank)
+
+
+@given(layouts(expert_parallel=True), st.integers(1, 40))
+def test_with_ep_each_expert_is_on_one_rank(layout: ParallelLayout, experts: int) -> None:
+    held: list[int] = []
+    counts = []
+    for rank in layout.ranks():
+        assert (rank.experts_tp_size, rank.experts_tp_rank) == (1, 0)
+        assert rank.ep_size == layout.flat_size
+        part = rank.part_of(experts, 96)
+        assert part.slices == 1
+        held += part.experts
+        counts.append(len(part.experts))
+    assert held == list(range(experts))
+    assert max(counts) - min(counts) <= 1
+    assert layout.uses_ep == (layout.flat_size > 1)  # one rank has all experts, whatever was asked for
+
+
+def test_how_tokens_travel() -> None:
+    assert ParallelLayout().chosen_exchange is None
+    assert ParallelLayout(expert_parallel=True).chosen_exchange is None
+    assert ParallelLayout(tp_size=2).chosen_exchange is Exchange.ALL_REDUCE
+    assert ParallelLayout(tp_size=2, expert_parallel=True).chosen_exchange is Exchange.ALL_REDUCE
+    assert ParallelLayout(dp_size=2).chosen_exchange is Exchange.ALLGATHER_REDUCESCATTER
+    assert ParallelLayout(pcp_size=2, tp_size=2).chosen_exchange is Exchange.ALLGATHER_REDUCESCATTER
+    in_sequence = ParallelLayout(tp_size=2, expert_parallel=True, sequence_parallel=True)
+    assert in_sequence.chosen_exchange is Exchange.ALLGATHER_REDUCESCATTER
+    by_expert = ParallelLayout(dp_size=2, expert_parallel=True, exchange=Exchange.ALL_TO_ALL)
+    assert by_expert.chosen_exchange is Exchange.ALL_TO_ALL
+
+
+@pytest.mark.parametrize(
+    ("facts", "message"),
+    [
+        ({"tp_size": 0}, "tp_size=0; 1 or more"),
+        ({"dp_size": 2, "dp_rank": 2}, "dp_rank=2 of dp_size=2; 0 to 1"),
+        ({"pcp_rank": -1}, "pcp_rank=-1"),
+        ({"sequence_parallel": True}, "sequence_parallel with tp_size=1"),
+        ({"dp_size": 2, "exchange": Exchange.ALL_REDUCE}, "exchange=all_reduce, and ranks have different tokens"),
+        ({"tp_size": 2, "exchange": Exchange.ALL_TO_ALL}, "all_to_all without expert parallelism"),
+    ],
+)
+def test_impossible_layouts(facts: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ParallelLayout(**facts)  # type: ignore[arg-type]
+
+
+def test_what_does_not_divide_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ValueError, match="768 of the experts does not divide by 5 ranks"):
+        ParallelLayout(tp_size=5).part_of(8, 768)
+    with pytest.raises(ValueError, match="flat_rank=4; 0 to 3"):
+        ParallelLayout(tp_size=4).of_rank(4)
+    with pytest.raises(ValueError, match="slice=2 of 2"):
+        ExpertsPart((0,), 2, 2)
+
+
+def test_printed() -> None:
+    assert str(ParallelLayout()) == "one rank"
+    assert str(ParallelLayout(tp_size=2, dp_size=4, expert_parallel=True)) == "tp 2 dp 4 ep"
+    assert str(ExpertsPart((4, 5, 6))) == "experts 4..6"
+    assert str(ExpertsPart((4, 5, 4), 2, 1)) == "experts 4,5,4, slice 1 of 2"
+    assert str(ExpertsPart(())) == "experts none"

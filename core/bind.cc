@@ -46,22 +46,41 @@ DType result_type(const Array& out, const Array& x) {
   return type;
 }
 
+DType dtype_of(int number) {
+  CPUMOE_REQUIRE(number >= 0 && number <= static_cast<int>(DType::kF16), "dtype ", number, "; 0 to 2 are accepted");
+  return static_cast<DType>(number);
+}
+
+// `prepared_type`: -1, or the type of the tokens before they were prepared.
 void moe(nb::handle x_, nb::handle ids_, nb::handle weights_, nb::handle gate_up_, nb::handle down_, nb::handle out_,
-         int activation, bool gated, float alpha, float limit, bool weight_on_input) {
+         int activation, bool gated, float alpha, float limit, bool weight_on_input, int prepared_type,
+         RankExchange* slices) {
   const Array x(x_, "hidden_states"), ids(ids_, "topk_ids"), weights(weights_, "topk_weights");
   const Array gate_up(gate_up_, "gate_up"), down(down_, "down"), out(out_, "out");
   MoeCall call{};
   call.gate_up = packed_matrix(gate_up);
   call.down = packed_matrix(down);
-  call.type = x.contiguous(2).float_type();
-  call.out_type = result_type(out.writable().contiguous(2), x);
+  x.contiguous(2);
+  out.writable().contiguous(2);
+  const bool prepared = prepared_type >= 0;
+  call.type = prepared ? dtype_of(prepared_type) : x.float_type();
+  call.out_type = prepared ? out.expect<float>("float32").float_type() : result_type(out, x);
   weights.contiguous(2).expect<float>("float32");
   ids.contiguous(2);
   call.tokens = x.dim(0);
   call.topk = ids.dim(1);
-  CPUMOE_REQUIRE(x.dim(1) == call.gate_up.spec.depth, "hidden_states have ", x.dim(1), " features, but gate_up takes ",
-                 call.gate_up.spec.depth);
-  CPUMOE_REQUIRE(out.dim(0) == x.dim(0) && out.dim(1) == x.dim(1), "out must have the shape of hidden_states");
+  if (prepared) {
+    const std::int64_t bytes = prepared_token_bytes(call.gate_up, call.type);
+    CPUMOE_REQUIRE(bytes > 0 && x.expect<std::uint8_t>("uint8").dim(1) == bytes, "prepared tokens have ", x.dim(1),
+                   " bytes, but those for gate_up have ", bytes);
+    CPUMOE_REQUIRE(reinterpret_cast<std::uintptr_t>(x.data()) % 64 == 0,
+                   "prepared tokens do not begin at a multiple of 64 bytes");
+  } else {
+    CPUMOE_REQUIRE(x.dim(1) == call.gate_up.spec.depth, "hidden_states have ", x.dim(1),
+                   " features, but gate_up takes ", call.gate_up.spec.depth);
+  }
+  CPUMOE_REQUIRE(out.dim(0) == x.dim(0) && out.dim(1) == call.gate_up.spec.depth,
+                 "out must have the shape of hidden_states");
   CPUMOE_REQUIRE(ids.dim(0) == call.tokens, "topk_ids ", ids.shape_text(), " do not have the ", call.tokens,
                  " rows of hidden_states");
   CPUMOE_REQUIRE(weights.dim(0) == ids.dim(0) && weights.dim(1) == ids.dim(1), "topk_weights ", weights.shape_text(),
@@ -70,7 +89,9 @@ void moe(nb::handle x_, nb::handle ids_, nb::handle weights_, nb::handle gate_up
                  "; 0 to 5 are accepted");
   call.activation = {static_cast<Activation>(activation), gated, alpha, limit};
   call.weight_on_input = weight_on_input;
-  call.x = x.data();
+  call.x = prepared ? nullptr : x.data();
+  call.prepared = prepared ? x.data() : nullptr;
+  call.slices = slices;
   call.out = out.data();
   call.weights = weights.data<float>();
 
@@ -91,6 +112,21 @@ void moe(nb::handle x_, nb::handle ids_, nb::handle weights_, nb::handle gate_up
   }
   const Computation computation;
   moe_forward(active_kernels(), call);
+}
+
+// Tokens as the first product of `gate_up` wants them.
+void prepare(nb::handle x_, nb::handle gate_up_, nb::handle out_) {
+  const Array x(x_, "hidden_states"), gate_up(gate_up_, "gate_up"), out(out_, "out");
+  const PackedMatrix matrix = packed_matrix(gate_up);
+  const DType type = x.contiguous(2).float_type();
+  CPUMOE_REQUIRE(x.dim(1) == matrix.spec.depth, "hidden_states have ", x.dim(1), " features, but gate_up takes ",
+                 matrix.spec.depth);
+  const std::int64_t bytes = prepared_token_bytes(matrix, type);
+  out.writable().contiguous(2).expect<std::uint8_t>("uint8");
+  CPUMOE_REQUIRE(bytes > 0 && out.dim(0) == x.dim(0) && out.dim(1) == bytes, "out is ", out.shape_text(), "; [",
+                 x.dim(0), ", ", bytes, "] is accepted");
+  const Computation computation;
+  prepare_tokens(active_kernels(), matrix, x.data(), type, x.dim(0), out.data());
 }
 
 void linear(nb::handle x_, nb::handle weight_, nb::handle out_) {
@@ -583,8 +619,16 @@ void advise(nb::handle data_) {
 NB_MODULE(_core, m) {
   using namespace nb::literals;
   using namespace cpumoe;
+  bind_exchange(m);
   m.def("moe", &moe, "x"_a, "ids"_a, "weights"_a, "gate_up"_a, "down"_a, "out"_a, "activation"_a, "gated"_a, "alpha"_a,
-        "limit"_a, "weight_on_input"_a);
+        "limit"_a, "weight_on_input"_a, "prepared_type"_a = -1, "slices"_a.none() = nb::none());
+  m.def("prepare_tokens", &prepare, "x"_a, "gate_up"_a, "out"_a);
+  m.def(
+      "prepared_token_bytes",
+      [](nb::handle gate_up, int type) {
+        return prepared_token_bytes(packed_matrix(Array(gate_up, "gate_up")), dtype_of(type));
+      },
+      "gate_up"_a, "type"_a);
   m.def("linear", &linear, "x"_a, "weight"_a, "out"_a);
   bind_spec(m);
   m.def("read_spec", &read_spec, "blob"_a);

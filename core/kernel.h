@@ -280,6 +280,8 @@ struct PrepareRow {
   std::ptrdiff_t record_stride, half_stride;
   float scale = 0.0f;              // where the row format does not find it in the row
   float* record_scales = nullptr;  // [padded / 128], where every record has one
+  // The smallest and the largest value, 0 among them, of a row of which this is a part; null: this is all of it.
+  const float* range = nullptr;
 };
 
 // A row format on one instruction set.

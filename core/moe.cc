@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cmath>
 #include <cstring>
 #include <memory>
 #include <optional>
@@ -28,6 +29,25 @@ constexpr auto kOnes = [] {
   return ones;
 }();
 
+// A prepared token: its row, then this, then the scales of its records.
+struct PreparedTail {
+  RowScale scale;
+  float* records() { return reinterpret_cast<float*>(this + 1); }
+  const float* records() const { return reinterpret_cast<const float*>(this + 1); }
+};
+
+std::int64_t prepared_bytes(const PackedMatrix& gate_up, std::int64_t row_bytes, const RowTraits& traits) {
+  const std::int64_t tail = static_cast<std::int64_t>(sizeof(PreparedTail)) +
+                            (traits.record_scales ? gate_up.records * static_cast<std::int64_t>(sizeof(float)) : 0);
+  return row_bytes + (tail + 63) / 64 * 64;  // rows are read in whole lines
+}
+
+// Whether the scale of a row depends on all of its values.
+bool needs_range(RowFormat format) {
+  return format == RowFormat::kBytes || format == RowFormat::kWords || format == RowFormat::kFp8 ||
+         format == RowFormat::kFp8Tensor;
+}
+
 struct ThreadScratch {
   ProductScratch product;
   Buffer gathered, hidden, ordered, slice, scales, scales_up, zeros, record_scales;
@@ -36,7 +56,7 @@ struct ThreadScratch {
 // Everything a calling thread keeps between calls.
 struct Scratch {
   Plan plan;
-  Buffer tokens, token_scale, token_record_scales, hidden, rows, row_scale, row_zero, row_record_scales;
+  Buffer tokens, token_scale, token_record_scales, hidden, ranges, rows, row_scale, row_zero, row_record_scales;
   std::vector<std::unique_ptr<ThreadScratch>> threads;
 };
 
@@ -82,7 +102,7 @@ class Forward {
     const auto active = static_cast<std::int64_t>(plan_.experts.size());
     // With many experts a thread takes a whole one: its intermediate rows stay in that thread's cache and are quantised
     // at once. Otherwise threads share an expert and meet at a barrier in between.
-    whole_experts_ = active >= 32 * threads && plan_.most_pairs * hidden_stride_ * 4 <= 32 << 20;
+    whole_experts_ = active >= 32 * threads && plan_.most_pairs * hidden_stride_ * 4 <= 32 << 20 && !shares_ranges();
     // Few items make long streams of weights, which DRAM serves best; but there must be enough for the threads to end
     // together: at least 16 a thread for the first product and 4 for the second, all of nearly the same size.
     const std::int64_t wanted = active == 0 ? 1 : (16 * threads + active - 1) / active;
@@ -101,7 +121,9 @@ class Forward {
       });
     }
     if (!row_traits_.by_expert()) {
-      tokens_ = s_.tokens.get<std::uint8_t>(call.tokens * token_bytes_);
+      token_stride_ = call.prepared == nullptr ? token_bytes_ : prepared_bytes(call.gate_up, token_bytes_, row_traits_);
+      tokens_ = call.prepared;
+      if (tokens_ == nullptr) tokens_ = made_ = s_.tokens.get<std::uint8_t>(call.tokens * token_bytes_);
       token_scale_ = s_.token_scale.get<RowScale>(call.tokens);
     }
     if (row_traits_.record_scales) {
@@ -112,6 +134,7 @@ class Forward {
     row_scale_ = s_.row_scale.get<float>(plan_.pairs);
     row_zero_ = s_.row_zero.get<std::int32_t>(plan_.pairs);
     if (!whole_experts_) hidden_ = s_.hidden.get<float>(plan_.pairs * hidden_stride_);
+    if (shares_ranges()) ranges_ = s_.ranges.get<float>(2 * plan_.pairs);
     while (static_cast<int>(s_.threads.size()) < threads) s_.threads.push_back(std::make_unique<ThreadScratch>());
     for (int i = 0; i < threads; ++i) {
       ThreadScratch& t = *s_.threads[static_cast<std::size_t>(i)];
@@ -137,6 +160,7 @@ class Forward {
     worker.barrier->wait();
     first_product(item, slice, t);
     worker.barrier->wait();
+    if (shares_ranges()) share_ranges(worker);
     if (!whole_experts_) {
       prepare_hidden_rows(worker, t);
       worker.barrier->wait();
@@ -173,11 +197,16 @@ class Forward {
   void prepare_tokens(const Worker& worker) {
     if (row_traits_.by_expert()) return;  // gather does
     const std::int64_t hidden = c_.gate_up.spec.depth, padded = c_.gate_up.padded_depth;
-    for (std::int64_t t = c_.tokens * worker.index / worker.count; t < c_.tokens * (worker.index + 1) / worker.count;
-         ++t) {
+    for (std::int64_t t = worker.share(c_.tokens); t < worker.next_share(c_.tokens); ++t) {
       float* record_scales = row_traits_.record_scales ? token_record_scales_ + t * c_.gate_up.records : nullptr;
+      if (c_.prepared != nullptr) {
+        const auto* tail = reinterpret_cast<const PreparedTail*>(tokens_ + t * token_stride_ + token_bytes_);
+        token_scale_[t] = tail->scale;
+        if (record_scales != nullptr) std::copy_n(tail->records(), c_.gate_up.records, record_scales);
+        continue;
+      }
       token_scale_[t] =
-          rows_kernels_.prepare({token(t), c_.type, hidden, padded, tokens_ + t * token_bytes_,
+          rows_kernels_.prepare({token(t), c_.type, hidden, padded, made_ + t * token_bytes_,
                                  2 * first_layout_.half_bytes(), first_layout_.half_bytes(), 0.0f, record_scales});
     }
   }
@@ -236,14 +265,14 @@ class Forward {
       }
     }
     const bool in_order = c_.gate_up.spec.input_orders != 0;
-    if (e.pairs == 1 && e.first.tile_rows == e.first.rows && !in_order) return tokens_ + token[0] * token_bytes_;
+    if (e.pairs == 1 && e.first.tile_rows == e.first.rows && !in_order) return tokens_ + token[0] * token_stride_;
     auto* gathered = t.gathered.get<std::uint8_t>(e.first.slots * first_row_bytes_);
     for (int index = 0; index < e.first.chunks; ++index) {
       const RowChunk chunk = e.first.chunk(index);
       const std::int32_t base = chunk.first_row / first_layout_.rows;
       for (int r = base; r < base + chunk.rows / first_layout_.rows; ++r) {
-        const std::uint8_t* src = tokens_ + token[r] * token_bytes_;
-        const std::uint8_t* later = tokens_ + token[std::min(r + 2, e.pairs - 1)] * token_bytes_;
+        const std::uint8_t* src = tokens_ + token[r] * token_stride_;
+        const std::uint8_t* later = tokens_ + token[std::min(r + 2, e.pairs - 1)] * token_stride_;
         if (in_order) {
           gather_in_order(e.expert, src, chunk, r, gathered);
         } else {
@@ -341,11 +370,45 @@ class Forward {
   float hidden_scale(const ExpertRows& e, const float* hidden) const {
     if (!row_traits_.of_tensor) return c_.down.input_scale(e.expert, 0);
     float largest = 0.0f;
+    if (const float* range = range_of(e.first_pair)) {
+      for (int i = 0; i < 2 * e.pairs; ++i) largest = std::max(largest, std::abs(range[i]));
+    }
     for (int r = 0; r < e.pairs; ++r) {
       const float* row = hidden + r * hidden_stride_;
       largest = std::max(largest, largest_magnitude(k_, row, DType::kF32, 1, c_.down.spec.depth));
     }
     return fp8_scale(largest);
+  }
+
+  // ---- slices of experts on other ranks ----------------------------------------------------------------------------
+
+  bool shares_ranges() const { return c_.slices != nullptr && needs_range(c_.down.spec.rows); }
+
+  const float* range_of(std::int64_t pair) const { return ranges_ == nullptr ? nullptr : ranges_ + 2 * pair; }
+
+  // The extremes of every intermediate row over all ranks. A row that is broken on one of them stays so there, and the
+  // sum of all is broken by it.
+  void share_ranges(Worker& worker) {
+    for (std::int64_t pair = worker.share(plan_.pairs); pair < worker.next_share(plan_.pairs); ++pair) {
+      constexpr int kLanes = 16;  // `hidden_stride_` is a multiple of it, but what is behind the row may be anything
+      const float* row = hidden_ + pair * hidden_stride_;
+      const std::int64_t depth = c_.down.spec.depth;
+      float low[kLanes] = {}, high[kLanes] = {};
+      for (std::int64_t i = 0; i < depth; i += kLanes) {  // depth is a multiple of 32
+        for (int j = 0; j < kLanes; ++j) {
+          low[j] = row[i + j] < low[j] ? row[i + j] : low[j];
+          high[j] = row[i + j] > high[j] ? row[i + j] : high[j];
+        }
+      }
+      ranges_[2 * pair] = -*std::min_element(low, low + kLanes);
+      ranges_[2 * pair + 1] = *std::max_element(high, high + kLanes);
+    }
+    worker.barrier->wait();
+    if (worker.index == 0) {
+      c_.slices->largest(ranges_, 2 * static_cast<std::int64_t>(plan_.pairs));
+      for (std::int64_t pair = 0; pair < plan_.pairs; ++pair) ranges_[2 * pair] = -ranges_[2 * pair];
+    }
+    worker.barrier->wait();
   }
 
   // `pair` is counted from the expert's first one.
@@ -362,7 +425,7 @@ class Forward {
         {hidden, DType::kF32, depth, c_.down.padded_depth,
          rows_ + (e.second_slot + chunk.first_row) * second_row_bytes_ + second_layout_.offset(chunk, row),
          second_layout_.record_stride(chunk), second_layout_.half_stride(chunk), stored,
-         hidden_record_scales(e.first_pair + pair)});
+         hidden_record_scales(e.first_pair + pair), range_of(e.first_pair + pair)});
     row_scale_[e.first_pair + pair] = q.scale;
     row_zero_[e.first_pair + pair] = q.zero;
   }
@@ -451,14 +514,17 @@ class Forward {
   const RowLayout first_layout_, second_layout_;
   // Of a prepared token, and of rows of the products.
   const std::int64_t token_bytes_, first_row_bytes_, second_row_bytes_;
+  std::int64_t token_stride_ = 0;   // from one prepared token to the next
   std::int64_t hidden_stride_ = 0;  // fp32 values of an intermediate row before it is prepared
   bool whole_experts_ = false;
   int items_per_expert_ = 0, first_items_ = 0, blocks_per_slice_ = 0, slices_ = 0;
   std::vector<int> order_;
-  std::uint8_t* tokens_ = nullptr;
+  const std::uint8_t* tokens_ = nullptr;
+  std::uint8_t* made_ = nullptr;  // the same where they are prepared here
   RowScale* token_scale_ = nullptr;
   std::uint8_t* rows_ = nullptr;
   float* hidden_ = nullptr;
+  float* ranges_ = nullptr;  // smallest and largest value of every intermediate row, of all ranks
   float* row_scale_ = nullptr;
   std::int32_t* row_zero_ = nullptr;
   float *token_record_scales_ = nullptr, *row_record_scales_ = nullptr;
@@ -490,6 +556,34 @@ void check_experts(const PackedSpec& g, const PackedSpec& d, const ActivationSpe
 std::int64_t tokens_at_once(const PackedMatrix& down, std::int64_t topk) {
   const std::int64_t row_bytes = std::max<std::int64_t>(1, topk) * down.padded_depth * 4;
   return std::clamp(kHiddenBytes / row_bytes, kMinTokens, kMaxTokens);
+}
+
+std::int64_t prepared_token_bytes(const PackedMatrix& gate_up, DType type) {
+  PackedSpec spec = gate_up.spec;
+  spec.rows = rows_for(spec, type);
+  const RowTraits traits = traits_of(spec.rows);
+  return traits.by_expert() ? 0 : prepared_bytes(gate_up, RowLayout(spec).row_bytes(gate_up.padded_depth), traits);
+}
+
+void prepare_tokens(const Kernels& kernels, const PackedMatrix& gate_up, const void* x, DType type, std::int64_t tokens,
+                    std::uint8_t* out) {
+  PackedSpec spec = gate_up.spec;
+  spec.rows = rows_for(spec, type);
+  const RowLayout layout(spec);
+  const RowTraits traits = traits_of(spec.rows);
+  const RowKernels& rows = kernels.of(spec.rows);
+  const std::int64_t row_bytes = layout.row_bytes(gate_up.padded_depth);
+  const std::int64_t stride = prepared_bytes(gate_up, row_bytes, traits);
+  CPUMOE_REQUIRE(!traits.by_expert(), "tokens of this scheme are prepared for each expert anew");
+  std::memset(out, 0, static_cast<std::size_t>(tokens * stride));  // what is between rows may be sent, too
+  run_on_threads(threads_for(tokens * stride), [&](Worker& worker) {
+    for (std::int64_t t = worker.share(tokens); t < worker.next_share(tokens); ++t) {
+      auto* tail = reinterpret_cast<PreparedTail*>(out + t * stride + row_bytes);
+      tail->scale = rows.prepare({static_cast<const std::uint8_t*>(x) + t * spec.depth * size_of(type), type,
+                                  spec.depth, gate_up.padded_depth, out + t * stride, 2 * layout.half_bytes(),
+                                  layout.half_bytes(), 0.0f, traits.record_scales ? tail->records() : nullptr});
+    }
+  });
 }
 
 struct MoeStage::State {
@@ -525,13 +619,18 @@ void moe_forward(const Kernels& kernels, const MoeCall& call) {
     part.tokens = std::min(step, call.tokens - first);
     const std::int64_t rows = part.tokens * call.topk, experts = std::min(rows, call.gate_up.spec.experts);
     const int threads = threads_for(product_work(call.gate_up, experts, rows) + product_work(call.down, experts, rows));
-    part.x = static_cast<const std::uint8_t*>(call.x) + first * width * size_of(call.type);
+    if (call.prepared != nullptr) {
+      part.prepared = call.prepared + first * prepared_token_bytes(call.gate_up, call.type);
+    } else {
+      part.x = static_cast<const std::uint8_t*>(call.x) + first * width * size_of(call.type);
+    }
     part.out = static_cast<std::uint8_t*>(call.out) + first * width * size_of(call.out_type);
     part.ids = call.ids + first * call.topk;
     part.weights = call.weights + first * call.topk;
     Forward forward(kernels, part, threads, &scratch_of_this_thread());
     run_on_threads(threads, [&](Worker& worker) { forward.run(worker); });
   }
+  if (call.slices != nullptr) call.slices->rethrow();
 }
 
 }  // namespace cpumoe

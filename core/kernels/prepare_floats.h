@@ -142,7 +142,10 @@ RowScale scaled_fp8_row(const PrepareRow& args) {
 // With the scale that makes the row's largest value the largest of e4m3.
 template <class V>
 RowScale fp8_row(const PrepareRow& args) {
-  const float magnitude = magnitude_of<V>(args.src, args.type, args.count);
+  float magnitude = magnitude_of<V>(args.src, args.type, args.count);
+  if (args.range != nullptr && magnitude == magnitude) {
+    magnitude = -args.range[0] > args.range[1] ? -args.range[0] : args.range[1];
+  }
   const float scale = magnitude / kE4M3.largest;
   encode_records<V>(args, magnitude != magnitude,
                     [&](std::int64_t, float* values) { round_group<V, kE4M3>(values, kRecordDepth, scale, 1.0f); });

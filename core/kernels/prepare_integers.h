@@ -81,6 +81,10 @@ RowScale quantize_typed(const PrepareRow& args) {
       bad += brokens[i];
     }
   }
+  if (args.range != nullptr) {
+    rmin = args.range[0];
+    rmax = args.range[1];
+  }
   RowScale q{};
   RowFactors factors{};
   if (bad == 0.0f) {

@@ -36,3 +36,7 @@ class NoBackend(CpumoeError, RuntimeError):
 
 class CheckpointError(_AboutFiles):
     """A checkpoint that cannot be read, is not complete, or holds what is not expected; the message has the names."""
+
+
+class RankError(CpumoeError, RuntimeError):
+    """A rank has ended, failed, does not answer or runs something else; the message names it."""

@@ -1,0 +1,369 @@
+#include "rank_exchange.h"
+
+#include <fcntl.h>
+#include <sched.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+#include <vector>
+
+#include "check.h"
+#include "threads.h"
+
+namespace cpumoe {
+
+RankExchange::RankExchange(int rank, int ranks) : rank_(rank), ranks_(ranks) {
+  CPUMOE_REQUIRE(ranks >= 1, "ranks=", ranks, "; 1 or more is accepted");
+  CPUMOE_REQUIRE(rank >= 0 && rank < ranks, "rank=", rank, "; 0 to ", ranks - 1, " are accepted");
+}
+
+template <class Body>
+void RankExchange::guarded(Body&& body) noexcept {
+  if (failure_ != nullptr) return;
+  try {
+    body();
+  } catch (...) {
+    failure_ = std::current_exception();
+  }
+}
+
+void RankExchange::rethrow() const {
+  if (failure_ != nullptr) std::rethrow_exception(failure_);
+}
+
+void RankExchange::gather(const void* mine, std::int64_t bytes, void* all) noexcept {
+  guarded([&] {
+    std::vector<std::int64_t> begins(static_cast<std::size_t>(ranks_) + 1);
+    for (int r = 0; r <= ranks_; ++r) begins[static_cast<std::size_t>(r)] = r * bytes;
+    do_gather(mine, begins.data(), all);
+  });
+}
+
+void RankExchange::gather_parts(const void* mine, const std::int64_t* begins, void* all) noexcept {
+  guarded([&] { do_gather(mine, begins, all); });
+}
+
+void RankExchange::trade(const void* mine, const std::int64_t* begins, void* all, const std::int64_t* given) noexcept {
+  guarded([&] { do_trade(mine, begins, all, given); });
+}
+
+void RankExchange::sum(float* values, std::int64_t count) noexcept {
+  guarded([&] { do_sum(values, count); });
+}
+
+void RankExchange::largest(float* values, std::int64_t count) noexcept {
+  guarded([&] { do_largest(values, count); });
+}
+
+// ---- through shared memory -----------------------------------------------------------------------------------------
+
+namespace {
+
+// Bytes of the numbers, so that a message of one kind cannot be taken for one of another.
+enum class Message : std::uint32_t {
+  kGather = 0x47415448,
+  kTrade = 0x54524144,
+  kSum = 0x53554D00,
+  kLargest = 0x4C524754
+};
+
+const char* name_of(Message message) {
+  switch (message) {
+    case Message::kGather: return "a gather";
+    case Message::kTrade: return "a trade";
+    case Message::kSum: return "a sum";
+    case Message::kLargest: return "a maximum";
+  }
+  return "an unknown message";
+}
+
+// What a rank says of one of its two slots.
+struct alignas(64) Line {
+  std::atomic<std::uint64_t> turn;  // of what the slot holds; it is whole when this is stored
+  Message message;
+  std::int64_t total, piece;  // bytes of the message, of which so many are in the slot
+};
+
+constexpr std::int64_t kReasonBytes = 960;
+
+struct alignas(64) Farewell {
+  std::atomic<std::uint32_t> said;
+  char reason[kReasonBytes];
+};
+
+constexpr std::int64_t kPage = 4096;
+
+std::int64_t pages(std::int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+
+std::int64_t head_bytes(int ranks) {
+  return pages(ranks * static_cast<std::int64_t>(2 * sizeof(Line) + sizeof(Farewell)));
+}
+
+struct flock lock_of(int rank) {
+  struct flock lock{};
+  lock.l_type = F_WRLCK;
+  lock.l_whence = SEEK_SET;
+  lock.l_start = rank;
+  lock.l_len = 1;
+  return lock;
+}
+
+}  // namespace
+
+// Every rank has two slots, used in turn. A rank may write a slot again two turns later without asking: it has seen
+// the turn between them of all others, and they gave that only after they had read this one. So a turn takes one
+// wait.
+//
+// A rank holds a lock on a byte of the file for as long as its process lives: the kernel lets go of it, however the
+// process ends.
+struct SharedExchange::Region {
+  Region(int file_, int rank_, int ranks_, std::int64_t slot_bytes_, double seconds_)
+      : rank(rank_), ranks(ranks_), slot_bytes(slot_bytes_), seconds(seconds_) {
+    CPUMOE_REQUIRE(slot_bytes > 0 && slot_bytes % kPage == 0, "slot_bytes=", slot_bytes, "; a multiple of ", kPage,
+                   " is accepted");
+    CPUMOE_REQUIRE(seconds > 0, "seconds=", seconds, "; a number above 0 is accepted");
+    bytes = file_bytes(ranks, slot_bytes);
+    const off_t found = lseek(file_, 0, SEEK_END);
+    CPUMOE_REQUIRE(found == bytes, "the shared file has ", found, " bytes; ", bytes, " are accepted");
+    file = fcntl(file_, F_DUPFD_CLOEXEC, 0);
+    if (file < 0) throw RankFailure(concat("the shared file cannot be kept open: ", std::strerror(errno)));
+    void* mapped = mmap(nullptr, static_cast<std::size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    if (mapped == MAP_FAILED) {
+      close(file);
+      throw RankFailure(concat("the shared file cannot be mapped: ", std::strerror(errno)));
+    }
+    data = static_cast<std::uint8_t*>(mapped);
+    struct flock lock = lock_of(rank);
+    if (fcntl(file, F_OFD_SETLK, &lock) != 0) {
+      munmap(data, static_cast<std::size_t>(bytes));
+      close(file);
+      throw RankFailure(concat("rank ", rank, " is taken by another process: ", std::strerror(errno)));
+    }
+  }
+
+  ~Region() {
+    munmap(data, static_cast<std::size_t>(bytes));
+    close(file);
+  }
+
+  Region(const Region&) = delete;
+  Region& operator=(const Region&) = delete;
+
+  Line& line(int of) const { return reinterpret_cast<Line*>(data)[2 * of + static_cast<int>(turn & 1)]; }
+  Farewell& farewell(int of) const {
+    return reinterpret_cast<Farewell*>(data + 2 * ranks * static_cast<std::int64_t>(sizeof(Line)))[of];
+  }
+  std::uint8_t* slot(int of) const {
+    return data + head_bytes(ranks) + (2 * of + static_cast<int>(turn & 1)) * slot_bytes;
+  }
+
+  // Begins a turn: `write` fills this rank's slot.
+  template <class Write>
+  void give(Message message, std::int64_t total, std::int64_t piece, Write&& write) {
+    ++turn;
+    write(slot(rank));
+    Line& mine = line(rank);
+    mine.message = message;
+    mine.total = total;
+    mine.piece = piece;
+    mine.turn.store(turn, std::memory_order_release);
+  }
+
+  // Waits for what another rank gives in this turn.
+  const Line& wait_for(int other, Message message) {
+    const Line& theirs = line(other);
+    if (theirs.turn.load(std::memory_order_acquire) != turn) wait(theirs, other);
+    if (theirs.message != message) {
+      throw RankFailure(concat("rank ", other, " gave ", name_of(theirs.message), " of ", theirs.total,
+                               " bytes where rank ", rank, " was at ", name_of(message),
+                               "; all ranks must run the same model with the same layout"));
+    }
+    return theirs;
+  }
+
+  void wait(const Line& theirs, int other) {
+    using Clock = std::chrono::steady_clock;
+    const Clock::time_point started = Clock::now();
+    Clock::time_point looked = started;
+    for (std::int64_t round = 0;; ++round) {
+      // As long as an exchange takes, the core is kept; then it is left to others, such as the rank that is waited for.
+      for (int i = 0; i < 64; ++i) {
+        const std::uint64_t found = theirs.turn.load(std::memory_order_acquire);
+        if (found == turn) return;
+        if (found != 0 && found != turn - 2) {  // what a slot holds before
+          throw RankFailure(concat("what rank ", other, " gives is not readable: its turn is ", found, " where rank ",
+                                   rank, " is at ", turn));
+        }
+        relax_core();
+      }
+      const Clock::time_point now = Clock::now();
+      const double waited = std::chrono::duration<double>(now - started).count();
+      if (waited > 1e-4) sched_yield();
+      if (std::chrono::duration<double>(now - looked).count() < 0.01) continue;
+      looked = now;
+      refuse_gone(theirs, other);
+      if (waited > seconds) {
+        throw RankFailure(
+            concat("rank ", other, " has given nothing for ", seconds, " s; rank ", rank, " does not wait any longer"));
+      }
+      const timespec pause{0, waited > 1.0 ? 2000000 : 100000};  // it may take long: no core is kept busy for it
+      nanosleep(&pause, nullptr);
+    }
+  }
+
+  // Raises if a rank will give nothing more.
+  void refuse_gone(const Line& theirs, int other) const {
+    for (int of = 0; of < ranks; ++of) {  // whoever has failed is the reason why others do not come
+      if (of == rank) continue;
+      const Farewell& last = farewell(of);
+      if (last.said.load(std::memory_order_acquire) != 0) {
+        throw RankFailure(
+            concat("rank ", of, " has failed: ", std::string(last.reason, strnlen(last.reason, kReasonBytes))));
+      }
+    }
+    struct flock lock = lock_of(other);
+    if (fcntl(file, F_OFD_GETLK, &lock) != 0 || lock.l_type != F_UNLCK) return;
+    if (theirs.turn.load(std::memory_order_acquire) == turn) return;  // its last words
+    throw RankFailure(concat("rank ", other, " has ended; rank ", rank, " cannot go on without it"));
+  }
+
+  // Values of all ranks, some at a time: take(rank, its values, those of this one, count) for every rank in order.
+  template <class Take>
+  void fold(Message message, float* values, std::int64_t count, Take&& take) {
+    const std::int64_t at_once = slot_bytes / static_cast<std::int64_t>(sizeof(float));
+    const std::int64_t total = count * static_cast<std::int64_t>(sizeof(float));
+    std::int64_t done = 0;
+    do {  // nothing is a message too
+      float* some = values + done;
+      const std::int64_t n = std::min(at_once, count - done), piece = n * static_cast<std::int64_t>(sizeof(float));
+      give(message, total, piece, [&](std::uint8_t* slot) {
+        if (piece > 0) std::memcpy(slot, some, static_cast<std::size_t>(piece));
+      });
+      for (int r = 0; r < ranks; ++r) {
+        const Line& theirs = wait_for(r, message);
+        if (theirs.total != total || theirs.piece != piece) throw other_size(r, theirs.total, total);
+        if (n > 0) take(r, reinterpret_cast<const float*>(slot(r)), some, n);
+      }
+      done += n;
+    } while (done < count);
+  }
+
+  RankFailure other_size(int other, std::int64_t given, std::int64_t expected) const {
+    return RankFailure(concat("rank ", other, " gave ", given, " bytes where rank ", rank, " expected ", expected,
+                              "; all ranks must run the same model with the same layout"));
+  }
+
+  static void relax_core() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+  }
+
+  int rank, ranks, file = -1;
+  std::int64_t slot_bytes, bytes = 0;
+  double seconds;
+  std::uint8_t* data = nullptr;
+  std::uint64_t turn = 0;
+};
+
+std::int64_t SharedExchange::file_bytes(int ranks, std::int64_t slot_bytes) {
+  return head_bytes(ranks) + 2 * ranks * slot_bytes;
+}
+
+SharedExchange::SharedExchange(int file, int rank, int ranks, std::int64_t slot_bytes, double seconds)
+    : RankExchange(rank, ranks), region_(std::make_unique<Region>(file, rank, ranks, slot_bytes, seconds)) {}
+
+SharedExchange::~SharedExchange() = default;
+
+void SharedExchange::fail(const std::string& reason) {
+  Farewell& last = region_->farewell(rank());
+  const std::size_t length = std::min<std::size_t>(reason.size(), kReasonBytes - 1);
+  std::memcpy(last.reason, reason.data(), length);
+  last.reason[length] = 0;
+  last.said.store(1, std::memory_order_release);
+}
+
+void SharedExchange::do_gather(const void* mine, const std::int64_t* begins, void* all) {
+  Region& region = *region_;
+  const auto* from = static_cast<const std::uint8_t*>(mine);
+  auto* to = static_cast<std::uint8_t*>(all);
+  std::int64_t longest = 0;
+  for (int r = 0; r < ranks(); ++r) longest = std::max(longest, begins[r + 1] - begins[r]);
+  const auto piece_at = [&](std::int64_t done, int r) {
+    return std::clamp<std::int64_t>(begins[r + 1] - begins[r] - done, 0, region.slot_bytes);
+  };
+  std::int64_t done = 0;
+  do {  // nothing is a message too
+    const std::int64_t piece = piece_at(done, rank());
+    region.give(Message::kGather, begins[rank() + 1] - begins[rank()], piece, [&](std::uint8_t* slot) {
+      if (piece > 0) std::memcpy(slot, from + done, static_cast<std::size_t>(piece));
+    });
+    for (int r = 0; r < ranks(); ++r) {
+      const std::int64_t wanted = piece_at(done, r);
+      const Line& line = region.wait_for(r, Message::kGather);
+      if (line.total != begins[r + 1] - begins[r] || line.piece != wanted) {
+        throw region.other_size(r, line.total, begins[r + 1] - begins[r]);
+      }
+      if (wanted > 0) std::memcpy(to + begins[r] + done, region.slot(r), static_cast<std::size_t>(wanted));
+    }
+    done += region.slot_bytes;
+  } while (done < longest);
+}
+
+void SharedExchange::do_trade(const void* mine, const std::int64_t* begins, void* all, const std::int64_t* given) {
+  Region& region = *region_;
+  const auto* from = static_cast<const std::uint8_t*>(mine);
+  auto* to = static_cast<std::uint8_t*>(all);
+  const std::int64_t part = region.slot_bytes / ranks() / 64 * 64;  // of a slot, for one rank
+  const auto piece_at = [&](const std::int64_t* of, std::int64_t done, int r) {
+    return std::clamp<std::int64_t>(of[r + 1] - of[r] - done, 0, part);
+  };
+  std::int64_t longest = 0;  // of what this rank gives
+  for (int r = 0; r < ranks(); ++r) longest = std::max(longest, begins[r + 1] - begins[r]);
+  bool more = true;
+  for (std::int64_t done = 0; more; done += part) {
+    // Nobody knows what others give to each other: all go on until nobody has anything left.
+    region.give(Message::kTrade, std::max<std::int64_t>(0, longest - done), part, [&](std::uint8_t* slot) {
+      for (int r = 0; r < ranks(); ++r) {
+        const std::int64_t piece = piece_at(begins, done, r);
+        if (piece > 0) std::memcpy(slot + r * part, from + begins[r] + done, static_cast<std::size_t>(piece));
+      }
+    });
+    more = false;
+    for (int r = 0; r < ranks(); ++r) {
+      const Line& line = region.wait_for(r, Message::kTrade);
+      more = more || line.total > part;
+      const std::int64_t piece = piece_at(given, done, r);
+      if (piece > line.total) throw region.other_size(r, line.total, piece);
+      if (piece > 0) {
+        std::memcpy(to + given[r] + done, region.slot(r) + rank() * part, static_cast<std::size_t>(piece));
+      }
+    }
+  }
+}
+
+void SharedExchange::do_sum(float* values, std::int64_t count) {
+  region_->fold(Message::kSum, values, count, [](int r, const float* theirs, float* mine, std::int64_t n) {
+    if (r == 0) {
+      std::memcpy(mine, theirs, static_cast<std::size_t>(n) * sizeof(float));
+    } else {
+      for (std::int64_t i = 0; i < n; ++i) mine[i] += theirs[i];
+    }
+  });
+}
+
+void SharedExchange::do_largest(float* values, std::int64_t count) {
+  region_->fold(Message::kLargest, values, count, [](int, const float* theirs, float* mine, std::int64_t n) {
+    for (std::int64_t i = 0; i < n; ++i) mine[i] = theirs[i] > mine[i] ? theirs[i] : mine[i];
+  });
+}
+
+}  // namespace cpumoe

@@ -1,0 +1,88 @@
+// What the ranks of one model give each other while they compute.
+//
+// Ranks call the same functions in the same order with the same sizes; what a rank adds up, it adds in the order of the
+// ranks, so that all of them have the same bits. A rank that ends, fails, hangs or gives something else than the others
+// is an error that names it, and the end of the exchange: nothing more is waited for then.
+#pragma once
+
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <stdexcept>
+#include <string>
+
+namespace cpumoe {
+
+// RankError in Python.
+class RankFailure : public std::runtime_error {
+ public:
+  using std::runtime_error::runtime_error;
+};
+
+class RankExchange {
+ public:
+  RankExchange(int rank, int ranks);
+  virtual ~RankExchange() = default;
+  RankExchange(const RankExchange&) = delete;
+  RankExchange& operator=(const RankExchange&) = delete;
+
+  int rank() const { return rank_; }
+  int ranks() const { return ranks_; }
+
+  // None of these throws: they are called inside of teams of threads. What went wrong is kept, later calls do nothing,
+  // and `rethrow` raises it.
+  //
+  // `bytes` of every rank, one behind the other in `all`.
+  void gather(const void* mine, std::int64_t bytes, void* all) noexcept;
+  // What rank r gives are the bytes from begins[r] to begins[r + 1] of `all`.
+  void gather_parts(const void* mine, const std::int64_t* begins, void* all) noexcept;
+  // Bytes from begins[r] to begins[r + 1] of `mine` go to rank r, and what it gives goes to `all` likewise.
+  void trade(const void* mine, const std::int64_t* begins, void* all, const std::int64_t* given) noexcept;
+  // Every value becomes the sum over all ranks.
+  void sum(float* values, std::int64_t count) noexcept;
+  // Every value becomes the largest one; NaN counts for nothing.
+  void largest(float* values, std::int64_t count) noexcept;
+
+  bool has_failed() const { return failure_ != nullptr; }
+  void rethrow() const;
+
+ private:
+  virtual void do_gather(const void* mine, const std::int64_t* begins, void* all) = 0;
+  virtual void do_trade(const void* mine, const std::int64_t* begins, void* all, const std::int64_t* given) = 0;
+  virtual void do_sum(float* values, std::int64_t count) = 0;
+  virtual void do_largest(float* values, std::int64_t count) = 0;
+
+  template <class Body>
+  void guarded(Body&& body) noexcept;
+
+  int rank_, ranks_;
+  std::exception_ptr failure_;
+};
+
+// Ranks on one machine, through memory that they share: a message is written once and read by whom it is for, which
+// takes about a microsecond where sockets and sleeping threads take a hundred and more.
+class SharedExchange : public RankExchange {
+ public:
+  // Of the file that all ranks map; `slot_bytes` is a multiple of 4096.
+  static std::int64_t file_bytes(int ranks, std::int64_t slot_bytes);
+
+  // `file`: a descriptor that this process has opened itself, of a file of that size that was all zeros. It may be
+  // closed afterwards. A rank that gives nothing for `seconds` is an error.
+  SharedExchange(int file, int rank, int ranks, std::int64_t slot_bytes, double seconds);
+  ~SharedExchange() override;
+
+  // Tells the others why this rank will not go on.
+  void fail(const std::string& reason);
+
+ private:
+  struct Region;
+
+  void do_gather(const void* mine, const std::int64_t* begins, void* all) override;
+  void do_trade(const void* mine, const std::int64_t* begins, void* all, const std::int64_t* given) override;
+  void do_sum(float* values, std::int64_t count) override;
+  void do_largest(float* values, std::int64_t count) override;
+
+  std::unique_ptr<Region> region_;
+};
+
+}  // namespace cpumoe

@@ -1,0 +1,162 @@
+"""Experts that are spread over ranks.
+
+A rank computes the fp32 sums of its own experts or slices. These are added in the order of the ranks and rounded once,
+so that all ranks have the same bits. One process adds the experts of a token one after another, ranks add the sums of
+theirs: results differ from those of one process in the last bits of fp32 (1e-6), unless a token has one expert.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from cpumoe import ops
+from cpumoe.layers.backends import NativeBackend
+from cpumoe.layers.config import MoEConfig
+from cpumoe.layers.experts import Experts
+from cpumoe.layers.parallel_layout import Exchange, ExpertsPart
+from cpumoe.ops.exchange import expert_sums, prepare_tokens, prepared_token_bytes
+from cpumoe.parallel.dispatch import (
+    Tokens,
+    gather_tokens,
+    own_share,
+    return_sums,
+    scatter_sums,
+    send_tokens,
+    share_in_group,
+)
+from cpumoe.parallel.ranks import Ranks
+
+
+class ParallelExperts(nn.Module):
+    """The experts of one layer on all ranks, called on each of them as :class:`cpumoe.Experts` is.
+
+    With data, context or sequence parallelism every rank gives tokens of its own, as many as it has, or none. In a
+    tensor parallel group all ranks give the same tokens.
+
+    Args:
+        held: what this rank has of the experts; None where it has none of them.
+        config: of the whole layer.
+        ranks: the ranks, their layout, and how they exchange.
+        quantized_dispatch: tokens travel as the first product would quantise them anyway, which gives the same bits.
+            None: where that is fewer bytes.
+    """
+
+    places: Tensor
+    owners: Tensor
+
+    def __init__(
+        self, held: Experts | None, config: MoEConfig, ranks: Ranks, *, quantized_dispatch: bool | None = None
+    ) -> None:
+        super().__init__()
+        parts = [rank.part_of(config.experts, config.intermediate_size) for rank in ranks.layout.ranks()]
+        self.part = parts[ranks.rank]
+        if held is not None and not isinstance(held.backend, NativeBackend):
+            raise ValueError(f"experts on the backend {held.backend.name!r}; spread over ranks 'native' is accepted")
+        count = 0 if held is None else held.config.local_experts
+        if count != len(self.part.experts):
+            raise ValueError(f"{count} experts are held on rank {ranks.rank}; {self.part} are accepted")
+        self.held = held
+        self.config = config
+        self.ranks = ranks
+        # Both have one entry more, for the id -1.
+        self.register_buffer("places", _table(config.experts, [self.part], range(count)), persistent=False)
+        self.register_buffer("owners", _owners(config.experts, parts), persistent=False)
+        self._slices = ranks.number if self.part.slices > 1 else 0
+        # A rank that has no experts does not know how the others want tokens.
+        self._may_prepare = quantized_dispatch is not False and all(part.experts for part in parts)
+        self._must_prepare = quantized_dispatch is True
+
+    def extra_repr(self) -> str:
+        return f"{self.part}; {self.ranks.layout}"
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        topk_ids: Tensor,
+        topk_weights: Tensor,
+        *,
+        apply_router_weight_on_input: bool = False,
+        fp32_out: bool = False,
+    ) -> Tensor:
+        """Computes the layer; see :meth:`cpumoe.Experts.forward`.
+
+        Args:
+            hidden_states: [tokens, H] of this rank.
+            topk_ids: [tokens, K], of the whole layer. topk_weights: [tokens, K].
+
+        Returns:
+            [tokens, H] in the dtype of ``hidden_states``, or fp32.
+        """
+        ops.refuse_gradient(hidden_states=hidden_states, topk_weights=topk_weights)
+        mine = Tokens(hidden_states, self._checked(topk_ids), topk_weights.to(torch.float32))
+        kind = self.ranks.layout.chosen_exchange
+        dtype, on_input = hidden_states.dtype, apply_router_weight_on_input
+        if kind is None or kind is Exchange.ALL_REDUCE:
+            out = self.ranks.sum_(self._sums(mine, dtype, on_input))
+        else:
+            share = mine[own_share(self.ranks.layout, len(hidden_states))]
+            sending = Tokens(self._as_sent(share.rows), share.ids, share.weights)
+            if kind is Exchange.ALL_TO_ALL:
+                here, sent = send_tokens(self.ranks, sending, self.owners)
+                out = return_sums(self.ranks, self._sums(here, dtype, on_input), sent, len(share.rows))
+            else:
+                everything, counts = gather_tokens(self.ranks, sending)
+                out = scatter_sums(self.ranks, self._sums(everything, dtype, on_input), counts)
+            out = share_in_group(self.ranks, out, len(hidden_states))
+        return out if fp32_out else out.to(dtype)
+
+    def _checked(self, ids: Tensor) -> Tensor:
+        """Refused before they travel: on another rank it would be that one's error."""
+        if ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) < self.config.experts:
+            wrong = ids[(ids < -1) | (ids >= self.config.experts)][0]
+            raise ValueError(
+                f"topk_ids hold {int(wrong)}; 0 to {self.config.experts - 1} are experts and -1 means none"
+            )
+        return ids.to(torch.int32)
+
+    def _as_sent(self, rows: Tensor) -> Tensor:
+        if not self._may_prepare:
+            return rows
+        assert self.held is not None  # every rank has some
+        gate_up = self.held.get_buffer("gate_up_packed")
+        prepared = prepared_token_bytes(gate_up, rows.dtype)
+        if prepared == 0:
+            return rows
+        fewer = prepared < rows.shape[1] * rows.element_size()
+        return prepare_tokens(rows, gate_up) if fewer or self._must_prepare else rows
+
+    def _sums(self, tokens: Tokens, dtype: torch.dtype, on_input: bool) -> Tensor:
+        """fp32 [tokens, H]: what this rank has of the sums."""
+        c = self.config
+        if self.held is None:
+            return torch.zeros((len(tokens.rows), c.hidden_size))
+        return expert_sums(
+            tokens.rows,
+            self.places[tokens.ids.long()],
+            tokens.weights,
+            self.held.get_buffer("gate_up_packed"),
+            self.held.get_buffer("down_packed"),
+            c.hidden_size,
+            dtype,
+            c.activation.kind,
+            bool(c.activation.gated),
+            *c.activation.parameters,
+            on_input,
+            self._slices,
+        )
+
+
+def _table(experts: int, parts: Sequence[ExpertsPart], values: Sequence[int]) -> Tensor:
+    """int32 [experts + 1]: a value for each expert of the parts, in their order; -1 for others, and for the id -1."""
+    table = torch.full((experts + 1,), -1, dtype=torch.int32)
+    listed = [expert for part in parts for expert in part.experts]
+    table[listed] = torch.tensor(list(values), dtype=torch.int32)
+    return table
+
+
+def _owners(experts: int, parts: Sequence[ExpertsPart]) -> Tensor:
+    """int32 [experts + 1]: the rank of each expert. Of slices it is the last one that has some: nobody asks."""
+    return _table(experts, parts, [rank for rank, part in enumerate(parts) for _ in part.experts])

@@ -663,4 +663,5 @@ NB_MODULE(_core, m) {
   m.def("cpu_name", &cpu_name);
   m.def("advise_huge_pages", &advise, "data"_a);
   m.def("guard_mapping", &guard_mapping, "address"_a, "bytes"_a, "path"_a);
+  bind_read_runs(m);
 }

@@ -17,6 +17,7 @@ void bind_cache_records(nanobind::module_& m);  // bind_cache_records.cc
 void bind_decoder(nanobind::module_& m);        // bind_decoder.cc
 void bind_delta_rule(nanobind::module_& m);     // bind_delta_rule.cc
 void bind_exchange(nanobind::module_& m);       // bind_exchange.cc
+void bind_read_runs(nanobind::module_& m);      // bind_read_runs.cc
 void bind_state_space(nanobind::module_& m);    // bind_state_space.cc
 
 }  // namespace cpumoe

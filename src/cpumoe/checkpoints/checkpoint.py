@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, KeysView, Mapping
+from collections.abc import Collection, Iterable, Iterator, KeysView, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -179,6 +179,15 @@ class Checkpoint:
     def read_into(self, name: str, out: Tensor, first_byte: int = 0) -> None:
         """Fills the contiguous tensor ``out`` with bytes of ``name``."""
         self._file_of[name].read_into(name, out, first_byte)
+
+    def read_part(self, name: str, out: Tensor, start: Sequence[int]) -> None:
+        """Fills ``out`` with the part of ``name`` that begins at the place ``start`` and has the shape of ``out``."""
+        self._file_of[name].read_part(name, out, start)
+
+    @property
+    def bytes_read(self) -> int:
+        """Bytes of tensors that were read so far."""
+        return sum(file.bytes_read for file in self.files)
 
     def refuse_other_contents(self, name: str, stored: StoredTensor) -> None:
         """Raises CheckpointError or UnsupportedScheme if the tensor ``name`` does not hold what is known of it."""

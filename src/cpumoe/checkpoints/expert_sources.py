@@ -4,6 +4,9 @@ A source first lists the tensors it needs, so that all that is wrong is known be
 reads experts as integers and scales. How a quantised linear is stored, its :class:`LinearStorage` knows; a new
 arrangement of experts is a new source, and everything behind it stays as it is. Here are those with one linear for each
 expert and projection; ``fused_sources.py`` has those of which all experts lie in one tensor.
+
+A source reads what one rank holds: some of the experts, or a slice of the intermediate size of each. It announces the
+tensors of all experts nevertheless: what is missing must stop every rank, and not the one alone that would read it.
 """
 
 from __future__ import annotations
@@ -17,15 +20,17 @@ import torch
 from torch import Tensor
 
 from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
-from cpumoe.checkpoints.held_scales import held_scheme, held_weight, is_per_tensor
+from cpumoe.checkpoints.held_scales import held_weight, is_per_tensor
 from cpumoe.checkpoints.linear_sources import added_bias, stored_weight
 from cpumoe.checkpoints.model_layout import ExpertsLayout
 from cpumoe.checkpoints.storage import LinearStorage, StoredTensor
 from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES
+from cpumoe.checkpoints.tensor_parts import TensorPart, slice_of
 from cpumoe.layers import reference
 from cpumoe.layers.config import MoEConfig
+from cpumoe.layers.parallel_layout import ExpertsPart
 from cpumoe.layers.quantized_experts import QuantizedExperts, QuantizedWeight
-from cpumoe.layers.rounding import quantize_weight, scale_dtype_of
+from cpumoe.layers.rounding import quantize_weight, scale_dtype_of, scales_span_columns, scales_span_rows
 from cpumoe.layers.scheme import WHOLE_FLOATS, Scheme
 
 
@@ -34,13 +39,29 @@ class ExpertSource(ABC):
 
     checkpoint: Checkpoint
     layout: ExpertsLayout  # what they are, and where
-    config: MoEConfig  # of the layer that they become in memory
+    part: ExpertsPart  # which of them are read, and which slice of each
     storage: LinearStorage | None = None  # how each linear is stored; None for float, quantised as it is read
+    _config: MoEConfig
+
+    @property
+    def config(self) -> MoEConfig:
+        """Of the layer that they become in the memory of this rank."""
+        return self._config
 
     @property
     def prefix(self) -> str:
         """What messages call them."""
         return self.layout.prefix
+
+    @property
+    def read_parts(self) -> tuple[ExpertsPart, ExpertsPart]:
+        """What is read of gate_up and of down."""
+        return self.part, self.part
+
+    @property
+    def has_down_bias(self) -> bool:
+        """Whether the bias of down is held here: sums of slices are added, and one of them has it."""
+        return self.layout.shape.has_bias and self.part.slice == 0
 
     @property
     @abstractmethod
@@ -53,22 +74,22 @@ class ExpertSource(ABC):
         return 0
 
     def linear_names(self, expert: int) -> tuple[str, ...]:
-        """Names of one expert's gate, up and down, or up and down, as a checkpoint with one linear each has them."""
+        """Names of gate, up and down, or up and down, of one of the layer's experts, in files with one linear each."""
         return self.layout.linears[expert]
 
     @abstractmethod
     def check(self, check: TensorCheck) -> None:
-        """Announces every tensor that will be read."""
+        """Announces every tensor of the layer's experts, whole, whichever part is read."""
 
     @abstractmethod
     def read(self, first: int, count: int, buffers: Buffers) -> QuantizedExperts:
-        """Experts ``first`` to ``first + count - 1``."""
+        """Experts ``first`` to ``first + count - 1`` of those that are held."""
 
     @abstractmethod
     def stored_expert(self, expert: int) -> dict[str, QuantizedWeight]:
-        """Gate, up and down of one expert by name, plainly and without the code of :meth:`read`.
+        """Gate, up and down of one of the layer's experts by name, plainly and without the code of :meth:`read`.
 
-        Float weights become what rounding to nearest makes of them.
+        They are whole, whichever part is read. Float weights become what rounding to nearest makes of them.
         """
 
 
@@ -76,28 +97,46 @@ class FloatExpertSource(ExpertSource):
     """Experts in float, which may also be read as they are."""
 
     @property
+    def read_parts(self) -> tuple[ExpertsPart, ExpertsPart]:
+        """What is read of gate_up and of down: whole experts where scales depend on more than a slice.
+
+        A slice must have the integers and scales that it has in the whole matrix.
+        """
+        form, whole = self._config.scheme.weights, replace(self.part, slices=1, slice=0)
+        return (
+            whole if scales_span_rows(form) else self.part,
+            whole if scales_span_columns(form) else self.part,
+        )
+
+    @property
     def expert_bytes(self) -> int:
         # Quantising goes through fp32 with several temporaries: 16 bytes for each weight. Floats that stay as they are
         # are there twice while they are packed.
-        weights = self.config.scheme.weights
+        weights, shape = self.config.scheme.weights, self.layout.shape
         each = weights.bits // 4 if weights.element in WHOLE_FLOATS else 16
-        matrices = 3 if self.config.activation.gated else 2
-        return matrices * self.config.hidden_size * self.config.intermediate_size * each
+        rows = (shape.gate_up_rows, shape.intermediate_size)
+        return sum(
+            size * shape.hidden_size * each // part.slices for size, part in zip(rows, self.read_parts, strict=True)
+        )
 
     def read(self, first: int, count: int, buffers: Buffers) -> QuantizedExperts:
         gate_up, down, gate_up_bias, down_bias = self.read_float(first, count, buffers)
-        scheme = self.config.scheme
-        return QuantizedExperts(
-            replace(quantize_weight(gate_up, scheme, f"{self.prefix} gate_up"), bias=gate_up_bias),
-            replace(quantize_weight(down, scheme, f"{self.prefix} down"), bias=down_bias),
-        )
+        scheme, (slices, index) = self.config.scheme, (self.part.slices, self.part.slice)
+        first_weight = replace(quantize_weight(gate_up, scheme, f"{self.prefix} gate_up"), bias=gate_up_bias)
+        second = replace(quantize_weight(down, scheme, f"{self.prefix} down"), bias=down_bias)
+        gate_up_part, down_part = self.read_parts
+        if gate_up_part != self.part:
+            first_weight = first_weight.row_slice(slices, index, 2 if self.config.activation.gated else 1)
+        if down_part != self.part:
+            second = second.column_slice(slices, index)
+        return QuantizedExperts(first_weight, second)
 
     @abstractmethod
     def read_float(
         self, first: int, count: int, buffers: Buffers
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """gate_up [count, 2 I, H] (gate rows first; [count, I, H] without a gate), down [count, H, I] and their biases,
-        in the stored dtype."""
+        in the stored dtype; of each the slice that ``read_parts`` says."""
 
     def _rounded(self, floats: dict[str, tuple[Tensor, Tensor | None]]) -> dict[str, QuantizedWeight]:
         """Gate, up and down, or up and down, [rows, columns] with their biases, by name, rounded to nearest.
@@ -137,16 +176,19 @@ class _Block:
     name: str
     linears: slice  # which of the expert's
     count: int  # how many that are
-    rows: int  # of each linear
+    stored_rows: int  # of each linear in the files
+    rows: int  # of each linear as it is read
     columns: int
-    tensors: dict[str, StoredTensor]  # of each linear, by suffix
+    tensors: dict[str, StoredTensor]  # of each linear in the files, by suffix
+    parts: dict[str, TensorPart]  # what is read of those that are decoded
 
     def buffers(self, count: int, buffers: Buffers) -> dict[str, Tensor]:
-        """Memory for ``count`` experts by suffix, [count, linears, ...]; none for what is compared and not decoded."""
+        """Memory for ``count`` experts by suffix, [count, linears, ...]."""
         return {
-            suffix: buffers.get(f"{self.name}.{suffix}", (count, self.count, *stored.shape), DTYPES[stored.dtypes[0]])
-            for suffix, stored in self.tensors.items()
-            if not stored.is_known
+            suffix: buffers.get(
+                f"{self.name}.{suffix}", (count, self.count, *part.shape), DTYPES[self.tensors[suffix].dtypes[0]]
+            )
+            for suffix, part in self.parts.items()
         }
 
     def joined(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -158,19 +200,44 @@ class _PerExpert(ExpertSource):
     """Experts whose linears are stored one by one: ``PREFIX.N.gate_proj.weight`` and so on."""
 
     def __init__(
-        self, checkpoint: Checkpoint, layout: ExpertsLayout, config: MoEConfig, storage: LinearStorage | None = None
+        self,
+        checkpoint: Checkpoint,
+        layout: ExpertsLayout,
+        part: ExpertsPart,
+        config: MoEConfig,
+        storage: LinearStorage | None = None,
     ) -> None:
         self.layout = layout
-        self.config = config
+        self.part = part
         self.storage = storage
         self.checkpoint = checkpoint
+        self._config = config
         self._dtypes = self._first_dtypes()
-        hidden, inner = config.hidden_size, config.intermediate_size
+        hidden, inner = layout.shape.hidden_size, layout.shape.intermediate_size
         first = len(layout.linears[0]) - 1
+        of_gate_up, of_down = self.read_parts
         self._blocks = (
-            _Block("gate_up", slice(0, first), first, inner, hidden, self._tensors(inner, hidden)),
-            _Block("down", slice(first, None), 1, hidden, inner, self._tensors(hidden, inner)),
+            self._block("gate_up", slice(0, first), first, (inner, hidden), (inner // of_gate_up.slices, hidden)),
+            self._block("down", slice(first, None), 1, (hidden, inner), (hidden, inner // of_down.slices)),
         )
+
+    def _block(self, name: str, linears: slice, count: int, stored: tuple[int, int], read: tuple[int, int]) -> _Block:
+        """``stored`` and ``read`` are the rows and columns of each linear."""
+        tensors = self._tensors(*stored)
+        parts = {
+            suffix: part
+            for suffix, part in self._parts(stored, read).items()
+            if not tensors[suffix].is_known and (suffix != "bias" or name != "down" or self.has_down_bias)
+        }
+        return _Block(name, linears, count, stored[0], *read, tensors, parts)
+
+    def _parts(self, stored: tuple[int, int], read: tuple[int, int]) -> dict[str, TensorPart]:
+        """What is read of the tensors of a linear, by suffix."""
+        smaller = self._accepted_tensors(*read)
+        return {
+            suffix: slice_of(tensor.shape, smaller[suffix].shape, self.part)
+            for suffix, tensor in self._accepted_tensors(*stored).items()
+        }
 
     def _first_dtypes(self) -> dict[str, str]:
         """Dtypes of the first expert's tensors by suffix, as far as they are accepted.
@@ -185,7 +252,7 @@ class _PerExpert(ExpertSource):
         """The tensors of a linear by suffix, with its bias if it has one."""
         weight = {"weight": StoredTensor(FLOAT_DTYPES, (rows, columns))}
         tensors = weight if self.storage is None else self.storage.tensors(rows, columns)
-        return tensors | ({"bias": StoredTensor(FLOAT_DTYPES, (rows,))} if self.config.has_bias else {})
+        return tensors | ({"bias": StoredTensor(FLOAT_DTYPES, (rows,))} if self.layout.shape.has_bias else {})
 
     def _tensors(self, rows: int, columns: int) -> dict[str, StoredTensor]:
         return {
@@ -196,7 +263,7 @@ class _PerExpert(ExpertSource):
         }
 
     def check(self, check: TensorCheck) -> None:
-        for expert in range(self.config.local_experts):
+        for expert in range(self.layout.shape.expert_count):
             for block in self._blocks:
                 for name in self.linear_names(expert)[block.linears]:
                     for suffix, stored in self._tensors_of(name, block).items():
@@ -204,24 +271,33 @@ class _PerExpert(ExpertSource):
 
     def _tensors_of(self, name: str, block: _Block) -> dict[str, StoredTensor]:
         """The tensors of the linear ``name``, with a bias of zeros if a tool has added one."""
-        bias = None if self.config.has_bias else added_bias(self.checkpoint, name, block.rows, self.storage)
+        has_bias = self.layout.shape.has_bias
+        bias = None if has_bias else added_bias(self.checkpoint, name, block.stored_rows, self.storage)
         return block.tensors if bias is None else {**block.tensors, "bias": bias}
 
     def _read_blocks(self, first: int, count: int, buffers: Buffers) -> list[dict[str, Tensor]]:
         """The tensors of ``count`` experts by suffix: those of gate and up together, and those of down."""
         read = [block.buffers(count, buffers) for block in self._blocks]
-        for index in range(count):  # expert by expert, as they lie in the file
+        for index, expert in enumerate(self.part.experts[first : first + count]):  # as they lie in the file, mostly
             for block, tensors in zip(self._blocks, read, strict=True):
-                for place, name in enumerate(self.linear_names(first + index)[block.linears]):
+                for place, name in enumerate(self.linear_names(expert)[block.linears]):
                     for suffix, stored in self._tensors_of(name, block).items():
-                        if stored.is_known:
+                        if stored.is_known:  # small, and what it must hold is known of the whole
                             self.checkpoint.refuse_other_contents(f"{name}.{suffix}", stored)
-                            continue
-                        part = tensors[suffix][index, place]
-                        self.checkpoint.read_into(f"{name}.{suffix}", part)
-                        if stored.contents is not None:
-                            stored.contents(f"{name}.{suffix}", part)
+                        elif suffix in tensors:
+                            self._read_tensor(
+                                f"{name}.{suffix}", stored, block.parts[suffix], tensors[suffix][index, place]
+                            )
         return [block.joined(tensors) for block, tensors in zip(self._blocks, read, strict=True)]
+
+    def _read_tensor(self, name: str, stored: StoredTensor, part: TensorPart, out: Tensor) -> None:
+        if part.shape == stored.shape:
+            self.checkpoint.read_into(name, out)  # which asks for no shape: one number may be [] or [1]
+        else:
+            for start, piece in part.ranges(out):
+                self.checkpoint.read_part(name, piece, start)
+        if stored.contents is not None:
+            stored.contents(part.text(name, stored.shape), out)
 
 
 class QuantizedPerExpert(_PerExpert):
@@ -230,11 +306,15 @@ class QuantizedPerExpert(_PerExpert):
     storage: LinearStorage
 
     def __init__(
-        self, checkpoint: Checkpoint, layout: ExpertsLayout, config: MoEConfig, storage: LinearStorage
+        self,
+        checkpoint: Checkpoint,
+        layout: ExpertsLayout,
+        part: ExpertsPart,
+        config: MoEConfig,
+        storage: LinearStorage,
     ) -> None:
-        super().__init__(checkpoint, layout, config, storage)
-        scheme = held_scheme(storage.scheme)
-        self.config = replace(config, scheme=scheme, scale_dtype=storage.scale_dtype(self._dtypes))
+        super().__init__(checkpoint, layout, part, config, storage)
+        self._config = replace(config, scale_dtype=storage.scale_dtype(self._dtypes))
 
     @property
     def expert_bytes(self) -> int:
@@ -259,7 +339,8 @@ class QuantizedPerExpert(_PerExpert):
         suffix = self.storage.input_scale_suffix
         if suffix is None:
             return 0
-        pairs = (linears[:2] for linears in self.layout.linears if len(linears) == 3)
+        held = (self.linear_names(expert) for expert in self.part.experts)
+        pairs = (linears[:2] for linears in held if len(linears) == 3)
         return 1 + any(self._number(f"{gate}.{suffix}") != self._number(f"{up}.{suffix}") for gate, up in pairs)
 
     def _number(self, name: str) -> float | None:
@@ -272,7 +353,7 @@ class QuantizedPerExpert(_PerExpert):
         weights = {name: stored_weight(self.checkpoint, name, self.storage) for name in self.linear_names(expert)}
         if is_per_tensor(self.storage.scheme):
             weights = self._with_scales_as_held(weights)
-        if self.config.has_bias:
+        if self.layout.shape.has_bias:
             return weights
         return {name: replace(weight, bias=None) for name, weight in weights.items()}  # zeros that a tool has added
 
@@ -292,9 +373,9 @@ class QuantizedPerExpert(_PerExpert):
 class FloatPerExpert(_PerExpert, FloatExpertSource):
     """Float weights, one linear per projection and expert."""
 
-    def __init__(self, checkpoint: Checkpoint, layout: ExpertsLayout, config: MoEConfig) -> None:
-        super().__init__(checkpoint, layout, config)
-        self.config = replace(config, scale_dtype=scale_dtype_of_stored(self._dtypes.get("weight")))
+    def __init__(self, checkpoint: Checkpoint, layout: ExpertsLayout, part: ExpertsPart, config: MoEConfig) -> None:
+        super().__init__(checkpoint, layout, part, config)
+        self._config = replace(config, scale_dtype=scale_dtype_of_stored(self._dtypes.get("weight")))
 
     def read_float(
         self, first: int, count: int, buffers: Buffers

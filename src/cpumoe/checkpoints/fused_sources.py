@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,75 +14,109 @@ from cpumoe.checkpoints.expert_sources import Buffers, ExpertSource, FloatExpert
 from cpumoe.checkpoints.model_layout import ExpertsLayout, FusedMatrix
 from cpumoe.checkpoints.storage import LinearStorage, StoredTensor
 from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES
+from cpumoe.checkpoints.tensor_parts import TensorPart, slice_of
 from cpumoe.layers.config import MoEConfig
+from cpumoe.layers.parallel_layout import ExpertsPart
 from cpumoe.layers.quantized_experts import QuantizedExperts, QuantizedWeight
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """One matrix of all experts: where it is, and what is read of it."""
+
+    place: FusedMatrix
+    rows: int  # of each tensor, as it is read
+    columns: int
+    stored: dict[str, StoredTensor]  # what each tensor has of one expert, by name, biases too
+    parts: dict[str, TensorPart]  # what is read of that
 
 
 class _Fused(ExpertSource):
     """Experts of which each matrix is one tensor, or one and its scales, or gate and up are one each."""
 
-    def __init__(self, checkpoint: Checkpoint, layout: ExpertsLayout, config: MoEConfig) -> None:
+    def __init__(self, checkpoint: Checkpoint, layout: ExpertsLayout, part: ExpertsPart, config: MoEConfig) -> None:
         assert layout.fused is not None  # the caller has looked
         self.layout = layout
-        self.config = config
+        self.part = part
         self.checkpoint = checkpoint
-        self._gate_up, self._down = layout.fused.gate_up, layout.fused.down
-        shape = layout.shape
-        self._sizes = (  # outputs and inputs of each tensor
-            (self._gate_up, shape.gate_up_rows // len(self._gate_up.tensors), shape.hidden_size),
-            (self._down, shape.hidden_size, shape.intermediate_size),
+        self._config = config
+
+    @cached_property
+    def _matrices(self) -> tuple[_Matrix, _Matrix]:
+        """gate_up and down."""
+        shape, fused, (of_gate_up, of_down) = self.layout.shape, self.layout.fused, self.read_parts
+        assert fused is not None
+        hidden, inner, rows = shape.hidden_size, shape.intermediate_size, shape.gate_up_rows
+        tensors = len(fused.gate_up.tensors)
+        # In one tensor, gate rows come before up rows and each have a slice; where they alternate, slices are of pairs.
+        blocks = 2 if rows == 2 * inner and tensors == 1 and not fused.gate_up.interleaved else 1
+        stored, read = (rows // tensors, hidden), (rows // tensors // of_gate_up.slices, hidden)
+        return (
+            self._matrix(fused.gate_up, stored, read, blocks),
+            self._matrix(fused.down, (hidden, inner), (hidden, inner // of_down.slices), 1),
         )
 
+    def _matrix(self, place: FusedMatrix, stored: tuple[int, int], read: tuple[int, int], row_blocks: int) -> _Matrix:
+        whole, smaller = self._tensors_of(place, *stored), self._tensors_of(place, *read)
+        parts = {name: slice_of(whole[name].shape, smaller[name].shape, self.part, row_blocks) for name in whole}
+        return _Matrix(place, *read, whole, parts)
+
+    def _tensors_of(self, place: FusedMatrix, rows: int, columns: int) -> dict[str, StoredTensor]:
+        """What the tensors of a matrix have of one expert, by name; ``rows`` are those of each tensor."""
+        tensors: dict[str, StoredTensor] = {}
+        for name in place.tensors:
+            tensors |= self._stored_tensors(place, name, rows, columns)
+        return tensors | {name: StoredTensor(FLOAT_DTYPES, (rows,)) for name in place.biases}
+
     @abstractmethod
-    def _stored_tensors(self, matrix: FusedMatrix, tensor: str, rows: int, columns: int) -> dict[str, StoredTensor]:
+    def _stored_tensors(self, place: FusedMatrix, tensor: str, rows: int, columns: int) -> dict[str, StoredTensor]:
         """The tensors that hold one matrix of an expert, by name."""
 
     def check(self, check: TensorCheck) -> None:
-        count = self.config.local_experts
-        for matrix, rows, columns in self._sizes:
-            tensors: dict[str, StoredTensor] = {}
-            for name in matrix.tensors:
-                tensors |= self._stored_tensors(matrix, name, rows, columns)
-            tensors |= {name: StoredTensor(FLOAT_DTYPES, (rows,)) for name in matrix.biases}
-            for name, stored in tensors.items():
+        count = self.layout.shape.expert_count
+        for matrix in self._matrices:
+            for name, stored in matrix.stored.items():
                 first, *others = stored.shape
-                whole = (count * first, *others) if matrix.flat else (count, first, *others)
+                whole = (count * first, *others) if matrix.place.flat else (count, first, *others)
                 check.expect(name, replace(stored, shape=whole))
 
-    def _part(self, name: str, first: int, count: int, buffers: Buffers) -> Tensor:
-        """Experts ``first`` to ``first + count - 1`` of a tensor, [count, ...]."""
-        info = self.checkpoint.info(name)
-        out = buffers.get(name, (count, *self._expert_shape(name)), DTYPES[info.dtype])
-        self.checkpoint.read_into(name, out, first * (info.bytes // self.config.local_experts))
+    def _read(self, matrix: _Matrix, name: str, first: int, count: int, buffers: Buffers) -> Tensor:
+        """Held experts ``first`` to ``first + count - 1`` of a tensor, [count, ...]."""
+        part, rows = matrix.parts[name], matrix.stored[name].shape[0]
+        out = buffers.get(name, (count, *part.shape), DTYPES[self.checkpoint.info(name).dtype])
+        for index, expert in enumerate(self.part.experts[first : first + count]):
+            for (start, *others), piece in part.ranges(out[index]):
+                if matrix.place.flat:
+                    self.checkpoint.read_part(name, piece, (expert * rows + start, *others))
+                else:
+                    self.checkpoint.read_part(name, piece.unsqueeze(0), (expert, start, *others))
         return out
 
-    def _expert_shape(self, name: str) -> tuple[int, ...]:
-        """The shape of one expert's part of a tensor."""
-        first, *others = self.checkpoint.info(name).shape
-        return tuple(others) if first == self.config.local_experts else (first // self.config.local_experts, *others)
+    def _biases(self, matrix: _Matrix, first: int, count: int, buffers: Buffers) -> Tensor | None:
+        is_down = matrix is self._matrices[1]
+        if not matrix.place.biases or (is_down and not self.has_down_bias):
+            return None
+        return _joined([self._read(matrix, name, first, count, buffers) for name in matrix.place.biases])
 
     def _slice(self, name: str, expert: int) -> Tensor:
-        """One expert of a tensor in memory of its own, and not with the code that loads it."""
-        info = self.checkpoint.info(name)
-        out = torch.empty(self._expert_shape(name), dtype=DTYPES[info.dtype])
-        self.checkpoint.read_into(name, out, expert * info.bytes // self.config.local_experts)
+        """One of the layer's experts of a tensor, whole, in memory of its own, and not with the code that loads it."""
+        info, count = self.checkpoint.info(name), self.layout.shape.expert_count
+        first, *others = info.shape
+        shape = others if first == count else [first // count, *others]
+        out = torch.empty(shape, dtype=DTYPES[info.dtype])
+        self.checkpoint.read_into(name, out, expert * info.bytes // count)
         return out
 
-    def _biases(self, matrix: FusedMatrix, first: int, count: int, buffers: Buffers) -> Tensor | None:
-        if not matrix.biases:
-            return None
-        return _joined([self._part(name, first, count, buffers) for name in matrix.biases])
-
-    def _bias_slice(self, matrix: FusedMatrix, expert: int) -> Tensor | None:
-        return torch.cat([self._slice(name, expert) for name in matrix.biases]) if matrix.biases else None
+    def _bias_slice(self, place: FusedMatrix, expert: int) -> Tensor | None:
+        return torch.cat([self._slice(name, expert) for name in place.biases]) if place.biases else None
 
     @property
     def _first_rows(self) -> tuple[slice, ...]:
         """Places of gate and up among the rows of both; one place if there is no gate."""
-        inner = self.config.intermediate_size
+        inner = self.layout.shape.intermediate_size
         if not self.config.activation.gated:
             return (slice(None),)
-        if self._gate_up.interleaved:
+        if self._matrices[0].place.interleaved:
             return slice(0, None, 2), slice(1, None, 2)
         return slice(inner), slice(inner, None)
 
@@ -94,38 +129,43 @@ def _joined(parts: list[Tensor]) -> Tensor:
 class FusedFloat(_Fused, FloatExpertSource):
     """Float weights of all experts in one tensor, [experts, out, in] or [experts, in, out]."""
 
-    def __init__(self, checkpoint: Checkpoint, layout: ExpertsLayout, config: MoEConfig) -> None:
-        super().__init__(checkpoint, layout, config)
-        name = self._gate_up.tensors[0]
+    def __init__(self, checkpoint: Checkpoint, layout: ExpertsLayout, part: ExpertsPart, config: MoEConfig) -> None:
+        super().__init__(checkpoint, layout, part, config)
+        assert layout.fused is not None
+        name = layout.fused.gate_up.tensors[0]
         found = checkpoint.info(name).dtype if name in checkpoint else None
         self._dtypes = (found,) if found in FLOAT_DTYPES else FLOAT_DTYPES
-        self.config = replace(config, scale_dtype=scale_dtype_of_stored(self._dtypes[0]))
+        self._config = replace(config, scale_dtype=scale_dtype_of_stored(self._dtypes[0]))
 
-    def _stored_tensors(self, matrix: FusedMatrix, tensor: str, rows: int, columns: int) -> dict[str, StoredTensor]:
-        size = (columns, rows) if matrix.transposed else (rows, columns)
+    def _stored_tensors(self, place: FusedMatrix, tensor: str, rows: int, columns: int) -> dict[str, StoredTensor]:
+        size = (columns, rows) if place.transposed else (rows, columns)
         return {tensor: StoredTensor(self._dtypes, size)}
 
     def read_float(
         self, first: int, count: int, buffers: Buffers
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        first_matrix, second = self._matrices
+
         def rows_apart(rows: Tensor) -> Tensor:  # [count, rows, ...]
-            return torch.cat((rows[:, 0::2], rows[:, 1::2]), 1) if self._gate_up.interleaved else rows
+            return torch.cat((rows[:, 0::2], rows[:, 1::2]), 1) if first_matrix.place.interleaved else rows
 
-        def weights(matrix: FusedMatrix) -> Tensor:
-            parts = [self._part(name, first, count, buffers) for name in matrix.tensors]
-            return _joined([part.transpose(1, 2) if matrix.transposed else part for part in parts])
+        def weights(matrix: _Matrix) -> Tensor:
+            parts = [self._read(matrix, name, first, count, buffers) for name in matrix.place.tensors]
+            return _joined([part.transpose(1, 2) if matrix.place.transposed else part for part in parts])
 
-        gate_up_bias, down_bias = (self._biases(m, first, count, buffers) for m in (self._gate_up, self._down))
-        gate_up = rows_apart(weights(self._gate_up))
-        return gate_up, weights(self._down), None if gate_up_bias is None else rows_apart(gate_up_bias), down_bias
+        gate_up_bias, down_bias = (self._biases(m, first, count, buffers) for m in self._matrices)
+        gate_up = rows_apart(weights(first_matrix))
+        return gate_up, weights(second), None if gate_up_bias is None else rows_apart(gate_up_bias), down_bias
 
     def stored_expert(self, expert: int) -> dict[str, QuantizedWeight]:
-        def weights(matrix: FusedMatrix) -> Tensor:
-            parts = [self._slice(name, expert) for name in matrix.tensors]
-            return torch.cat([part.T if matrix.transposed else part for part in parts])
+        places = [matrix.place for matrix in self._matrices]
 
-        gate_up, down = weights(self._gate_up), weights(self._down)
-        gate_up_bias, down_bias = (self._bias_slice(m, expert) for m in (self._gate_up, self._down))
+        def weights(place: FusedMatrix) -> Tensor:
+            parts = [self._slice(name, expert) for name in place.tensors]
+            return torch.cat([part.T if place.transposed else part for part in parts])
+
+        gate_up, down = map(weights, places)
+        gate_up_bias, down_bias = (self._bias_slice(place, expert) for place in places)
         *first, last = self.linear_names(expert)
         floats = {
             name: (gate_up[rows], None if gate_up_bias is None else gate_up_bias[rows])
@@ -143,37 +183,41 @@ class FusedQuantized(_Fused):
     storage: LinearStorage
 
     def __init__(
-        self, checkpoint: Checkpoint, layout: ExpertsLayout, config: MoEConfig, storage: LinearStorage
+        self,
+        checkpoint: Checkpoint,
+        layout: ExpertsLayout,
+        part: ExpertsPart,
+        config: MoEConfig,
+        storage: LinearStorage,
     ) -> None:
-        super().__init__(checkpoint, layout, replace(config, scale_dtype=storage.scale_dtype({})))
+        super().__init__(checkpoint, layout, part, replace(config, scale_dtype=storage.scale_dtype({})))
         self.storage = storage
 
     @property
     def expert_bytes(self) -> int:
-        return sum(len(matrix.tensors) * self.storage.read_bytes(*size) for matrix, *size in self._sizes)
+        return sum(len(m.place.tensors) * self.storage.read_bytes(m.rows, m.columns) for m in self._matrices)
 
-    def _stored_tensors(self, matrix: FusedMatrix, tensor: str, rows: int, columns: int) -> dict[str, StoredTensor]:
+    def _stored_tensors(self, place: FusedMatrix, tensor: str, rows: int, columns: int) -> dict[str, StoredTensor]:
         return {f"{tensor}_{suffix}": stored for suffix, stored in self.storage.tensors(rows, columns).items()}
 
     def read(self, first: int, count: int, buffers: Buffers) -> QuantizedExperts:
-        def weight(matrix: FusedMatrix, rows: int, columns: int) -> QuantizedWeight:
-            (tensor,) = matrix.tensors
-            suffixes = self.storage.tensors(rows, columns)
-            tensors = {suffix: self._part(f"{tensor}_{suffix}", first, count, buffers) for suffix in suffixes}
-            return replace(
-                self.storage.decode(tensors, rows, columns), bias=self._biases(matrix, first, count, buffers)
-            )
+        def weight(matrix: _Matrix) -> QuantizedWeight:
+            (tensor,) = matrix.place.tensors
+            suffixes = self.storage.tensors(matrix.rows, matrix.columns)
+            tensors = {s: self._read(matrix, f"{tensor}_{s}", first, count, buffers) for s in suffixes}
+            decoded = self.storage.decode(tensors, matrix.rows, matrix.columns)
+            return replace(decoded, bias=self._biases(matrix, first, count, buffers))
 
-        gate_up, down = (weight(*sizes) for sizes in self._sizes)
-        return QuantizedExperts(gate_up, down, interleaved=self._gate_up.interleaved)
+        gate_up, down = map(weight, self._matrices)
+        return QuantizedExperts(gate_up, down, interleaved=self._matrices[0].place.interleaved)
 
     def stored_expert(self, expert: int) -> dict[str, QuantizedWeight]:
-        def weight(matrix: FusedMatrix, rows: int, columns: int) -> QuantizedWeight:
-            (tensor,) = matrix.tensors
-            suffixes = self.storage.tensors(rows, columns)
+        def weight(place: FusedMatrix) -> QuantizedWeight:
+            (tensor,) = place.tensors
+            suffixes = self.storage.tensors(1, 1)
             tensors = {suffix: self._slice(f"{tensor}_{suffix}", expert) for suffix in suffixes}
-            return replace(self.storage.decode_plainly(tensors), bias=self._bias_slice(matrix, expert))
+            return replace(self.storage.decode_plainly(tensors), bias=self._bias_slice(place, expert))
 
-        gate_up, down = (weight(*sizes) for sizes in self._sizes)
+        gate_up, down = (weight(matrix.place) for matrix in self._matrices)
         weights = [*(gate_up[rows] for rows in self._first_rows), down]
         return dict(zip(self.linear_names(expert), weights, strict=True))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import math
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -16,12 +17,14 @@ from cpumoe.checkpoints.expert_sources import (
     QuantizedPerExpert,
 )
 from cpumoe.checkpoints.fused_sources import FusedFloat, FusedQuantized
+from cpumoe.checkpoints.held_scales import held_scheme
 from cpumoe.checkpoints.model_layout import ExpertsLayout, FusedExperts, ModelLayout
 from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.checkpoints.tensor_file import FLOAT_DTYPES
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.experts import Experts
+from cpumoe.layers.parallel_layout import ExpertsPart
 from cpumoe.layers.quantized_experts import QuantizedExperts
 from cpumoe.layers.scheme import Scheme
 
@@ -58,36 +61,72 @@ def load_experts(source: ExpertSource, backend: str | None = None) -> Experts:
 # ---- finding them --------------------------------------------------------------------------------------------------
 
 
-def find_experts(checkpoint: Checkpoint, layout: ExpertsLayout, scheme: Scheme | None) -> ExpertSource:
-    """The source of a layer's experts.
+def find_experts(
+    checkpoint: Checkpoint, layout: ExpertsLayout, scheme: Scheme | None, part: ExpertsPart | None = None
+) -> ExpertSource:
+    """The source of a layer's experts, or of what one rank holds of them.
 
     Args:
         checkpoint: whose files have them.
         layout: what they are and where.
         scheme: for float weights, what to quantise them to; None leaves them as they are, in the scheme of their dtype.
+        part: which experts in which order, and which slice of each; None: all of them. Raises ValueError for one that
+            has no experts, and UnsupportedScheme where the scales of the scheme do not go with the slices.
     """
     shape = layout.shape
+    part = ExpertsPart.whole(shape.expert_count) if part is None else part
+    _check_part(layout, part)
 
     def config(of: Scheme) -> MoEConfig:
         sizes = (shape.expert_count, shape.hidden_size, shape.intermediate_size)
         with naming(layout.prefix):
-            return MoEConfig(of, *sizes, shape.activation, has_bias=shape.has_bias)
+            whole = MoEConfig(of, *sizes, shape.activation, has_bias=shape.has_bias)
+        if part.is_whole(shape.expert_count):
+            return whole
+        _check_slices(layout, part, of)
+        held = None if part.experts == tuple(range(shape.expert_count)) else len(part.experts)
+        with naming(layout.prefix):
+            return replace(whole, intermediate_size=shape.intermediate_size // part.slices, held_experts=held)
 
     if layout.fused is not None:
         first = layout.fused.gate_up.tensors[0]
-        whole = checkpoint.storage_of(first.rpartition(".")[0])
-        if whole is not None and whole.fused:
+        stored = checkpoint.storage_of(first.rpartition(".")[0])
+        if stored is not None and stored.fused:
             if not layout.fused.gate_up.interleaved:
-                raise _not_in_one_tensor(checkpoint, layout, whole)
-            return FusedQuantized(checkpoint, _as_quantized(layout), config(whole.scheme), whole)
-        return FusedFloat(checkpoint, layout, config(scheme or _float_scheme(checkpoint, first)))
+                raise _not_in_one_tensor(checkpoint, layout, stored)
+            return FusedQuantized(checkpoint, _as_quantized(layout), part, config(stored.scheme), stored)
+        return FusedFloat(checkpoint, layout, part, config(scheme or _float_scheme(checkpoint, first)))
     storage = _common_storage(checkpoint, layout)
     if storage is not None and storage.fused:
         raise _not_in_one_tensor(checkpoint, layout, storage)
     if storage is not None:
-        return QuantizedPerExpert(checkpoint, layout, config(storage.scheme), storage)
+        return QuantizedPerExpert(checkpoint, layout, part, config(held_scheme(storage.scheme)), storage)
     as_is = _float_scheme(checkpoint, f"{layout.linears[0][0]}.weight")
-    return FloatPerExpert(checkpoint, layout, config(scheme or as_is))
+    return FloatPerExpert(checkpoint, layout, part, config(scheme or as_is))
+
+
+def _check_part(layout: ExpertsLayout, part: ExpertsPart) -> None:
+    count = layout.shape.expert_count
+    if not part.experts:
+        raise ValueError(f"this rank holds no experts of {layout.prefix}; one or more of its {count} are accepted")
+    if outside := [expert for expert in part.experts if not 0 <= expert < count]:
+        raise ValueError(f"expert {outside[0]} of {layout.prefix}; 0 to {count - 1} are accepted")
+
+
+_CONFIG_MULTIPLE = 32  # of sizes in memory
+
+
+def _check_slices(layout: ExpertsLayout, part: ExpertsPart, scheme: Scheme) -> None:
+    """Refuses slices that cut through a group or a block of weights that share a scale."""
+    size, group = layout.shape.intermediate_size, scheme.weights.group
+    unit = math.lcm(_CONFIG_MULTIPLE, group.rows or 1, group.columns or 1)
+    if size % (part.slices * unit) == 0:
+        return
+    accepted = [str(n) for n in range(1, size // unit + 1) if size % (n * unit) == 0]
+    raise UnsupportedScheme(
+        f"{layout.prefix}: the intermediate size {size} in {part.slices} slices; those of {scheme} are multiples of "
+        f"{unit}, so that {', '.join(accepted)} slices, or expert parallelism, are accepted"
+    )
 
 
 def _not_in_one_tensor(checkpoint: Checkpoint, layout: ExpertsLayout, storage: LinearStorage) -> UnsupportedScheme:
@@ -127,13 +166,22 @@ def _common_storage(checkpoint: Checkpoint, layout: ExpertsLayout) -> LinearStor
     return next(iter(found))
 
 
-def experts_of(checkpoint: Checkpoint, layout: ModelLayout, scheme: Scheme | None = None) -> dict[str, ExpertSource]:
-    """The experts of every layer by their names in the model.
+def experts_of(
+    checkpoint: Checkpoint,
+    layout: ModelLayout,
+    scheme: Scheme | None = None,
+    part_of: Callable[[ExpertsLayout], ExpertsPart] | None = None,
+) -> dict[str, ExpertSource]:
+    """The experts of every layer by their names in the model, or what ``part_of`` says that this rank holds of each.
 
-    All tensors that belong to them are checked; raises CheckpointError with the names of those that are missing, of
-    another shape, or too many. Float weights are quantised to ``scheme``, or stay as they are without one.
+    All tensors that belong to them are checked, those of other ranks too; raises CheckpointError with the names of
+    those that are missing, of another shape, or too many. Float weights are quantised to ``scheme``, or stay as they
+    are without one.
     """
-    sources = {experts.module: find_experts(checkpoint, experts, scheme) for experts in layout.experts}
+    sources = {
+        experts.module: find_experts(checkpoint, experts, scheme, None if part_of is None else part_of(experts))
+        for experts in layout.experts
+    }
     check = TensorCheck(checkpoint)
     for source in sources.values():
         source.check(check)

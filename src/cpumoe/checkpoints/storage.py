@@ -117,9 +117,18 @@ class LinearStorage(ABC):
         return None
 
     @property
+    def group_index_suffix(self) -> str | None:
+        """Of the tensor that has the group of every input, where groups are of inputs that do not lie side by side."""
+        return None
+
+    @property
     def has_input_order(self) -> bool:
         """Whether scales belong to inputs that do not lie side by side, so that packed inputs have an order."""
-        return False
+        return self.group_index_suffix is not None
+
+    def without_order(self) -> LinearStorage:
+        """The same for whoever finds the groups of inputs himself: weights are decoded without their order."""
+        return self
 
     def read_bytes(self, rows: int, columns: int) -> int:
         """Bytes that a linear takes while it is read and decoded."""

@@ -2,16 +2,19 @@
 
 The safetensors package checks a file's header (offsets inside the file, no holes, no overlaps, sizes that fit their
 dtypes). The bytes are read with ``pread`` and not through a memory map: a map's pages count as this process's memory
-for as long as the file is open, and a checkpoint may be larger than the machine.
+for as long as the file is open, and a checkpoint may be larger than the machine. Of a tensor any part can be read, and
+what is not asked for is not read.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import secrets
 import struct
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -23,6 +26,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from cpumoe import _core
 from cpumoe.checkpoints.json_files import unique_fields
 from cpumoe.checkpoints.regular_files import open_regular
 from cpumoe.errors import CheckpointError
@@ -80,10 +84,15 @@ def identity(stat: os.stat_result) -> list[int]:
 
 
 class TensorFile:
-    """One safetensors file, open for reading. Reads may come from several threads at once."""
+    """One safetensors file, open for reading. Reads may come from several threads at once.
+
+    ``bytes_read`` counts those of tensors.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.bytes_read = 0
+        self._counting = threading.Lock()
         self._fd = -1
         try:
             self._fd = open_regular(path, _KIND)
@@ -119,13 +128,42 @@ class TensorFile:
         wanted = out.numel() * out.element_size()
         if not out.is_contiguous() or first_byte + wanted > info.bytes:
             raise ValueError(f"{name}: {wanted} bytes from {first_byte} on do not lie in its {info.bytes}")
-        view = bytes_of(out)
-        done = 0
-        while done < wanted:
-            count = os.preadv(self._fd, [view[done:]], info.start + first_byte + done)
-            if count == 0:
-                raise CheckpointError(f"{self.path} ended while {name} was read; was it cut while being used?")
-            done += count
+        self._read(name, first_byte, wanted, out.view(-1).view(torch.uint8).unsqueeze(0))
+
+    def read_part(self, name: str, out: Tensor, start: Sequence[int]) -> None:
+        """Fills ``out`` with the part of ``name`` that begins at the place ``start`` and has the shape of ``out``.
+
+        ``out`` may be a view with strides, as long as that what lies side by side in the file does so in it.
+        """
+        info, shape = self.tensors[name], tuple(out.shape)
+        inside = len(start) == len(shape) == len(info.shape) and all(
+            first >= 0 and first + size <= whole for first, size, whole in zip(start, shape, info.shape, strict=True)
+        )
+        if not inside or DTYPES.get(info.dtype) != out.dtype:
+            raise ValueError(f"{name} is {info}; {out.dtype} {list(shape)} from {list(start)} on is no part of it")
+        # From the last dimension on that is cut, what is wanted is one run of bytes; those of the dimension before it
+        # are read together.
+        cut = max((axis for axis, size in enumerate(shape) if size != info.shape[axis]), default=0)
+        strides = [prod(info.shape[axis + 1 :]) * out.element_size() for axis in range(len(shape))]
+        first_byte = sum(first * stride for first, stride in zip(start, strides, strict=True))
+        outer = shape[: max(0, cut - 1)]
+        for place in itertools.product(*map(range, outer)):
+            matrix = out[place] if cut else out.unsqueeze(0)  # [runs, ...]
+            if not matrix[:1].is_contiguous():
+                raise ValueError(f"{name}: {list(shape)} with strides {list(out.stride())}; whole runs are accepted")
+            runs: Tensor = matrix.view(len(matrix), -1).view(torch.uint8)
+            behind = sum(index * stride for index, stride in zip(place, strides, strict=False))
+            self._read(name, first_byte + behind, strides[cut - 1] if cut else runs.shape[1], runs)
+
+    def _read(self, name: str, first_byte: int, stride: int, out: Tensor) -> None:
+        """Fills uint8 [runs, bytes] with runs of bytes of ``name``, the first at ``first_byte``, each ``stride`` on."""
+        if out.numel() == 0:
+            return
+        count = _core.read_runs(self._fd, self.tensors[name].start + first_byte, stride, out)
+        with self._counting:
+            self.bytes_read += count
+        if count < out.numel():
+            raise CheckpointError(f"{self.path} ended while {name} was read; was it cut while being used?")
 
     def fileno(self) -> int:
         return self._fd

@@ -16,6 +16,7 @@ from cpumoe.layers.activation_rounding import held_activations
 from cpumoe.layers.backends import Backend, NativeBackend, select_backend
 from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.packed_weights import scheme_of
+from cpumoe.layers.parallel_layout import ExpertsPart
 from cpumoe.layers.quantized_experts import QuantizedExperts, QuantizedWeight
 from cpumoe.layers.rounding import quantize_weight
 from cpumoe.layers.scheme import Scheme
@@ -258,6 +259,31 @@ class Experts(nn.Module):
     def quantized(self, first: int = 0, count: int | None = None) -> QuantizedExperts:
         """Integers and scales of some experts (all by default), plain: one value per byte, gate rows before up rows."""
         return self.backend.quantized(self._buffers, self.config, first, count)  # type: ignore[arg-type]
+
+    def part(self, part: ExpertsPart) -> Experts:
+        """What a rank holds of these experts, packed anew; a checkpoint is read in parts without the detour."""
+        c = self.config
+        if not part.experts:
+            raise ValueError(f"{part}; one or more of {c.local_experts} are accepted")
+        inner = c.intermediate_size // part.slices
+        config = replace(
+            c,
+            intermediate_size=inner,
+            held_experts=None if len(part.experts) == c.experts else len(part.experts),
+        )
+
+        def cut(expert: int) -> QuantizedExperts:
+            whole = self.quantized(expert, 1)
+            if part.slices == 1:
+                return whole
+            blocks = 2 if c.activation.gated else 1
+            down = whole.down.column_slice(part.slices, part.slice)
+            return QuantizedExperts(
+                whole.gate_up.row_slice(part.slices, part.slice, blocks),
+                down if part.slice == 0 else replace(down, bias=None),  # the sum of all slices has it once
+            )
+
+        return Experts.from_chunks(map(cut, part.experts), config, backend=self.backend.name)
 
     def reference(
         self,

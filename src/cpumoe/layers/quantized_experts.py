@@ -90,6 +90,36 @@ class QuantizedWeight:
 
         return part(True), part(False)
 
+    def row_slice(self, slices: int, index: int, blocks: int = 1) -> QuantizedWeight:
+        """One of equal parts of the rows; where there are two ``blocks`` of them, gate and up, that part of both."""
+
+        def of(tensor: Tensor | None, axis: int) -> Tensor | None:
+            return None if tensor is None else _slice(tensor, axis, slices, index, blocks)
+
+        return replace(
+            self,
+            values=_slice(self.values, -2, slices, index, blocks),
+            scales=self.scales if self.scales.shape[-2] == 1 else _slice(self.scales, -2, slices, index, blocks),
+            zero_points=of(self.zero_points, -2),
+            factors=of(self.factors, -1),
+            bias=of(self.bias, -1),
+        )
+
+    def column_slice(self, slices: int, index: int) -> QuantizedWeight:
+        """One of equal parts of the inputs, with all rows and their biases."""
+        if self.input_order is not None:
+            raise ValueError("inputs in activation order cannot be cut by their places; regrouping.py has what can be")
+
+        def of(tensor: Tensor) -> Tensor:  # a scale for the whole row stays
+            return tensor if tensor.shape[-1] <= 1 else _slice(tensor, -1, slices, index)
+
+        return replace(
+            self,
+            values=_slice(self.values, -1, slices, index),
+            scales=of(self.scales),
+            zero_points=None if self.zero_points is None else of(self.zero_points),
+        )
+
     def plain(self) -> QuantizedWeight:
         """One value per byte."""
         if self.values.dtype != torch.uint8:
@@ -103,6 +133,16 @@ class QuantizedWeight:
         tensors = {f.name: [getattr(part, f.name) for part in parts] for f in fields(QuantizedWeight)}
         joined: dict[str, Any] = {n: torch.cat(t) for n, t in tensors.items() if isinstance(t[0], Tensor)}
         return replace(parts[0], **joined)
+
+
+def _slice(tensor: Tensor, axis: int, slices: int, index: int, blocks: int = 1) -> Tensor:
+    """Part ``index`` of each of the ``blocks`` that a dimension, counted from the last, consists of."""
+    size = tensor.shape[axis]
+    if size % (blocks * slices) != 0:
+        raise ValueError(f"{size} of {list(tensor.shape)} do not divide into {blocks} x {slices} equal parts")
+    each, axis = size // (blocks * slices), axis + tensor.dim()
+    parts: list[Tensor] = [tensor.narrow(axis, (block * slices + index) * each, each) for block in range(blocks)]
+    return parts[0] if blocks == 1 else torch.cat(parts, axis)
 
 
 @dataclass(frozen=True)

@@ -130,6 +130,17 @@ def _quantize_fp8(
     return replace(weight, values=nearest_fp8(grouped / steps).flatten(-2))
 
 
+def scales_span_rows(form: TensorFormat) -> bool:
+    """Whether scales of a weight depend on all of its rows, so that some alone cannot be quantised as they would be."""
+    # Those of e4m3 have a factor for all of the matrix.
+    return form.scale == "e4m3" or (form.scale != "none" and form.group.rows is None)
+
+
+def scales_span_columns(form: TensorFormat) -> bool:
+    """The same for the columns: the inputs."""
+    return form.scale == "e4m3" or (form.scale != "none" and form.group.columns is None)
+
+
 def scale_dtype_of(weights: torch.dtype) -> torch.dtype:
     """Dtype of the scales of weights that were quantised from this dtype."""
     return torch.bfloat16 if weights == torch.bfloat16 else torch.float32

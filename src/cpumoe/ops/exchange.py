@@ -9,11 +9,18 @@ import torch
 from torch import Tensor
 
 from cpumoe import _core
+from cpumoe._core import CarriedExchange, RankExchange, SharedExchange
 from cpumoe.ops.registration import register
 
-RankExchange = _core.RankExchange
-SharedExchange = _core.SharedExchange
-CarriedExchange = _core.CarriedExchange
+__all__ = [
+    "CarriedExchange",
+    "RankExchange",
+    "SharedExchange",
+    "expert_sums",
+    "number_exchange",
+    "prepare_tokens",
+    "prepared_token_bytes",
+]
 
 #: Operators take numbers: those of exchanges in use. 0 is none.
 _numbers = itertools.count(1)

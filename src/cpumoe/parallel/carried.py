@@ -18,7 +18,7 @@ from cpumoe.ops.exchange import CarriedExchange
 _ANSWER_SECONDS = 5.0
 
 
-def carried_exchange(rank: int, size: int, group: dist.ProcessGroup | None, timeout: float) -> CarriedExchange:
+def carried_exchange(rank: int, size: int, group: dist.ProcessGroup | None) -> CarriedExchange:
     """The exchange of a process group's ranks."""
     carrier = _Carrier(rank, size, group)
     named = carrier.naming_who_fails

@@ -96,10 +96,8 @@ class Ranks:
             return cls(layout, None)
         with _coming_together():
             _agree_on_layout(layout, timeout, group)
-            exchange = _shared_exchange(rank, size, timeout, group)
-        if exchange is None:
-            exchange = carried_exchange(rank, size, group, timeout)
-        return cls(layout, exchange)
+            shared = _shared_exchange(rank, size, timeout, group)
+        return cls(layout, carried_exchange(rank, size, group) if shared is None else shared)
 
     def __bool__(self) -> bool:
         """Whether there is more than one."""
@@ -172,14 +170,15 @@ _MESH_ORDER = ("dp", "pcp", "tp")
 
 
 def layout_of_mesh(mesh: DeviceMesh, *, expert_parallel: bool = False) -> ParallelLayout:
-    """The layout of a device mesh whose dimensions are ``dp``, ``pcp`` and ``tp``, in this order; some may be missing."""
+    """The layout of a device mesh with dimensions ``dp``, ``pcp`` and ``tp``, in this order; some may be left out."""
     names = tuple(mesh.mesh_dim_names or ())
     if not names or names != tuple(name for name in _MESH_ORDER if name in names):
         raise ValueError(f"the mesh has dimensions {names}; some of {_MESH_ORDER} in this order are accepted")
     if mesh.mesh.flatten().tolist() != list(range(mesh.size())):
         raise ValueError(f"the mesh is {mesh.mesh.tolist()}; the ranks in ascending order are accepted")
-    sizes = {f"{name}_size": size for name, size in zip(names, mesh.shape, strict=True)}
-    return ParallelLayout(expert_parallel=expert_parallel, **sizes).of_rank(mesh.get_rank())
+    dp, pcp, tp = (mesh.shape[names.index(name)] if name in names else 1 for name in _MESH_ORDER)
+    layout = ParallelLayout(tp_size=tp, dp_size=dp, pcp_size=pcp, expert_parallel=expert_parallel)
+    return layout.of_rank(mesh.get_rank())
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -94,8 +94,11 @@ class IntegerStorage(LinearStorage):
         return "input_scale" if needs_input_scales(self.scheme) else None
 
     @property
-    def has_input_order(self) -> bool:
-        return self.activation_order
+    def group_index_suffix(self) -> str | None:
+        return "weight_g_idx" if self.activation_order else None
+
+    def without_order(self) -> IntegerStorage:
+        return replace(self, activation_order=False)
 
     @property
     def _is_packed(self) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import ClassVar
 
@@ -40,8 +40,11 @@ class TransposedStorage(LinearStorage):
     activation_order: bool = False  # ``g_idx`` says which group an input is in; else it must say what its place says
 
     @property
-    def has_input_order(self) -> bool:
-        return self.activation_order
+    def group_index_suffix(self) -> str | None:
+        return "g_idx" if self.activation_order else None
+
+    def without_order(self) -> TransposedStorage:
+        return replace(self, activation_order=False)
 
     @property
     def _per_word(self) -> int:

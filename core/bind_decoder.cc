@@ -35,17 +35,19 @@ Matrix read_matrix(nb::handle object, const char* name) {
   Matrix matrix;
   if (object.is_none()) return matrix;
   const Array weight(object.attr("weight"), name);
+  matrix.ranks = value_of<int>(object, "ranks");
+  CPUMOE_REQUIRE(matrix.ranks >= 1, name, " is spread over ", matrix.ranks, " ranks; 1 or more are accepted");
   if (weight.is<std::uint8_t>()) {
     matrix.packed = open_packed(weight.contiguous(1).data(), weight.dim(0), name);
-    matrix.columns = matrix.packed.spec.columns;
+    matrix.columns = matrix.packed.spec.columns * matrix.ranks;
     matrix.depth = matrix.packed.spec.depth;
     return matrix;
   }
   matrix.type = weight.contiguous(2).float_type();
-  matrix.columns = weight.dim(0);
+  matrix.columns = weight.dim(0) * matrix.ranks;
   matrix.depth = weight.dim(1);
   matrix.floats = weight.data();
-  matrix.bias = optional_floats(object.attr("bias"), name, matrix.columns);
+  matrix.bias = optional_floats(object.attr("bias"), name, weight.dim(0));
   return matrix;
 }
 
@@ -108,6 +110,8 @@ AttentionPart read_attention(nb::handle object, DType type) {
   a.window = value_of<std::int64_t>(object, "window");
   a.sinks = optional_floats(object.attr("sinks"), "sinks", a.heads);
   a.softcap = value_of<float>(object, "softcap");
+  a.ranks = value_of<int>(object, "ranks");
+  CPUMOE_REQUIRE(a.ranks >= 1, "attention is spread over ", a.ranks, " ranks; 1 or more are accepted");
   if (const nb::object latent = object.attr("latent"); !latent.is_none()) a.latent = read_latent(latent, a, type);
   return a;
 }
@@ -218,8 +222,18 @@ PackedMatrix read_packed(nb::handle object, const char* name) {
 RoutedExperts read_experts(nb::handle object, DType type) {
   RoutedExperts e;
   e.router = read_router(object.attr("router"), type);
-  e.gate_up = read_packed(object.attr("gate_up"), "gate_up");
-  e.down = read_packed(object.attr("down"), "down");
+  if (!object.attr("gate_up").is_none()) {
+    e.gate_up = read_packed(object.attr("gate_up"), "gate_up");
+    e.down = read_packed(object.attr("down"), "down");
+  }
+  e.spread = value_of<bool>(object, "spread");
+  if (const nb::object places = object.attr("places"); !places.is_none()) {
+    const Array array(places, "places");
+    array.contiguous(1).expect<std::int32_t>("int32");
+    CPUMOE_REQUIRE(e.spread && array.dim(0) == e.router.weight.columns, "places are ", array.shape_text(), "; [",
+                   e.router.weight.columns, "] of experts that are spread is accepted");
+    e.places = array.data<std::int32_t>();
+  }
   e.activation = read_activation(object.attr("activation"));
   e.weight_on_input = value_of<bool>(object, "weight_on_input");
   return e;
@@ -276,6 +290,9 @@ DecoderModel read_model(nb::handle object) {
   for (const nb::handle layer : object.attr("layers")) model.layers.push_back(read_layer(layer, model.type));
   model.norm = read_norm(object.attr("norm"), model.type, "norm");
   model.head = read_matrix(object.attr("head"), "head");
+  if (const nb::object exchange = object.attr("exchange"); !exchange.is_none()) {
+    model.exchange = nb::cast<RankExchange*>(exchange);
+  }
   return model;
 }
 

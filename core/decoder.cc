@@ -85,7 +85,8 @@ Decoder::Round::Round(const Kernels& kernels, const Step& step, State& state, st
       hidden_(state.model.hidden),
       threads_(threads) {
   std::int64_t projected = 0, attended = 0, inner = 0, experts = 0, topk = 0, latent = 0, latent_sums = 0, down = 0;
-  std::int64_t narrow = 0;
+  std::int64_t narrow = 0, all_attended = 0;
+  bool spread = false;
   for (const DecoderLayer& layer : m_.layers) {
     const AttentionPart& a = layer.attention;
     projected = std::max(projected, width_of(a));
@@ -106,8 +107,10 @@ Decoder::Round::Round(const Kernels& kernels, const Step& step, State& state, st
       attended = std::max(attended, layer.convolution->out.depth);
     }
     if (layer.dense.has_value()) inner = std::max(inner, layer.dense->down.depth);
+    if (a.ranks > 1) all_attended = std::max(all_attended, a.out.depth);
     if (!layer.experts.has_value()) continue;
-    experts = std::max(experts, layer.experts->gate_up.spec.experts);
+    spread = spread || layer.experts->spread;
+    experts = std::max(experts, layer.experts->router.weight.columns);
     topk = std::max(topk, layer.experts->router.topk);
   }
   const auto rows_of = [&](Buffer& buffer, std::int64_t width) {
@@ -133,6 +136,12 @@ Decoder::Round::Round(const Kernels& kernels, const Step& step, State& state, st
   logits_ = s_.logits.get<float>(count * experts);
   ids_ = s_.ids.get<std::int32_t>(count * topk);
   weights_ = s_.weights.get<float>(count * topk);
+  all_attended_ = rows_of(s_.all_attended, all_attended);
+  gathered_ = rows_of(s_.gathered, all_attended);
+  if (spread) {
+    own_ids_ = s_.own_ids.get<std::int32_t>(count * topk);
+    sums_ = s_.sums.get<float>(count * hidden_);
+  }
   find_sequences();
   if (!m_.layers.empty()) plan_projections(0);
 }
@@ -150,6 +159,7 @@ void Decoder::Round::run(Worker& worker) {
     end_stage(worker, StepPart::kRows);
     s_.projections.multiply(worker);
     end_stage(worker, StepPart::kProducts);
+    gather(worker, s_.projections);
     if (layer.delta.has_value()) {
       run_delta(worker, *layer.delta, i);
     } else if (layer.convolution.has_value()) {
@@ -164,10 +174,12 @@ void Decoder::Round::run(Worker& worker) {
       end_stage(worker, StepPart::kAttention);
     }
     gate(worker, layer.attention);
+    gather_heads(worker, layer.attention);
     s_.output.prepare(worker);
     end_stage(worker, StepPart::kRows);
     s_.output.multiply(worker);
     end_stage(worker, StepPart::kProducts);
+    gather(worker, s_.output);
     add_to_residual(worker, mixed_, layer.after_attention, layer.residual_factor);
     normalize(worker, layer.before_block);
     run_block(worker, layer);
@@ -198,6 +210,32 @@ void Decoder::Round::end_stage(Worker& worker, StepPart part) {
   const Clock::time_point now = Clock::now();
   s_.seconds[static_cast<int>(part)] += std::chrono::duration<double>(now - time_).count();
   time_ = now;
+}
+
+void Decoder::Round::gather(Worker& worker, RankProducts& products) {
+  if (!products.is_split()) return;
+  products.gather(worker);
+  end_stage(worker, StepPart::kExchange);
+}
+
+void Decoder::Round::gather_heads(Worker& worker, const AttentionPart& a) {
+  if (a.ranks == 1) return;
+  worker.barrier->wait();  // gates are applied in shares of rows
+  const std::int64_t width = a.heads * a.value_depth * size_of(type_);
+  if (worker.index == 0) m_.exchange->gather(attended_, count_ * width, gathered_);
+  end_stage(worker, StepPart::kExchange);
+  each_row(worker, [&](std::int64_t r) {
+    for (int rank = 0; rank < a.ranks; ++rank) {
+      std::memcpy(all_attended_ + (r * a.ranks + rank) * width, gathered_ + (rank * count_ + r) * width,
+                  static_cast<std::size_t>(width));
+    }
+  });
+}
+
+void Decoder::Round::add_sums(Worker& worker) {
+  if (worker.index == 0) m_.exchange->sum(sums_, count_ * hidden_);
+  end_stage(worker, StepPart::kExchange);
+  each_row(worker, [&](std::int64_t r) { k_.store_row(sums_ + r * hidden_, hidden_, type_, row(mixed_, r)); });
 }
 
 void Decoder::Round::embed(const Worker& worker) {
@@ -274,13 +312,14 @@ void Decoder::Round::plan_projections(std::size_t index) {
     }
     if (a.latent.has_value() && a.latent->down) {
       outs.push_back({&a.latent->down, down_, a.latent->down.columns, type_});
-      s_.queries.plan(k_, &queries, 1, down_, type_, count_, threads_);
+      s_.queries.plan(k_, &queries, 1, down_, type_, count_, threads_, m_.exchange);
     } else {
       outs.push_back(queries);
     }
     if (a.gate) outs.push_back({&a.gate, gates_, a.gate.columns, type_});
   }
-  s_.projections.plan(k_, outs.data(), static_cast<int>(outs.size()), normed_, type_, count_, threads_);
+  s_.projections.plan(k_, outs.data(), static_cast<int>(outs.size()), normed_, type_, count_, threads_,
+                      m_.exchange);
 }
 
 void Decoder::Round::plan_layer(std::size_t index) {
@@ -300,11 +339,11 @@ void Decoder::Round::plan_layer(std::size_t index) {
                             : layer.convolution.has_value() ? &layer.convolution->out
                                                             : &a.out;
   const MatrixOut out{mixer_out, mixed_, hidden_, type_};
-  s_.output.plan(k_, &out, 1, attended_, type_, count_, threads_);
+  s_.output.plan(k_, &out, 1, attended_by(layer), type_, count_, threads_, m_.exchange);
   if (layer.experts.has_value()) {
     const Matrix& router = layer.experts->router.weight;
     const MatrixOut logits{&router, logits_, router.columns, DType::kF32};
-    s_.router.plan(k_, &logits, 1, normed_, type_, count_, threads_);
+    s_.router.plan(k_, &logits, 1, normed_, type_, count_, threads_, m_.exchange);
   }
   if (layer.dense.has_value()) {
     const DenseBlock& d = *layer.dense;
@@ -314,9 +353,9 @@ void Decoder::Round::plan_layer(std::size_t index) {
     outs[outs_count++] = {&d.up, d.has_both() ? dense_in_ : at(dense_in_, inner, type_), 2 * inner, type_};
     if (d.gate) outs[outs_count++] = {&d.gate, dense_in_, 2 * inner, type_};
     if (d.share) outs[outs_count++] = {&d.share, share_, 1, DType::kF32};
-    s_.dense_first.plan(k_, outs, outs_count, normed_, type_, count_, threads_);
+    s_.dense_first.plan(k_, outs, outs_count, normed_, type_, count_, threads_, m_.exchange);
     const MatrixOut down{&d.down, dense_out_, hidden_, type_};
-    s_.dense_second.plan(k_, &down, 1, dense_hidden_, type_, count_, threads_);
+    s_.dense_second.plan(k_, &down, 1, dense_hidden_, type_, count_, threads_, m_.exchange);
   }
 }
 
@@ -335,7 +374,7 @@ void Decoder::Round::plan_head() {
   if (step_.logits_out == nullptr) return;
   const std::int64_t columns = m_.head.columns;
   const MatrixOut out{&m_.head, at(step_.logits_out, first_wanted() * columns, type_), columns, type_};
-  s_.head.plan(k_, &out, 1, result_, type_, wanted, threads_);
+  s_.head.plan(k_, &out, 1, result_, type_, wanted, threads_, m_.exchange);
 }
 
 void Decoder::Round::finish(Worker& worker) {
@@ -354,6 +393,7 @@ void Decoder::Round::finish(Worker& worker) {
     end_stage(worker, StepPart::kRows);
     s_.head.multiply(worker);
     end_stage(worker, StepPart::kHead);
+    gather(worker, s_.head);
   }
 }
 
@@ -361,7 +401,7 @@ Decoder::Decoder(DecoderModel model) : state_(std::make_unique<State>()) {
   check_model(model);
   state_->most_rows = 4096;
   for (const DecoderLayer& layer : model.layers) {
-    if (!layer.experts.has_value()) continue;
+    if (!layer.experts.has_value() || layer.experts->down.data == nullptr) continue;
     state_->most_rows = std::min(state_->most_rows, tokens_at_once(layer.experts->down, layer.experts->router.topk));
   }
   state_->model = std::move(model);
@@ -381,11 +421,13 @@ void Decoder::step(const Kernels& kernels, const Step& step) {
     const int threads = state_->crowding.threads(wanted);
     Round round(kernels, step, *state_, 0, rows, threads);
     state_->crowding.run(threads, [&](Worker& worker) { round.run(worker); });
+    if (state_->model.exchange != nullptr) state_->model.exchange->rethrow();
     return;
   }
   for (std::int64_t first = 0; first < rows; first += state_->most_rows) {
     Round round(kernels, step, *state_, first, std::min(state_->most_rows, rows - first), wanted);
     run_on_threads(wanted, [&](Worker& worker) { round.run(worker); });
+    if (state_->model.exchange != nullptr) state_->model.exchange->rethrow();
   }
 }
 

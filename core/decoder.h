@@ -14,6 +14,7 @@
 #include "kernel.h"
 #include "linear.h"
 #include "packed.h"
+#include "rank_exchange.h"
 #include "route.h"
 
 namespace cpumoe {
@@ -69,6 +70,7 @@ struct AttentionPart {
   std::int64_t window = 0;          // tokens that one sees, itself included; 0: all before it
   const float* sinks = nullptr;     // [heads] or null
   float scale = 1.0f, softcap = 0.0f;
+  int ranks = 1;  // over so many the heads are spread, of which these are this rank's: `out` takes those of all
 
   // From one head of queries to the next, and of all of them.
   std::int64_t query_stride() const { return gated_queries ? 2 * depth : depth; }
@@ -118,9 +120,13 @@ struct Router {
 
 struct RoutedExperts {
   Router router;
-  PackedMatrix gate_up, down;
+  PackedMatrix gate_up, down;  // without data where this rank has none of the experts
   ActivationSpec activation;
   bool weight_on_input = false;
+  // Of experts that are spread over ranks: for each of the layer's its place among those that are here, or -1, or null
+  // where each rank has a slice of all of them. The sums of all ranks are added.
+  bool spread = false;
+  const std::int32_t* places = nullptr;
 };
 
 // A feed-forward block of linears: that of a layer without experts, or one that all tokens take beside them.
@@ -159,6 +165,8 @@ struct DecoderModel {
   std::vector<DecoderLayer> layers;
   Norm norm;
   Matrix head;  // or none
+  // Of the ranks that parts are spread over, or null. All of them run the same steps.
+  RankExchange* exchange = nullptr;
 };
 
 // Keys or values of all sequences in one layer. Those of sequence s, head h and the token at place p are at
@@ -209,8 +217,8 @@ struct Step {
 };
 
 // What a step does with its time.
-enum class StepPart { kRows, kProducts, kAttention, kRouting, kExperts, kHead };
-constexpr int kStepParts = 6;
+enum class StepPart { kRows, kProducts, kAttention, kRouting, kExperts, kHead, kExchange };
+constexpr int kStepParts = 7;
 
 class Decoder {
  public:

@@ -124,6 +124,7 @@ void Decoder::Round::attend_latents(Worker& worker, const AttentionPart& a, cons
     end_stage(worker, StepPart::kRows);
     s_.queries.multiply(worker);
     end_stage(worker, StepPart::kProducts);
+    gather(worker, s_.queries);
   }
   each_row(worker, [&](std::int64_t r) { keep_latent(worker, a, cache, r); });
   if (worker.index == 0) plan_layer(index);

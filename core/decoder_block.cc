@@ -23,6 +23,7 @@ void Decoder::Round::run_block(Worker& worker, const DecoderLayer& layer) {
   if (layer.dense.has_value()) {
     s_.dense_first.multiply(worker);
     end_stage(worker, StepPart::kProducts);
+    gather(worker, s_.dense_first);
     activate(worker, *layer.dense);
     s_.dense_second.prepare(worker);
   }
@@ -31,10 +32,12 @@ void Decoder::Round::run_block(Worker& worker, const DecoderLayer& layer) {
     end_stage(worker, StepPart::kRows);
     s_.dense_second.multiply(worker);
   }
-  if (!layer.experts.has_value()) return end_stage(worker, StepPart::kProducts);
   end_stage(worker, layer.dense.has_value() ? StepPart::kProducts : StepPart::kRouting);
-  s_.experts.run(worker);
+  if (layer.dense.has_value()) gather(worker, s_.dense_second);
+  if (!layer.experts.has_value()) return;
+  if (layer.experts->gate_up.data != nullptr) s_.experts.run(worker);
   end_stage(worker, StepPart::kExperts);
+  if (layer.experts->spread) add_sums(worker);
 }
 
 void Decoder::Round::activate(const Worker& worker, const DenseBlock& d) {
@@ -66,6 +69,10 @@ void Decoder::Round::choose_experts(Worker& worker, const RoutedExperts& e) {
     round_logits(e.router, 0, count_);
     route_tokens(k_, call, 0, count_);
   }
+  if (e.spread && e.gate_up.data == nullptr) {
+    std::fill_n(sums_, count_ * hidden_, 0.0f);
+    return;
+  }
   MoeCall moe{};
   moe.gate_up = e.gate_up;
   moe.down = e.down;
@@ -78,6 +85,16 @@ void Decoder::Round::choose_experts(Worker& worker, const RoutedExperts& e) {
   moe.weight_on_input = e.weight_on_input;
   moe.activation = e.activation;
   moe.out = mixed_;
+  if (e.spread) {
+    if (e.places != nullptr) {
+      std::transform(ids_, ids_ + count_ * e.router.topk, own_ids_, [&](std::int32_t id) { return e.places[id]; });
+      moe.ids = own_ids_;
+    } else {
+      moe.slices = m_.exchange;
+    }
+    moe.out_type = DType::kF32;
+    moe.out = sums_;
+  }
   s_.experts.plan(k_, moe, threads_);
 }
 

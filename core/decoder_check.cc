@@ -14,12 +14,19 @@ void check_norm(const Norm& norm, std::int64_t width, const char* name) {
   CPUMOE_REQUIRE(!norm || norm.width == width, name, " has ", norm.width, " values for rows of ", width);
 }
 
-void check_matrix(const Matrix& m, DType type, std::int64_t columns, std::int64_t depth, const char* name) {
+// What is spread over ranks is spread over all of them.
+void check_ranks(const DecoderModel& model, int ranks, const char* name) {
+  const int all = model.exchange == nullptr ? 1 : model.exchange->ranks();
+  CPUMOE_REQUIRE(ranks == 1 || ranks == all, name, " is spread over ", ranks, " ranks of ", all);
+}
+
+void check_matrix(const Matrix& m, const DecoderModel& model, std::int64_t columns, std::int64_t depth, const char* name) {
   CPUMOE_REQUIRE(m.columns == columns && m.depth == depth, name, " is [", m.columns, ", ", m.depth, "]; [", columns,
                  ", ", depth, "] is accepted");
+  check_ranks(model, m.ranks, name);
   if (!m.is_packed()) return;
   CPUMOE_REQUIRE(m.packed.spec.experts == 1 && !m.packed.spec.gated, name, " holds experts; one matrix is accepted");
-  CPUMOE_REQUIRE(!traits_of(rows_for(m.packed.spec, type)).of_tensor, name,
+  CPUMOE_REQUIRE(!traits_of(rows_for(m.packed.spec, model.type)).of_tensor, name,
                  " has one scale for all rows of a call, which a step does not serve");
 }
 
@@ -43,13 +50,13 @@ void check_latent(const AttentionPart& a, const DecoderModel& model) {
                  a.depth);
   CPUMOE_REQUIRE(a.kv_heads == 1, "attention over latents has one head of keys, not ", a.kv_heads);
   if (l.down) {
-    check_matrix(l.down, model.type, l.down.columns, model.hidden, "down");
+    check_matrix(l.down, model, l.down.columns, model.hidden, "down");
     check_norm(l.down_norm, l.down.columns, "down_norm");
   }
-  check_matrix(a.query, model.type, a.heads * a.depth, l.down ? l.down.columns : model.hidden, "query");
-  check_matrix(l.latent, model.type, l.depth(), model.hidden, "latent");
+  check_matrix(a.query, model, a.heads * a.depth, l.down ? l.down.columns : model.hidden, "query");
+  check_matrix(l.latent, model, l.depth(), model.hidden, "latent");
   check_norm(l.latent_norm, l.rank, "latent_norm");
-  check_matrix(a.out, model.type, model.hidden, a.heads * a.value_depth, "out");
+  check_matrix(a.out, model, model.hidden, a.ranks * a.heads * a.value_depth, "out");
   check_rotary(a, model, l.rotated);
 }
 
@@ -58,21 +65,22 @@ void check_attention(const AttentionPart& a, const DecoderModel& model) {
                  a.kv_heads, " heads of keys; a multiple is accepted");
   CPUMOE_REQUIRE(a.depth >= 1 && a.value_depth >= 1 && a.depth <= 4096 && a.value_depth <= 4096, "heads have ", a.depth,
                  " and ", a.value_depth, " values; 1 to 4096 are accepted");
+  check_ranks(model, a.ranks, "attention");
   if (a.gate) {
-    check_matrix(a.gate, model.type, a.gate.columns == a.heads ? a.heads : a.heads * a.value_depth, model.hidden,
+    check_matrix(a.gate, model, a.gate.columns == a.heads ? a.heads : a.heads * a.value_depth, model.hidden,
                  "the gate of attention");
   }
   if (a.latent.has_value()) return check_latent(a, model);
   const std::int64_t queries = a.heads * a.depth, keys = a.kv_heads * a.depth, values = a.kv_heads * a.value_depth;
   CPUMOE_REQUIRE(static_cast<bool>(a.key) == static_cast<bool>(a.value), "key and value must both be given, or none");
-  check_matrix(a.query, model.type, a.key ? a.query_width() : queries + keys + values, model.hidden, "query");
+  check_matrix(a.query, model, a.key ? a.query_width() : queries + keys + values, model.hidden, "query");
   CPUMOE_REQUIRE(!a.gated_queries || (a.key && !a.gate && a.value_depth == a.depth && !a.norms_whole_rows),
                  "gates behind the heads of queries go with keys, values as wide, norms of heads and no other gate");
   if (a.key) {
-    check_matrix(a.key, model.type, keys, model.hidden, "key");
-    check_matrix(a.value, model.type, values, model.hidden, "value");
+    check_matrix(a.key, model, keys, model.hidden, "key");
+    check_matrix(a.value, model, values, model.hidden, "value");
   }
-  check_matrix(a.out, model.type, model.hidden, a.heads * a.value_depth, "out");
+  check_matrix(a.out, model, model.hidden, a.ranks * a.heads * a.value_depth, "out");
   check_norm(a.query_norm, a.norms_whole_rows ? queries : a.depth, "query_norm");
   check_norm(a.key_norm, a.norms_whole_rows ? keys : a.depth, "key_norm");
   CPUMOE_REQUIRE(!(a.norms_whole_rows && a.norms_after_rotary), "norms of whole rows come before the rotation");
@@ -82,10 +90,10 @@ void check_attention(const AttentionPart& a, const DecoderModel& model) {
 void check_dense(const DenseBlock& d, const DecoderModel& model) {
   const std::int64_t inner = d.down.depth;
   CPUMOE_REQUIRE(!d.gate || d.activation.gated, "gate is given for an activation that is not gated");
-  if (d.gate) check_matrix(d.gate, model.type, inner, model.hidden, "gate");
-  check_matrix(d.up, model.type, d.has_both() ? 2 * inner : inner, model.hidden, "up");
-  check_matrix(d.down, model.type, model.hidden, inner, "down");
-  if (d.share) check_matrix(d.share, model.type, 1, model.hidden, "share");
+  if (d.gate) check_matrix(d.gate, model, inner, model.hidden, "gate");
+  check_matrix(d.up, model, d.has_both() ? 2 * inner : inner, model.hidden, "up");
+  check_matrix(d.down, model, model.hidden, inner, "down");
+  if (d.share) check_matrix(d.share, model, 1, model.hidden, "share");
 }
 
 void check_columns(const DeltaPart& d, const DeltaPart::Columns& columns, std::int64_t heads, std::int64_t values,
@@ -105,13 +113,13 @@ void check_delta(const DeltaPart& d, const DecoderModel& model) {
   CPUMOE_REQUIRE(r.heads <= 4096, "there are ", r.heads, " heads with states; 1 to 4096 are accepted");
   std::int64_t width = 0;
   for (const Matrix& m : d.projections) {
-    check_matrix(m, model.type, m.columns, model.hidden, "a projection");
+    check_matrix(m, model, m.columns, model.hidden, "a projection");
     width += m.columns;
   }
   for (const DeltaPart::Expansion& e : d.expansions) {
     CPUMOE_REQUIRE(e.from >= 0 && e.matrix.depth >= 1 && e.from + e.matrix.depth <= width,
                    "an expansion is of columns ", e.from, " to ", e.from + e.matrix.depth - 1, "; there are ", width);
-    check_matrix(e.matrix, model.type, e.matrix.columns, e.matrix.depth, "an expansion");
+    check_matrix(e.matrix, model, e.matrix.columns, e.matrix.depth, "an expansion");
   }
   check_columns(d, d.queries, r.key_heads, r.key_depth, "queries");
   check_columns(d, d.keys, r.key_heads, r.key_depth, "keys");
@@ -119,7 +127,7 @@ void check_delta(const DeltaPart& d, const DecoderModel& model) {
   check_columns(d, d.gates, r.heads, r.value_depth, "gates");
   check_columns(d, d.betas, r.heads, 1, "betas");
   check_columns(d, d.decays, r.heads, r.decay_of_channels ? r.key_depth : 1, "decays");
-  check_matrix(d.out, model.type, model.hidden, r.heads * r.value_depth, "out");
+  check_matrix(d.out, model, model.hidden, r.heads * r.value_depth, "out");
 }
 
 void check_layer(const DecoderLayer& layer, const DecoderModel& model) {
@@ -132,8 +140,8 @@ void check_layer(const DecoderLayer& layer, const DecoderModel& model) {
   } else if (layer.convolution.has_value()) {
     const ConvolutionPart& c = *layer.convolution;
     check_short_convolution(c.convolution);
-    check_matrix(c.projection, model.type, 3 * c.convolution.channels, model.hidden, "projection");
-    check_matrix(c.out, model.type, model.hidden, c.convolution.channels, "out");
+    check_matrix(c.projection, model, 3 * c.convolution.channels, model.hidden, "projection");
+    check_matrix(c.out, model, model.hidden, c.convolution.channels, "out");
   } else {
     check_attention(layer.attention, model);
   }
@@ -141,13 +149,25 @@ void check_layer(const DecoderLayer& layer, const DecoderModel& model) {
   if (layer.dense.has_value()) check_dense(*layer.dense, model);
   if (!layer.experts.has_value()) return;
   const RoutedExperts& e = *layer.experts;
+  check_routing(e.router.call(0, nullptr, nullptr, nullptr));
+  const std::int64_t experts = e.router.weight.columns;
+  check_matrix(e.router.weight, model, experts, model.hidden, "router");
+  CPUMOE_REQUIRE(e.spread || e.gate_up.data != nullptr, "a layer has a router and no experts");
+  CPUMOE_REQUIRE(!e.spread || model.exchange != nullptr, "experts are spread over ranks that do not exchange");
+  if (e.gate_up.data == nullptr) return;
   check_experts(e.gate_up.spec, e.down.spec, e.activation);
-  check_matrix(e.router.weight, model.type, e.gate_up.spec.experts, model.hidden, "router");
+  if (e.places == nullptr) {
+    CPUMOE_REQUIRE(e.gate_up.spec.experts == experts, "the router is for ", experts, " experts, and there are ",
+                   e.gate_up.spec.experts);
+  }
+  for (std::int64_t i = 0; e.places != nullptr && i < experts; ++i) {
+    CPUMOE_REQUIRE(e.places[i] >= -1 && e.places[i] < e.gate_up.spec.experts, "expert ", i, " is at place ", e.places[i],
+                   "; there are ", e.gate_up.spec.experts);
+  }
   CPUMOE_REQUIRE(e.gate_up.spec.depth == model.hidden, "experts take ", e.gate_up.spec.depth, " features of ",
                  model.hidden);
   CPUMOE_REQUIRE(!traits_of(rows_for(e.gate_up.spec, model.type)).of_tensor,
                  "experts have one scale for all rows of a call, which a step does not serve");
-  check_routing(e.router.call(0, nullptr, nullptr, nullptr));
 }
 
 }  // namespace
@@ -157,7 +177,7 @@ void check_model(const DecoderModel& model) {
                  "; 1 to 2^24 - 1 are accepted");
   for (const DecoderLayer& layer : model.layers) check_layer(layer, model);
   check_norm(model.norm, model.hidden, "norm");
-  if (model.head) check_matrix(model.head, model.type, model.head.columns, model.hidden, "head");
+  if (model.head) check_matrix(model.head, model, model.head.columns, model.hidden, "head");
 }
 
 void check_step(const DecoderModel& m, const Step& s) {

@@ -15,6 +15,7 @@
 #include "linear.h"
 #include "memory.h"
 #include "moe.h"
+#include "rank_products.h"
 #include "threads.h"
 
 namespace cpumoe {
@@ -37,10 +38,10 @@ struct Decoder::State {
 
   // Of the rows of a round; hidden states are of the model's type.
   Buffer residual, normed, mixed, projected, attended, gates, latent_queries, latent_sums, down, narrow, dense_in,
-      dense_hidden, dense_out, wanted_rows;
-  Buffer values, share, logits, ids, weights;
-  RowProducts projections, queries, output, router, dense_first, dense_second, head;
-  std::deque<RowProducts> expansions;  // as many as a layer has at most
+      dense_hidden, dense_out, wanted_rows, gathered, all_attended;
+  Buffer values, share, logits, ids, own_ids, weights, sums;
+  RankProducts projections, queries, output, router, dense_first, dense_second, head;
+  std::deque<RankProducts> expansions;  // as many as a layer has at most
   CachedAttention attention;
   DeltaRuleStage delta;
   MoeStage experts;
@@ -80,6 +81,17 @@ class Decoder::Round {
 
   void start(const Worker& worker);
   void end_stage(Worker& worker, StepPart part);
+
+  // ---- what other ranks have ----------------------------------------------------------------------------------------
+
+  // Products behind the barrier that follows them.
+  void gather(Worker& worker, RankProducts& products);
+  // Heads of attention; where they are all here, these are what attention has given.
+  void gather_heads(Worker& worker, const AttentionPart& a);
+  std::uint8_t* attended_by(const DecoderLayer& layer) const {
+    return layer.attention.ranks > 1 ? all_attended_ : attended_;
+  }
+  void add_sums(Worker& worker);
 
   // ---- rows: every worker has its share of them --------------------------------------------------------------------
 
@@ -189,11 +201,11 @@ class Decoder::Round {
   const int threads_;
   std::uint8_t *residual_, *normed_, *mixed_, *projected_, *attended_, *gates_, *down_, *narrow_, *dense_in_,
       *dense_hidden_, *dense_out_;
-  std::uint8_t *latent_queries_, *latent_sums_, *result_ = nullptr;
+  std::uint8_t *latent_queries_, *latent_sums_, *result_ = nullptr, *all_attended_ = nullptr, *gathered_ = nullptr;
   std::int64_t latent_item_ = 0;  // floats that a work item of latent attention takes
   std::int64_t values_stride_;
-  float *values_, *share_, *logits_, *weights_;
-  std::int32_t* ids_;
+  float *values_, *share_, *logits_, *weights_, *sums_ = nullptr;
+  std::int32_t *ids_, *own_ids_ = nullptr;
   std::chrono::steady_clock::time_point time_;
 };
 

@@ -31,7 +31,8 @@ void Decoder::Round::plan_columns_of_delta(const DeltaPart& d) {
   for (std::size_t i = 0; i < d.expansions.size(); ++i) {
     const Matrix& m = d.expansions[i].matrix;
     const MatrixOut out{&m, at(projected_, column, type_), width, type_};
-    s_.expansions[i].plan(k_, &out, 1, at(narrow_, narrow * count_, type_), type_, count_, threads_);
+    s_.expansions[i].plan(k_, &out, 1, at(narrow_, narrow * count_, type_), type_, count_, threads_,
+                          m_.exchange);
     column += m.columns;
     narrow += m.depth;
   }
@@ -73,6 +74,7 @@ void Decoder::Round::run_delta(Worker& worker, const DeltaPart& d, std::size_t i
     end_stage(worker, StepPart::kRows);
     for (std::size_t i = 0; i < d.expansions.size(); ++i) s_.expansions[i].multiply(worker);
     end_stage(worker, StepPart::kProducts);
+    for (std::size_t i = 0; i < d.expansions.size(); ++i) gather(worker, s_.expansions[i]);
   }
   if (worker.index == 0) plan_layer(index);
   end_stage(worker, StepPart::kRows);

@@ -27,10 +27,13 @@ struct Matrix {
   DType type = DType::kF32;      // of the floats
   const float* bias = nullptr;   // [columns] or null: of the floats
   std::int64_t columns = 0, depth = 0;
+  // Over so many ranks the columns are spread in equal parts, of which this rank has its own; see rank_products.h.
+  int ranks = 1;
 
   explicit operator bool() const { return columns != 0; }
   bool is_packed() const { return packed.data != nullptr; }
-  std::int64_t bytes() const { return is_packed() ? packed.expert_bytes : columns * depth * size_of(type); }
+  std::int64_t own_columns() const { return columns / ranks; }
+  std::int64_t bytes() const { return is_packed() ? packed.expert_bytes : own_columns() * depth * size_of(type); }
 };
 
 // What one of the matrices gives that the same rows are multiplied with.

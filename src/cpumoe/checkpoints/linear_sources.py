@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck, naming
 from cpumoe.checkpoints.storage import LinearStorage, StoredTensor
-from cpumoe.checkpoints.tensor_file import FLOAT_DTYPES
-from cpumoe.errors import CheckpointError
+from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES
+from cpumoe.checkpoints.tensor_parts import TensorPart, slice_of
+from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.layers.packed_weights import packed_spec
+from cpumoe.layers.parallel_layout import ExpertsPart
 from cpumoe.layers.quantized_experts import QuantizedWeight
 
 
@@ -36,22 +39,50 @@ class LinearSource:
         elif (bias := added_bias(self._checkpoint, self.name, self.rows, self.storage)) is not None:
             check.expect(f"{self.name}.bias", bias)
 
-    def load(self) -> QuantizedLinear:
-        tensors = {}
-        for suffix, stored in self.storage.tensors(self.rows, self.columns).items():
+    def divides(self, slices: int) -> bool:
+        """Whether the rows can be read in so many equal parts, which cut neither blocks of scales nor words."""
+        rows, unit = self.rows // slices, self.storage.scheme.weights.group.rows or self.rows
+        if self.rows % slices != 0 or rows % unit != 0:
+            return False
+        try:
+            self._parts(ExpertsPart((0,), slices))
+        except (UnsupportedScheme, ValueError):
+            return False
+        return True
+
+    def _parts(self, part: ExpertsPart) -> dict[str, tuple[StoredTensor, TensorPart]]:
+        """The stored tensors by suffix, and what a slice of the rows takes of each."""
+        whole, smaller = (self.storage.tensors(self.rows // n, self.columns) for n in (1, part.slices))
+        return {
+            suffix: (stored, slice_of(stored.shape, smaller[suffix].shape, part)) for suffix, stored in whole.items()
+        }
+
+    def load(self, slices: int = 1, index: int = 0) -> QuantizedLinear:
+        """Packs the linear, or one of equal parts of its rows, of which alone it reads the bytes."""
+        tensors, rows = {}, self.rows // slices
+        for suffix, (stored, part) in self._parts(ExpertsPart((0,), slices, index)).items():
+            name = f"{self.name}.{suffix}"
             if stored.is_known:
-                self._checkpoint.refuse_other_contents(f"{self.name}.{suffix}", stored)
+                self._checkpoint.refuse_other_contents(name, stored)
                 continue
-            tensor = self._checkpoint.read(f"{self.name}.{suffix}").reshape(stored.shape)
+            tensor = self._read(name, part).reshape(part.shape)
             if stored.contents is not None:
-                stored.contents(f"{self.name}.{suffix}", tensor)
+                stored.contents(part.text(name, stored.shape), tensor)
             tensors[suffix] = tensor if stored.by_rows else tensor.unsqueeze(0)
-        bias = self._checkpoint.read(f"{self.name}.bias") if self.has_bias else None
+        bias = self._read(f"{self.name}.bias", TensorPart((rows,), 0, (index * rows,))) if self.has_bias else None
         if bias is None and (added := added_bias(self._checkpoint, self.name, self.rows, self.storage)) is not None:
             self._checkpoint.refuse_other_contents(f"{self.name}.bias", added)
         with naming(self.name):
-            weight = replace(self.storage.decode(tensors, self.rows, self.columns), bias=bias)
+            weight = replace(self.storage.decode(tensors, rows, self.columns), bias=bias)
             return QuantizedLinear.from_weight(weight, self.storage.scheme)
+
+    def _read(self, name: str, part: TensorPart) -> Tensor:
+        if self._checkpoint.info(name).shape == ():
+            return self._checkpoint.read(name)  # one number for all of a linear
+        out = torch.empty(part.shape, dtype=DTYPES[self._checkpoint.info(name).dtype])
+        for start, to in part.ranges(out):
+            self._checkpoint.read_part(name, to, start)
+        return out
 
     def stored_weight(self) -> QuantizedWeight:
         """What the files have, read without the code that loads it."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cpumoe import _core
+from cpumoe.ops.exchange import RankExchange
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,14 @@ class Norm:
 
 @dataclass(frozen=True)
 class Matrix:
-    """The weight of a linear: packed, or floats [out, in] in fp32, bf16 or fp16 with a bias [out] in fp32."""
+    """The weight of a linear: packed, or floats [out, in] in fp32, bf16 or fp16 with a bias [out] in fp32.
+
+    ``ranks``: over so many the outputs are spread in equal parts, of which this is one.
+    """
 
     weight: Tensor
     bias: Tensor | None = None
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -80,6 +85,7 @@ class Attention:
         value_factor: values are multiplied by this.
         latent: where attention is over latents: then there are no key and value, kv_heads is 1, and a head of ``query``
             is nope + rotated wide, which is its depth. Caches then have latents and rotated parts side by side.
+        ranks: over so many the heads are spread, of which these are one part; ``out`` takes those of all ranks.
     """
 
     query: Matrix
@@ -105,6 +111,7 @@ class Attention:
     gated_queries: bool = False
     value_factor: float = 1.0
     latent: Latent | None = None
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -214,13 +221,21 @@ class Router:
 
 @dataclass(frozen=True)
 class RoutedExperts:
-    """Packed experts behind a router."""
+    """Packed experts behind a router.
+
+    Attributes:
+        gate_up, down: packed; None where experts are spread over ranks and none of them is here.
+        spread: each rank has some experts or a slice of all of them, and their sums are added.
+        places: int32 [experts]: where each is among those that are here, or -1; None for slices.
+    """
 
     router: Router
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | None
+    down: Tensor | None
     activation: Activation
     weight_on_input: bool = False
+    spread: bool = False
+    places: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -269,13 +284,14 @@ class DecoderModel:
     layers: tuple[Layer, ...]
     norm: Norm | None
     head: Matrix | None
+    exchange: RankExchange | None = None  # of the ranks that parts are spread over
 
 
 #: What a step keeps of a layer's tokens: keys, values and the place of their first token, or states.
 LayerCache = tuple[Tensor, Tensor, int] | tuple[Tensor, ...]
 
 #: What the seconds of a decoder are counted for, in their order.
-STEP_PARTS = ("rows", "products", "attention", "routing", "experts", "head")
+STEP_PARTS = ("rows", "products", "attention", "routing", "experts", "head", "exchange")
 
 
 class Decoder:

@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from cpumoe import ops
 from cpumoe.layers.backends import NativeBackend
 from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.parallel_layout import Exchange, ExpertsPart
+from cpumoe.layers.quantized_experts import QuantizedExperts
 from cpumoe.ops.exchange import expert_sums, prepare_tokens, prepared_token_bytes
 from cpumoe.parallel.dispatch import (
     Tokens,
@@ -30,47 +31,56 @@ from cpumoe.parallel.dispatch import (
 from cpumoe.parallel.ranks import Ranks
 
 
-class ParallelExperts(nn.Module):
+class ParallelExperts(Experts):
     """The experts of one layer on all ranks, called on each of them as :class:`cpumoe.Experts` is.
 
     With data, context or sequence parallelism every rank gives tokens of its own, as many as it has, or none. In a
     tensor parallel group all ranks give the same tokens.
 
     Args:
-        held: what this rank has of the experts; None where it has none of them.
+        own: what this rank has of the experts; None where it has none of them.
         config: of the whole layer.
         ranks: the ranks, their layout, and how they exchange.
         quantized_dispatch: tokens travel as the first product would quantise them anyway, which gives the same bits.
             None: where that is fewer bytes.
     """
 
-    places: Tensor
-    owners: Tensor
-
     def __init__(
-        self, held: Experts | None, config: MoEConfig, ranks: Ranks, *, quantized_dispatch: bool | None = None
+        self, own: Experts | None, config: MoEConfig, ranks: Ranks, *, quantized_dispatch: bool | None = None
     ) -> None:
-        super().__init__()
         parts = [rank.part_of(config.experts, config.intermediate_size) for rank in ranks.layout.ranks()]
-        self.part = parts[ranks.rank]
-        if held is not None and not isinstance(held.backend, NativeBackend):
-            raise ValueError(f"experts on the backend {held.backend.name!r}; spread over ranks 'native' is accepted")
-        count = 0 if held is None else held.config.local_experts
-        if count != len(self.part.experts):
-            raise ValueError(f"{count} experts are held on rank {ranks.rank}; {self.part} are accepted")
-        self.held = held
-        self.config = config
+        backend = NativeBackend() if own is None else own.backend
+        if not isinstance(backend, NativeBackend):
+            raise ValueError(f"experts on the backend {backend.name!r}; spread over ranks, 'native' is accepted")
+        count = 0 if own is None else own.config.local_experts
+        if count != len(parts[ranks.rank].experts):
+            raise ValueError(f"{count} experts are held on rank {ranks.rank}; {parts[ranks.rank]} are accepted")
+        super().__init__(config, backend, {} if own is None else dict(own.named_buffers()))
+        self.held = parts[ranks.rank]
         self.ranks = ranks
         # Both have one entry more, for the id -1.
-        self.register_buffer("places", _table(config.experts, [self.part], range(count)), persistent=False)
-        self.register_buffer("owners", _owners(config.experts, parts), persistent=False)
-        self._slices = ranks.number if self.part.slices > 1 else 0
+        self._places = _table(config.experts, [self.held], range(count))
+        self._owners = _owners(config.experts, parts)
+        self._slices = ranks.number if self.held.slices > 1 else 0
         # A rank that has no experts does not know how the others want tokens.
         self._may_prepare = quantized_dispatch is not False and all(part.experts for part in parts)
         self._must_prepare = quantized_dispatch is True
 
+    @property
+    def packed(self) -> tuple[Tensor, Tensor] | None:
+        """The packed gate_up and down of what is here; None where nothing is."""
+        return (self.get_buffer("gate_up_packed"), self.get_buffer("down_packed")) if self.held.experts else None
+
+    @property
+    def places(self) -> Tensor | None:
+        """int32 [experts]: where each expert is among those that are here, or -1; None for slices of all of them."""
+        return self._places[:-1] if self.held.slices == 1 else None
+
+    def quantized(self, first: int = 0, count: int | None = None) -> QuantizedExperts:
+        raise ValueError(f"rank {self.ranks.rank} has {self.held} of this layer, which cannot be read back as a whole")
+
     def extra_repr(self) -> str:
-        return f"{self.part}; {self.ranks.layout}"
+        return f"{self.held}; {self.ranks.layout}"
 
     def forward(
         self,
@@ -100,7 +110,7 @@ class ParallelExperts(nn.Module):
             share = mine[own_share(self.ranks.layout, len(hidden_states))]
             sending = Tokens(self._as_sent(share.rows), share.ids, share.weights)
             if kind is Exchange.ALL_TO_ALL:
-                here, sent = send_tokens(self.ranks, sending, self.owners)
+                here, sent = send_tokens(self.ranks, sending, self._owners)
                 out = return_sums(self.ranks, self._sums(here, dtype, on_input), sent, len(share.rows))
             else:
                 everything, counts = gather_tokens(self.ranks, sending)
@@ -120,8 +130,7 @@ class ParallelExperts(nn.Module):
     def _as_sent(self, rows: Tensor) -> Tensor:
         if not self._may_prepare:
             return rows
-        assert self.held is not None  # every rank has some
-        gate_up = self.held.get_buffer("gate_up_packed")
+        gate_up = self.get_buffer("gate_up_packed")  # every rank has some
         prepared = prepared_token_bytes(gate_up, rows.dtype)
         if prepared == 0:
             return rows
@@ -131,14 +140,13 @@ class ParallelExperts(nn.Module):
     def _sums(self, tokens: Tokens, dtype: torch.dtype, on_input: bool) -> Tensor:
         """fp32 [tokens, H]: what this rank has of the sums."""
         c = self.config
-        if self.held is None:
+        if self.packed is None:
             return torch.zeros((len(tokens.rows), c.hidden_size))
         return expert_sums(
             tokens.rows,
-            self.places[tokens.ids.long()],
+            self._places[tokens.ids.long()],
             tokens.weights,
-            self.held.get_buffer("gate_up_packed"),
-            self.held.get_buffer("down_packed"),
+            *self.packed,
             c.hidden_size,
             dtype,
             c.activation.kind,

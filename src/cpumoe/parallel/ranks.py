@@ -36,6 +36,8 @@ DEFAULT_TIMEOUT = 60.0
 #: Of a rank's message that is in shared memory at a time; a longer one goes in pieces. It stays in a core's cache.
 _SLOT_BYTES = 1 << 20
 
+_CPU = torch.device("cpu")  # whatever the default is: models are made on another one before they are loaded
+
 _SHARED_FOLDER = Path("/dev/shm")
 _SWITCH = "CPUMOE_SHARED_MEMORY"
 
@@ -99,6 +101,10 @@ class Ranks:
             shared = _shared_exchange(rank, size, timeout, group)
         return cls(layout, carried_exchange(rank, size, group) if shared is None else shared)
 
+    def __deepcopy__(self, _: object) -> Ranks:
+        """Copies of a module are of the same ranks."""
+        return self
+
     def __bool__(self) -> bool:
         """Whether there is more than one."""
         return self.exchange is not None
@@ -125,7 +131,7 @@ class Ranks:
         if self.exchange is None:
             return [mine]
         row = _row_bytes(mine)
-        whole = torch.empty((sum(counts), *mine.shape[1:]), dtype=mine.dtype)
+        whole = torch.empty((sum(counts), *mine.shape[1:]), dtype=mine.dtype, device=_CPU)
         self.exchange.gather(_bytes_of(mine), [count * row for count in counts], _bytes_of(whole))
         return list(whole.split(list(counts)))
 
@@ -133,8 +139,8 @@ class Ranks:
         """As many integers of every rank, by rank."""
         if self.exchange is None:
             return [list(mine)]
-        own = torch.tensor(mine, dtype=torch.int64)
-        whole = torch.empty((self.size, len(mine)), dtype=torch.int64)
+        own = torch.tensor(mine, dtype=torch.int64, device=_CPU)
+        whole = torch.empty((self.size, len(mine)), dtype=torch.int64, device=_CPU)
         self.exchange.gather(_bytes_of(own), [own.numel() * 8] * self.size, _bytes_of(whole))
         return whole.tolist()
 
@@ -142,7 +148,7 @@ class Ranks:
         """``counts[r]`` rows of ``mine`` go to rank r, which gives ``given[r]``; those come one behind the other."""
         assert self.exchange is not None
         row = _row_bytes(mine)
-        whole = torch.empty((sum(given), *mine.shape[1:]), dtype=mine.dtype)
+        whole = torch.empty((sum(given), *mine.shape[1:]), dtype=mine.dtype, device=_CPU)
         self.exchange.trade(_bytes_of(mine), [n * row for n in counts], _bytes_of(whole), [n * row for n in given])
         return whole
 

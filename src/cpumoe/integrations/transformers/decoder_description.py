@@ -26,7 +26,11 @@ from cpumoe.integrations.transformers.roomy_cache import CacheForm
 from cpumoe.layers.activation import Activation
 from cpumoe.layers.backends import NativeBackend
 from cpumoe.layers.experts import Experts
+from cpumoe.layers.parallel_layout import Exchange
 from cpumoe.ops import SCORING, decoder
+from cpumoe.ops.exchange import RankExchange
+from cpumoe.parallel.experts import ParallelExperts
+from cpumoe.parallel.linear import SplitLinear
 
 #: Kinds of rotary embeddings whose angles depend on the length of a sequence.
 _CHANGING_ROTARY = ("dynamic", "longrope")
@@ -98,7 +102,45 @@ def describe_decoder(base: Any, choices: tuple[Choices, ...], positions: int) ->
         layers,
         describe_norm(norm_of(base), "norm"),
         None,
+        _exchange_of(base),
     )
+
+
+def _exchange_of(base: Any) -> RankExchange | None:
+    """The exchange of the ranks that a model is spread over."""
+    spread = (m for m in base.modules() if isinstance(m, ParallelExperts | SplitLinear))
+    return next((m.ranks.exchange for m in spread), None)
+
+
+def with_own_heads(model: decoder.DecoderModel, rank: int, ranks: int) -> decoder.DecoderModel:
+    """The same decoder with the heads of one rank in every attention whose projections are split.
+
+    Results are the same; keys and values are those of a rank's own heads. Attention whose heads do not divide, or are
+    normed together, stays whole: what its projections give is gathered.
+    """
+
+    def own(attention: decoder.Attention) -> decoder.Attention:
+        a = attention
+        split = [m for m in (a.query, a.key, a.value, a.gate) if m is not None]
+        kv_heads = 1 if a.latent is not None else a.kv_heads // ranks
+        divides = a.heads % ranks == 0 and (a.latent is not None or a.kv_heads % ranks == 0)
+        if not divides or a.norms_whole_rows or any(m.ranks != ranks for m in (*split, a.out)):
+            return a
+        latent = a.latent
+        if latent is not None:
+            latent = replace(latent, expansion=latent.expansion.chunk(ranks)[rank].contiguous())
+        local = {
+            name: replace(m, ranks=1)
+            for name in ("query", "key", "value", "gate")
+            if (m := getattr(a, name)) is not None
+        }
+        sinks = None if a.sinks is None else a.sinks.chunk(ranks)[rank].contiguous()
+        return replace(a, **local, heads=a.heads // ranks, kv_heads=kv_heads, sinks=sinks, latent=latent, ranks=ranks)
+
+    layers = tuple(
+        layer if layer.attention is None else replace(layer, attention=own(layer.attention)) for layer in model.layers
+    )
+    return replace(model, layers=layers)
 
 
 def refuse_other_parts(base: Any) -> None:
@@ -383,17 +425,22 @@ def _block(block: Any, layer: Any, parts: Parts) -> tuple[decoder.RoutedExperts 
     experts: Any = children[packed[0]]
     if not isinstance(experts.backend, NativeBackend) or experts.config.held_experts is not None:
         raise NotDescribed("its experts are not all here, or not served by the native kernels")
+    if isinstance(experts, ParallelExperts) and experts.ranks.layout.chosen_exchange is not Exchange.ALL_REDUCE:
+        raise NotDescribed(f"ranks have tokens of their own ({experts.ranks.layout})")
     found = [child for child in children.values() if routers.form_of(child) is not None]
     if len(found) != 1:
         raise NotDescribed(f"{type(block).__name__} has a router that is none we know")
     correction = routers.correction_of(found[0], block)
     parts.take_all_of(experts, found[0])
     parts.take(correction)
+    spread = isinstance(experts, ParallelExperts)
     routed = decoder.RoutedExperts(
         _router(found[0], correction),
-        experts.gate_up_packed,
-        experts.down_packed,
+        getattr(experts, "gate_up_packed", None),
+        getattr(experts, "down_packed", None),
         _activation(experts.config.activation),
+        spread=spread,
+        places=experts.places if spread else None,
     )
     holders = (block, layer)
     shared = next((m for h, name in product(holders, _SHARED) if (m := getattr(h, name, None)) is not None), None)

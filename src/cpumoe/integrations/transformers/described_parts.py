@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from cpumoe.integrations.transformers import norms
 from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.ops import decoder
+from cpumoe.parallel.linear import SplitLinear
 
 
 class NotDescribed(Exception):
@@ -47,6 +49,8 @@ def describe_norm(module: Any, name: str) -> decoder.Norm:
 
 def describe_matrix(module: Any, name: str) -> decoder.Matrix:
     """The weight of a linear. Raises NotDescribed for a module of another kind."""
+    if isinstance(module, SplitLinear):
+        return replace(describe_matrix(module.own, name), ranks=module.ranks.size)
     if isinstance(module, QuantizedLinear):
         return decoder.Matrix(module.weight_packed)
     if type(module) is not nn.Linear:

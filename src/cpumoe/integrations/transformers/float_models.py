@@ -21,7 +21,8 @@ from cpumoe.integrations.transformers.decode import speed_up
 from cpumoe.integrations.transformers.expert_modules import ExpertsModule, describe_experts, expert_modules
 from cpumoe.integrations.transformers.int8_cache import hold_caches
 from cpumoe.integrations.transformers.model_description import packable_linears
-from cpumoe.integrations.transformers.packed_modules import pack_float_linear, refuse_other_scheme, replace_module
+from cpumoe.integrations.transformers.module_sources import pack_float_linear
+from cpumoe.integrations.transformers.packed_modules import refuse_other_scheme, replace_module
 from cpumoe.integrations.transformers.plugin import DEFAULT_SCHEME, PackedConfig, PackedQuantizer
 from cpumoe.integrations.transformers.special_experts import experts_name, put_packed, wrapped
 from cpumoe.layers.config import MoEConfig

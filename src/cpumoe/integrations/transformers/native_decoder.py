@@ -28,6 +28,7 @@ from cpumoe.integrations.transformers.decoder_description import (
     mixer_of,
     norm_of,
     refuse_other_parts,
+    with_own_heads,
 )
 from cpumoe.integrations.transformers.described_parts import NotDescribed, describe_matrix
 from cpumoe.integrations.transformers.roomy_cache import CacheForm
@@ -198,6 +199,9 @@ class NativeDecoder:
         model = describe_decoder(base, self._choices, self._positions)
         if head is not None:
             model = replace(model, head=describe_matrix(head, "head"))
+        if (exchange := model.exchange) is not None:
+            model = with_own_heads(model, exchange.rank, exchange.ranks)
+        self._shares_heads = any(layer.attention is not None and layer.attention.ranks > 1 for layer in model.layers)
         self._described: Decoder | None = Decoder(model)
         self._dtype, self._hidden = model.embedding.dtype, model.embedding.shape[1]
         forms = [cache_form(*pair, self._dtype, self.records) for pair in zip(base.layers, model.layers, strict=True)]

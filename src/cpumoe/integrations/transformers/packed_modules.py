@@ -3,44 +3,31 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cache
+from functools import partial
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
 from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
-from cpumoe.checkpoints.expert_sources import ExpertSource
-from cpumoe.checkpoints.held_scales import is_per_tensor
-from cpumoe.checkpoints.loading import find_experts, load_experts
+from cpumoe.checkpoints.loading import find_experts
 from cpumoe.checkpoints.model_layout import LinearPlace
 from cpumoe.checkpoints.model_tensors import check_model, quantized_linears
 from cpumoe.checkpoints.storage import refuse_stored_input_scales
-from cpumoe.checkpoints.tensor_file import DTYPES
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.integrations.transformers.model_description import describe_model
-from cpumoe.layers.experts import Experts
-from cpumoe.layers.linear import QuantizedLinear
-from cpumoe.layers.quantized_experts import QuantizedWeight
-from cpumoe.layers.rounding import quantize_weight
+from cpumoe.integrations.transformers.module_sources import (
+    LINEAR_TENSORS,
+    FloatLinear,
+    PackedModule,
+    packed_experts,
+    restored_linear,
+    split_linear,
+    spread_experts,
+)
 from cpumoe.layers.scheme import Scheme
+from cpumoe.parallel.ranks import Ranks
 
 _log = logging.getLogger("cpumoe")
-
-_ELEMENTS_AT_ONCE = 4 << 20  # weights that are quantised together: they go through several fp32 temporaries
-
-_LINEAR_TENSORS = frozenset({"weight_packed"})
-
-
-@dataclass(frozen=True)
-class PackedModule:
-    """The packed replacement of one module: how to load it, and how to make it from packed tensors of these names."""
-
-    load: Callable[[], nn.Module]
-    restore: Callable[[dict[str, Tensor]], nn.Module]
-    tensor_names: frozenset[str]
 
 
 class PendingModule(nn.Module):
@@ -63,6 +50,7 @@ def find_packed_modules(
     *,
     leave_experts: bool = False,
     implementation: str | None = None,
+    ranks: Ranks | None = None,
 ) -> dict[str, PackedModule]:
     """Finds the weights of all modules that will be packed, and checks them before any is read.
 
@@ -73,6 +61,7 @@ def find_packed_modules(
         leave_experts: leaves the experts to transformers, which reads them and does not name the tensors it lacks: they
             are checked nevertheless.
         implementation: the ``experts_implementation`` that was asked for; its scheme must be that of quantised experts.
+        ranks: that the model is spread over. Experts and linears are read as this rank holds them.
 
     Returns the replacements by the names of the modules.
     """
@@ -92,12 +81,21 @@ def find_packed_modules(
                 "%s is in float in this quantised checkpoint, and runs so (%s)", source.prefix, source.config.scheme
             )
         if not leave_experts:
-            found[source.layout.module] = packed.setdefault(source.layout.stored, _packed_experts(source))
+            made = packed_experts(source) if ranks is None else spread_experts(checkpoint, source, scheme, ranks)
+            found[source.layout.module] = packed.setdefault(source.layout.stored, made)
     for name, linear in layout.linears.items():
-        if name in quantized:
-            found[linear.module] = PackedModule(quantized[name].load, _restored_linear, _LINEAR_TENSORS)
-        elif linears is not None and linear.may_be_packed and _fits(linears, linear, name):
-            found[linear.module] = _quantized_while_read(checkpoint, name, linear, linears)
+        wanted = linears if linears is not None and linear.may_be_packed and _fits(linears, linear, name) else None
+        floats = FloatLinear(checkpoint, name, linear)
+        split = None
+        if ranks is not None and linear.may_be_packed:
+            dtype = model.get_submodule(linear.module).weight.dtype
+            split = split_linear(quantized.get(name), floats, wanted, dtype, ranks)
+        if split is not None:
+            found[linear.module] = split
+        elif name in quantized:
+            found[linear.module] = PackedModule(quantized[name].load, restored_linear, LINEAR_TENSORS)
+        elif wanted is not None:
+            found[linear.module] = PackedModule(partial(floats.packed, wanted), restored_linear, LINEAR_TENSORS)
     # transformers does not check the shapes and dtypes of the tensors that it loads into a quantised model.
     check_model(layout, sources, quantized, check)
     check.raise_problems()
@@ -115,19 +113,6 @@ def refuse_other_scheme(found: set[str], implementation: str | None) -> None:
         )
 
 
-def _packed_experts(source: ExpertSource) -> PackedModule:
-    activation = source.config.activation
-
-    def restore(tensors: dict[str, Tensor]) -> nn.Module:
-        return Experts.from_packed(**tensors, activation=activation)
-
-    return PackedModule(cache(lambda: load_experts(source)), restore, frozenset({"gate_up_packed", "down_packed"}))
-
-
-def _restored_linear(tensors: dict[str, Tensor]) -> nn.Module:
-    return QuantizedLinear(**tensors)
-
-
 def _fits(scheme: Scheme, linear: LinearPlace, name: str) -> bool:
     try:
         scheme.check_inputs(linear.columns, name)
@@ -135,41 +120,3 @@ def _fits(scheme: Scheme, linear: LinearPlace, name: str) -> bool:
         _log.warning("left in float: %s", problem)
         return False
     return True
-
-
-def _quantized_while_read(checkpoint: Checkpoint, name: str, linear: LinearPlace, scheme: Scheme) -> PackedModule:
-    """The packed replacement of a linear that is float in the files, where it is called ``name``."""
-    rows, columns, source = linear.rows, linear.columns, linear.source
-
-    def load() -> nn.Module:
-        dtype = DTYPES[checkpoint.info(source).dtype]
-
-        def read_rows(first: int, last: int) -> Tensor:
-            part = torch.empty((last - first, columns), dtype=dtype)
-            checkpoint.read_into(source, part, first * columns * dtype.itemsize)
-            return part
-
-        bias = checkpoint.read(f"{name}.bias") if linear.has_bias else None
-        return pack_float_linear(read_rows, rows, columns, scheme, bias)
-
-    return PackedModule(load, _restored_linear, _LINEAR_TENSORS)
-
-
-def pack_float_linear(
-    weight_rows: Callable[[int, int], Tensor], rows: int, columns: int, scheme: Scheme, bias: Tensor | None
-) -> QuantizedLinear:
-    """Quantises and packs a float weight a few rows at a time, so that even a head needs little more than its result.
-
-    ``weight_rows(first, last)`` returns [last - first, columns].
-    """
-    block = scheme.weights.group.rows or 1
-    step = max(1, _ELEMENTS_AT_ONCE // columns // block) * block
-    pieces = [(first, min(first + step, rows)) for first in range(0, rows, step)]
-    largest = None
-    if scheme.weights.scale == "e4m3" or is_per_tensor(scheme):  # all rows share a scale
-        largest = torch.stack([weight_rows(*piece).abs().amax().to(torch.float32) for piece in pieces]).amax()
-    parts = [quantize_weight(weight_rows(*piece), scheme, largest_magnitude=largest) for piece in pieces]
-    joined = QuantizedWeight.joined(parts)
-    if is_per_tensor(scheme):
-        joined = replace(joined, scales=parts[0].scales)
-    return QuantizedLinear.from_weight(replace(joined, bias=bias), scheme)

@@ -6,6 +6,8 @@ are read expert by expert and put back packed; nothing goes through bf16. Float 
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import os
 import sys
@@ -40,12 +42,8 @@ from cpumoe.integrations.transformers.expert_modules import marks_of
 from cpumoe.integrations.transformers.hook import own_reader
 from cpumoe.integrations.transformers.int8_cache import hold_caches
 from cpumoe.integrations.transformers.model_classes import auto_class_for, config_of, has_plain_attention
-from cpumoe.integrations.transformers.packed_modules import (
-    PackedModule,
-    PendingModule,
-    find_packed_modules,
-    replace_module,
-)
+from cpumoe.integrations.transformers.module_sources import PackedModule
+from cpumoe.integrations.transformers.packed_modules import PendingModule, find_packed_modules, replace_module
 from cpumoe.integrations.transformers.saving import keep_names_when_saved, quantization_section, state_dict_for_saving
 from cpumoe.integrations.transformers.special_experts import put_packed
 from cpumoe.integrations.transformers.stock_quantizer import CURE, guarded
@@ -53,6 +51,7 @@ from cpumoe.layers.backends import NativeBackend
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.scheme import Scheme
 from cpumoe.ops.cache_records import check_kv_cache
+from cpumoe.parallel.ranks import Ranks
 
 _log = logging.getLogger("cpumoe")
 
@@ -72,6 +71,7 @@ class _Options:
     activations: str | None = None
     kv_cache: str | None = None
     leave_experts: bool = False  # to transformers, if the checkpoint has them in float
+    ranks: Ranks | None = None  # that the model is spread over
     strict: bool = False  # refuse schemes that are not supported, instead of leaving them to transformers
 
 
@@ -88,6 +88,7 @@ def load_model(
     kv_cache: str | None = None,
     dtype: torch.dtype | None = None,
     auto_class: Any = None,
+    ranks: Ranks | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """Loads a checkpoint folder as a transformers model with packed experts and linears.
@@ -111,6 +112,9 @@ def load_model(
         auto_class: the class of transformers to load with, such as ``AutoModelForImageTextToText`` for a model that
             takes images too. The default is the language model alone, and the whole model where transformers has no
             class for that.
+        ranks: the ranks that the model is spread over, of which each calls this
+            (:meth:`cpumoe.parallel.ranks.Ranks.join`). Each reads its own experts or slices and, where all ranks have
+            the same tokens, its own outputs of linears. All of them must then be called alike.
         options: further arguments of ``from_pretrained``.
 
     Raises CheckpointError if tensors are missing, unexpected or of another shape, and UnsupportedScheme for a scheme
@@ -148,8 +152,11 @@ def load_model(
         check_activations(activations),
         check_kv_cache(kv_cache),
         leave_experts=not quantized and name == FLOAT,
+        ranks=ranks if ranks else None,
         strict=True,
     )
+    if ranks and chosen.leave_experts:
+        raise ValueError(f"scheme={FLOAT!r} leaves the experts to transformers, which does not spread them over ranks")
     token = _options.set(chosen)
     try:
         with _transformers_errors(path, bool(options)), _progress_on_terminals(), own_reader():
@@ -297,6 +304,16 @@ def _folder_of(files: list[Path], source: str) -> Path:
     return folder
 
 
+def _agree_on_model(options: _Options, checkpoint: Checkpoint) -> None:
+    """Raises RankError where another rank loads another model, or the same one in another way."""
+    assert options.ranks is not None
+    headers = [file.header_digest for file in checkpoint.files]
+    contents = hashlib.sha256(json.dumps([checkpoint.config, headers], sort_keys=True).encode()).hexdigest()[:16]
+    options.ranks.agree("checkpoint", f"{checkpoint.folder.name} ({contents})")
+    said = {name: str(getattr(options, name)) for name in ("scheme", "linears", "kv_cache")}
+    options.ranks.agree("way of loading", f"{said | {'activations': checkpoint.activations}}")
+
+
 class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
     """Takes the modules that become packed out of a model, and puts them back with their weights."""
 
@@ -337,6 +354,8 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         config = config | {"quantization_config": self.quantization_config.section}
         self._checkpoint = Checkpoint(folder, config, files, self._activations())
         options = self._options
+        if options.ranks is not None:
+            _agree_on_model(options, self._checkpoint)
         with torch.device("cpu"):  # the default is that of weights which are not loaded yet
             found = find_packed_modules(
                 model,
@@ -345,6 +364,7 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
                 options.linears,
                 leave_experts=options.leave_experts,
                 implementation=getattr(model.config, "_experts_implementation", None),
+                ranks=options.ranks,
             )
         for name, packed in found.items():
             marks = marks_of(model.get_submodule(name))
@@ -427,6 +447,8 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
             names = {"scheme": experts, "linears": self._options.linears}
             options = {key: None if value is None else str(value) for key, value in names.items()}
             options["activations"] = checkpoint.activations
+            if (ranks := self._options.ranks) is not None:
+                options["rank"] = repr(ranks.layout)
             cache = PackedCache(self._options.cache, checkpoint, options)
         modules = {} if cache is None else self._restored(cache)
         made: dict[str, Tensor] = {}
@@ -452,17 +474,14 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         cached = cache.load()
         if cached is None:
             return {}
-        of_module: dict[str, dict[str, Tensor]] = {name: {} for name in self._packed}
-        for name, tensor in cached.items():
-            module, _, key = name.rpartition(".")
-            of_module.setdefault(module, {})[key] = tensor
+        expected = {f"{name}.{key}" for name, packed in self._packed.items() for key in packed.tensor_names}
         try:
-            for name, packed in self._packed.items():
-                if {
-                    key for key, tensor in of_module[name].items() if tensor.dtype == torch.uint8
-                } != packed.tensor_names:
-                    raise ValueError(f"{name} has not the tensors that it should have")
-            return {name: packed.restore(of_module[name]) for name, packed in self._packed.items()}
+            if differing := sorted(expected ^ {name for name, t in cached.items() if t.dtype == torch.uint8}):
+                raise ValueError(f"{differing[0]} is missing or not expected")
+            return {
+                name: packed.restore({key: cached[f"{name}.{key}"] for key in packed.tensor_names})
+                for name, packed in self._packed.items()
+            }
         except ValueError as problem:
             _log.warning("%s is damaged (%s) and will be replaced", cache.path, problem)
             return {}

@@ -1,0 +1,1 @@
+"""Over several processes: which rank has which experts, and what that costs."""

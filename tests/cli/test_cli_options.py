@@ -79,6 +79,16 @@ MEANING: dict[str, dict[str, str]] = {
         "--verbose": ALWAYS,
     },
     "inspect": {"--scheme": "a float checkpoint", "--download": "an id", "--json": ALWAYS, "--verbose": ALWAYS},
+    "plan": {
+        **dict.fromkeys(("--tp", "--dp", "--pcp"), ALWAYS),
+        **dict.fromkeys(("--ep", "--exchange"), "several ranks"),
+        "--sp": "several ranks that are tensor parallel",
+        "--nodes": "it divides the ranks",
+        "--scheme": "a float checkpoint",
+        "--download": "an id",
+        "--json": ALWAYS,
+        "--verbose": ALWAYS,
+    },
     "check": {
         "--scheme": "a float checkpoint",
         "--tokens": ALWAYS,
@@ -148,6 +158,13 @@ REFUSED: list[tuple[list[str], str]] = [
     ([*EVAL, "--download", "--against", FLOAT], "--download has no effect: {float} and {float} are folders"),
     (["quantize", FLOAT, "x", "--download"], "--download has no effect"),
     (["inspect", FLOAT, "--download"], "--download has no effect"),
+    (["plan", QUANTISED, "--scheme", "w8a8"], "quantised already; leave it out"),
+    (["plan", FLOAT, "--download"], "--download has no effect"),
+    (["plan", FLOAT, "--ep"], "--ep has no effect with one rank"),
+    (["plan", FLOAT, "--exchange", "all_reduce"], "--exchange has no effect with one rank"),
+    (["plan", FLOAT, "--dp", "2", "--sp"], "--sp has no effect with --tp 1"),
+    (["plan", FLOAT, "--dp", "4", "--nodes", "3"], "4 ranks on 3 nodes; a number of nodes that divides them"),
+    (["plan", FLOAT, "--tp", "0"], "argument --tp: '0'; a whole number from 1"),
     (["check", FLOAT, "--download"], "--download has no effect"),
     (["explain", QUANTISED, "--download"], "--download has no effect"),
     *(
@@ -237,6 +254,7 @@ REFUSED: list[tuple[list[str], str]] = [
         for number in ("0", "-1", "4097", "two")
     ),
     (["inspect", FLOAT, "--threads", "1"], "unrecognized arguments: --threads"),
+    (["plan", FLOAT, "--threads", "1"], "unrecognized arguments: --threads"),
     (["explain", "w4a8", "--threads", "1"], "unrecognized arguments: --threads"),
 ]
 

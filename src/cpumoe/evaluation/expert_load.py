@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cpumoe.parallel.load_counter import LoadCounter
 from cpumoe.tables import aligned
 
 
@@ -48,26 +49,12 @@ def _takes_ids(module: nn.Module) -> bool:
     return len(inspect.signature(module.forward).parameters) > 1
 
 
-class ExpertLoad:
-    """How often each expert of each layer was chosen.
-
-    ``counts`` has for each layer an int64 tensor [experts] with the number of times that each expert was chosen, and
-    ``tokens`` the number of tokens that the layer got. A token that is computed twice counts twice, because this is the
-    load on the experts.
-    """
+class ExpertLoad(LoadCounter):
+    """How often each expert of each layer was chosen, in figures and pictures."""
 
     def __init__(self, num_experts: Mapping[str, int]) -> None:
         """``num_experts``: the number of experts of each layer, by the layer's name."""
-        self.counts = {layer: torch.zeros(count, dtype=torch.int64) for layer, count in num_experts.items()}
-        self.tokens = dict.fromkeys(num_experts, 0)
-
-    def add(self, layer: str, topk_ids: Tensor) -> None:
-        """Counts one call of a layer. ``topk_ids``: [tokens, K] int32 or int64."""
-        counts = self.counts[layer]
-        # Ids outside the range mean an expert on another rank: -1, or the number of experts in transformers.
-        here = topk_ids[(topk_ids >= 0) & (topk_ids < len(counts))]
-        counts += torch.bincount(here, minlength=len(counts)).to(counts.device)
-        self.tokens[layer] += topk_ids.shape[0]
+        super().__init__(num_experts)
 
     def shares(self, layer: str) -> Tensor:
         """Share of the choices that fell on each expert, [experts] float64; NaN if the layer got no tokens."""

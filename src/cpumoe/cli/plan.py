@@ -1,0 +1,122 @@
+"""``cpumoe plan``: what every rank would hold of a model, and what it would send."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+from cpumoe.checkpoints.checkpoint import Checkpoint
+from cpumoe.checkpoints.inspection import Survey
+from cpumoe.cli.arguments import add_download, add_model, find_models, positive, refuse_given, scheme_name
+from cpumoe.errors import printable
+from cpumoe.integrations.transformers.describing import describe
+from cpumoe.layers.parallel_layout import Exchange, ParallelLayout
+from cpumoe.layers.scheme import Scheme
+from cpumoe.parallel.rank_plan import ModelPlan, plan_ranks
+from cpumoe.tables import aligned, size_text
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+
+
+def add_command(commands: Commands) -> None:
+    parser = commands.add_parser(
+        "plan",
+        help="what every rank would hold of a model that is spread over processes, and what it would send",
+        description="Shows for every rank its experts, its memory and the bytes that it is expected to send for a "
+        "token, from the headers of a checkpoint alone. Refuses what does not divide.",
+    )
+    add_model(parser)
+    sizes = parser.add_argument_group("the layout")
+    sizes.add_argument("--tp", type=positive, default=1, metavar="N", help="ranks that are tensor parallel (1)")
+    sizes.add_argument("--dp", type=positive, default=1, metavar="N", help="ranks that are data parallel (1)")
+    sizes.add_argument("--pcp", type=positive, default=1, metavar="N", help="ranks that share out a prompt (1)")
+    sizes.add_argument("--ep", action="store_true", help="whole experts on every rank, not a slice of each")
+    sizes.add_argument("--sp", action="store_true", help="ranks of a tensor parallel group have different tokens")
+    sizes.add_argument("--exchange", choices=[e.value for e in Exchange], help="how tokens travel (by the layout)")
+    sizes.add_argument("--nodes", type=positive, default=1, metavar="N", help="machines, with ranks in order (1)")
+    parser.add_argument(
+        "--scheme", type=scheme_name, help="for a float checkpoint: with its experts quantised, such as w4a8-g128"
+    )
+    add_download(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    layout = _layout(arguments)
+    find_models(arguments, "model")
+    scheme = None if arguments.scheme is None else Scheme.parse(arguments.scheme)
+    with Checkpoint.open(arguments.model) as checkpoint:
+        plan = plan_ranks(Survey(checkpoint, describe, scheme), layout, arguments.nodes)
+    folder = str(arguments.model)
+    print(json.dumps({"folder": folder, **plan.to_json()}, indent=1) if arguments.json else report(folder, plan))
+    return 0
+
+
+def _layout(arguments: argparse.Namespace) -> ParallelLayout:
+    if arguments.tp * arguments.dp * arguments.pcp == 1:
+        refuse_given(arguments, "with one rank", "ep", "exchange")
+    if arguments.tp == 1:
+        refuse_given(arguments, "with --tp 1: there is no group whose tokens could be shared out", "sp")
+    return ParallelLayout(
+        tp_size=arguments.tp,
+        dp_size=arguments.dp,
+        pcp_size=arguments.pcp,
+        expert_parallel=arguments.ep,
+        sequence_parallel=arguments.sp,
+        exchange=None if arguments.exchange is None else Exchange(arguments.exchange),
+    )
+
+
+def report(folder: str, plan: ModelPlan) -> str:
+    """The text that ``plan`` prints."""
+
+    def numbers(of_layers: tuple[object, ...]) -> str:
+        return " or ".join(map(str, of_layers))
+
+    ranks = f"{_count(len(plan.ranks), 'rank')} on {_count(plan.nodes, 'node')}"
+    exchange = "" if plan.exchange is None else f", exchange {plan.exchange}"
+    heading = [
+        ("checkpoint", folder),
+        ("layout", f"{plan.layout}: {ranks}{exchange}" if len(plan.ranks) > 1 else "one rank"),
+        (
+            "experts",
+            f"{numbers(plan.expert_counts)} per layer in {_count(plan.layer_count, 'layer')}, "
+            f"{numbers(plan.per_token)} per token, {numbers(plan.schemes)}",
+        ),
+    ]
+    if plan.exchange is not None:
+        heading.append(("sent", "by a rank for a token in a layer, if all experts are equally likely"))
+    return "\n".join(map(printable, [*aligned(heading), "", *_table(plan), "", _summary(plan)]))
+
+
+def _table(plan: ModelPlan) -> list[str]:
+    sent = ("sent inside the node", "to other nodes", "in all layers") if plan.exchange else ()
+    rows: list[tuple[str, ...]] = [("rank", "node", "holds", "experts", "the rest", "in all", *sent)]
+    for number, rank in enumerate(plan.ranks):
+        layer = rank.layer_traffic
+        sizes: list[float] = [rank.experts_bytes, rank.other_bytes, rank.bytes]
+        if plan.exchange:
+            sizes += [layer.inside, layer.between, rank.traffic.bytes]
+        rows.append((str(number), str(rank.node), rank.held, *map(size_text, sizes)))
+    return aligned(rows, right=(0, 1, *range(3, 9)))
+
+
+def _summary(plan: ModelPlan) -> str:
+    largest, together = max(rank.bytes for rank in plan.ranks), sum(rank.bytes for rank in plan.ranks)
+    text = f"the largest rank has {size_text(largest)} of {size_text(together)} in all"
+    if plan.exchange is None:
+        return text
+    busiest = max(plan.ranks, key=lambda rank: rank.traffic.bytes)
+    text += (
+        f"; {size_text(plan.ranks[0].other_bytes)} beside experts are on every rank; a rank sends up to "
+        f"{size_text(busiest.layer_traffic.bytes)} per token and layer, {size_text(busiest.traffic.bytes)} per token"
+    )
+    empty = [number for number, rank in enumerate(plan.ranks) if rank.is_empty]  # the last ones
+    return text + (f"; no experts for ranks from {empty[0]} on" if empty else "")
+
+
+def _count(number: int, name: str) -> str:
+    return f"{number} {name}{'' if number == 1 else 's'}"

@@ -427,7 +427,9 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
             hold_caches(model, kv_cache)
         if not self._packed and self.quantization_config.section is None and self._options.linears is None:
             self.remove_quantization_config(model)  # a float model was asked for
-        elif self.quantization_config.section is None or self._options.linears is not None:
+        elif (
+            self.quantization_config.section is None or self._options.linears is not None
+        ) and not self._options.ranks:
             self.describe(model)
         self._packed = {}  # lets go of the sources, which keep the files open
 
@@ -487,6 +489,8 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
             return {}
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Tensor], dict[str, str]]:
+        if self._options.ranks is not None:
+            raise ValueError("this model is spread over ranks, of which none could save all of it; load it on one rank")
         keep_names_when_saved(model)
         self.describe(model)
         section = self.quantization_config.section

@@ -6,10 +6,13 @@ import argparse
 import json
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from cpumoe.cli.arguments import find_models, read_text, refuse_given
 from cpumoe.cli.model_arguments import add_model_arguments, is_decoded, load_chosen_model
+from cpumoe.cli.rank_arguments import add_rank_arguments, join_ranks
 from cpumoe.cli.sampling_arguments import (
     add_sampling_arguments,
     check_sampling_arguments,
@@ -22,6 +25,10 @@ from cpumoe.integrations.transformers.tokenizer import load_tokenizer
 from cpumoe_command import INTERRUPTED, interrupted
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from cpumoe.parallel.ranks import Ranks
+
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
@@ -39,6 +46,7 @@ def add_command(commands: Commands) -> None:
     add_sampling_arguments(parser, max_new_tokens=128)
     parser.add_argument("--no-stream", action="store_true", help="print the text when it is complete")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
+    add_rank_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -83,12 +91,28 @@ def run(arguments: argparse.Namespace) -> int:
             f"the prompt has {len(prompt)} tokens, and with --max-new-tokens {arguments.max_new_tokens} that is more "
             f"than the model's context of {context}"
         )
+    ranks = join_ranks(arguments)
+    with ranks.together():
+        return _answer(arguments, prompt, tokenizer, options, ranks)
+
+
+def _answer(
+    arguments: argparse.Namespace,
+    prompt: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    options: dict[str, Any],
+    ranks: Ranks,
+) -> int:
+    """Loads the model and answers; all ranks do, and the first one prints."""
+    ranks.agree("prompt", f"{prompt} {options} {arguments.max_new_tokens} {arguments.stop}")
+    torch.manual_seed(ranks.gather_numbers([torch.initial_seed() % 2**63])[0][0])  # all choose the same tokens
     started = time.perf_counter()
-    model = load_chosen_model(arguments)
+    model = load_chosen_model(arguments, ranks=ranks)
     load_seconds = time.perf_counter() - started
 
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that is not UTF-8 gets "?"
-    streams = not (arguments.no_stream or arguments.json)
+    prints = ranks.rank == 0
+    streams = prints and not (arguments.no_stream or arguments.json)
 
     def show(piece: str) -> None:
         if streams:
@@ -97,6 +121,9 @@ def run(arguments: argparse.Namespace) -> int:
     session = Session(model, tokenizer, options, arguments.stop or ())
     answer = session.answer(prompt, arguments.max_new_tokens, show)
     remarks = [interrupted("generate")] if answer.finish == "interrupt" else []
+    status = INTERRUPTED if answer.finish == "interrupt" else 0
+    if not prints:
+        return status
     if arguments.json:
         facts = {
             "text": answer.text,
@@ -116,4 +143,4 @@ def run(arguments: argparse.Namespace) -> int:
         remarks.append(answer.summary())
     if remarks:
         print("; ".join(remarks), file=sys.stderr)
-    return INTERRUPTED if answer.finish == "interrupt" else 0
+    return status

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.inspection import Survey
-from cpumoe.cli.arguments import add_download, add_model, find_models, positive, refuse_given, scheme_name
+from cpumoe.cli.arguments import add_download, add_model, find_models, positive, scheme_name
+from cpumoe.cli.rank_arguments import add_layout_arguments, layout_of
 from cpumoe.errors import printable
 from cpumoe.integrations.transformers.describing import describe
-from cpumoe.layers.parallel_layout import Exchange, ParallelLayout
 from cpumoe.layers.scheme import Scheme
 from cpumoe.parallel.rank_plan import ModelPlan, plan_ranks
 from cpumoe.tables import aligned, size_text
@@ -28,13 +28,7 @@ def add_command(commands: Commands) -> None:
         "token, from the headers of a checkpoint alone. Refuses what does not divide.",
     )
     add_model(parser)
-    sizes = parser.add_argument_group("the layout")
-    sizes.add_argument("--tp", type=positive, default=1, metavar="N", help="ranks that are tensor parallel (1)")
-    sizes.add_argument("--dp", type=positive, default=1, metavar="N", help="ranks that are data parallel (1)")
-    sizes.add_argument("--pcp", type=positive, default=1, metavar="N", help="ranks that share out a prompt (1)")
-    sizes.add_argument("--ep", action="store_true", help="whole experts on every rank, not a slice of each")
-    sizes.add_argument("--sp", action="store_true", help="ranks of a tensor parallel group have different tokens")
-    sizes.add_argument("--exchange", choices=[e.value for e in Exchange], help="how tokens travel (by the layout)")
+    sizes = add_layout_arguments(parser)
     sizes.add_argument("--nodes", type=positive, default=1, metavar="N", help="machines, with ranks in order (1)")
     parser.add_argument(
         "--scheme", type=scheme_name, help="for a float checkpoint: with its experts quantised, such as w4a8-g128"
@@ -45,7 +39,7 @@ def add_command(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    layout = _layout(arguments)
+    layout = layout_of(arguments)
     find_models(arguments, "model")
     scheme = None if arguments.scheme is None else Scheme.parse(arguments.scheme)
     with Checkpoint.open(arguments.model) as checkpoint:
@@ -53,21 +47,6 @@ def run(arguments: argparse.Namespace) -> int:
     folder = str(arguments.model)
     print(json.dumps({"folder": folder, **plan.to_json()}, indent=1) if arguments.json else report(folder, plan))
     return 0
-
-
-def _layout(arguments: argparse.Namespace) -> ParallelLayout:
-    if arguments.tp * arguments.dp * arguments.pcp == 1:
-        refuse_given(arguments, "with one rank", "ep", "exchange")
-    if arguments.tp == 1:
-        refuse_given(arguments, "with --tp 1: there is no group whose tokens could be shared out", "sp")
-    return ParallelLayout(
-        tp_size=arguments.tp,
-        dp_size=arguments.dp,
-        pcp_size=arguments.pcp,
-        expert_parallel=arguments.ep,
-        sequence_parallel=arguments.sp,
-        exchange=None if arguments.exchange is None else Exchange(arguments.exchange),
-    )
 
 
 def report(folder: str, plan: ModelPlan) -> str:

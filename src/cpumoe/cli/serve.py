@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from cpumoe.checkpoints.checkpoint import read_json
 from cpumoe.cli.arguments import find_models
 from cpumoe.cli.model_arguments import add_model_arguments, load_chosen_model
+from cpumoe.cli.rank_arguments import add_rank_arguments, join_ranks
 from cpumoe.generation.memory import BATCH_TOKENS, available_bytes, cache_size, model_bytes
 from cpumoe.generation.model_folder import check_folder, context_length, prepare_transformers
 from cpumoe.integrations.transformers.tokenizer import load_tokenizer
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from cpumoe.generation.server import Server
+    from cpumoe.integrations.transformers.native_decoder import NativeDecoder
+    from cpumoe.parallel.ranks import Ranks
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -46,6 +49,7 @@ def add_command(commands: Commands) -> None:
         "--memory-gb", type=_gigabytes, metavar="F", help="memory for keys and values (half of what the model leaves)"
     )
     parser.add_argument("--sequential", action="store_true", help="one request at a time, as generate does")
+    add_rank_arguments(parser)
     parser.set_defaults(run=run)
 
 
@@ -91,11 +95,41 @@ def run(arguments: argparse.Namespace) -> int:
     arguments.name = arguments.name or str(arguments.model)  # as it was typed
     find_models(arguments, "model")
     check_folder(arguments.model)
+    ranks = join_ranks(arguments)
+    if not ranks:
+        return _run(arguments, ranks)
+    with ranks.together():
+        _refuse_layout(arguments, ranks)
+        return _run(arguments, ranks) if ranks.rank == 0 else _follow(arguments, ranks)
+
+
+def _refuse_layout(arguments: argparse.Namespace, ranks: Ranks) -> None:
+    if not ranks.layout.has_all_tokens:
+        raise ValueError(f"the layout {ranks.layout} gives ranks tokens of their own; cpumoe serve takes --tp and --ep")
+    if arguments.sequential:
+        raise ValueError("--sequential with several ranks; requests are computed together there")
+
+
+def _follow(arguments: argparse.Namespace, ranks: Ranks) -> int:
+    """What all ranks but the first do. They end with that one, and not by signals, which come to all of them."""
+    from cpumoe.generation.rank_steps import follow_steps
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    prepare_transformers()
+    model = load_chosen_model(arguments, ranks=ranks)
+    native = _native_of(model)
+    _least_free_bytes(ranks)
+    follow_steps(model, native, ranks)
+    return 0
+
+
+def _run(arguments: argparse.Namespace, ranks: Ranks) -> int:
     # Both signals end a server at any time and in the same way, even if a shell made its background jobs ignore SIGINT.
     before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         with _listen(arguments.host, arguments.port) as listener:
-            idle = _serve(arguments, listener)
+            idle = _serve(arguments, listener, ranks)
     except KeyboardInterrupt:
         return 0
     finally:
@@ -109,7 +143,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _serve(arguments: argparse.Namespace, listener: socket.socket) -> bool:
+def _serve(arguments: argparse.Namespace, listener: socket.socket, ranks: Ranks) -> bool:
     """Loads the model and serves until a signal comes. Returns whether all computing has ended."""
     prepare_transformers()
     import transformers
@@ -127,15 +161,17 @@ def _serve(arguments: argparse.Namespace, listener: socket.socket) -> bool:
     available = available_bytes()
     # Batching packs the tokens of several sequences into one row, which transformers can do with this attention only.
     batched = not arguments.sequential and _has_plain_attention(arguments.model)
-    model = load_chosen_model(arguments, **({"attn_implementation": "sdpa"} if batched else {}))
+    model = load_chosen_model(arguments, ranks=ranks, **({"attn_implementation": "sdpa"} if batched else {}))
     # Weights that are mapped from files do not count as used memory, but there should be room for all of them.
     free = available - max(model_bytes(model), available - available_bytes())
+    if ranks:
+        free = _least_free_bytes(ranks)
 
     with Server(model, tokenizer, arguments.name, context) as server:
         if arguments.sequential:
             server.start_sequential()
         else:
-            _start_together(server, model, free, arguments.memory_gb)
+            _start_together(server, model, free, arguments.memory_gb, ranks)
 
         def print_address() -> None:
             host, port = listener.getsockname()[:2]
@@ -144,16 +180,34 @@ def _serve(arguments: argparse.Namespace, listener: socket.socket) -> bool:
         return server.run(listener, log_level="info" if arguments.verbose else "warning", on_ready=print_address)
 
 
-def _start_together(server: Server, model: PreTrainedModel, free: int, memory_gb: float | None) -> None:
+def _native_of(model: PreTrainedModel) -> NativeDecoder:
+    """What computes the steps of a model that is spread over ranks. Raises ValueError if nothing does."""
+    from cpumoe.integrations.transformers.native_decoder import explanation, native_with_head
+
+    if (native := native_with_head(model)) is None:
+        raise ValueError(f"several ranks serve models whose steps are one call of the core, and {explanation(model)}")
+    return native
+
+
+def _least_free_bytes(ranks: Ranks) -> int:
+    """What every rank has left when all of them have loaded the model: those of one machine share its memory."""
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    ranks.gather_numbers([0])  # all have loaded it
+    return min(free for (free,) in ranks.gather_numbers([available_bytes() // ranks_here]))
+
+
+def _start_together(server: Server, model: PreTrainedModel, free: int, memory_gb: float | None, ranks: Ranks) -> None:
     """Starts the best engine that there is for a model which leaves ``free`` bytes of memory, and says which it is."""
     from cpumoe.integrations.transformers.int8_cache import holds_records
     from cpumoe.integrations.transformers.native_decoder import native_with_head
 
     way, obstacle = "each step in one call of the core", None
-    native = native_with_head(model)
+    native = _native_of(model) if ranks else native_with_head(model)
     if native is not None:
         size = cache_size(model.config, model.dtype, free, memory_gb, native.token_bytes, native.state_bytes)
-        obstacle = server.start_steps(native, size.blocks, size.block_tokens, BATCH_TOKENS, size.sequences)
+        obstacle = server.start_steps(native, size.blocks, size.block_tokens, BATCH_TOKENS, size.sequences, ranks)
+    if ranks and obstacle is not None:
+        raise RuntimeError(obstacle)
     if (native is None or obstacle is not None) and holds_records(model):
         obstacle = obstacle or "transformers' continuous batching holds keys and values in float"
     elif native is None or obstacle is not None:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from cpumoe.integrations.transformers.native_decoder import NativeDecoder
+    from cpumoe.parallel.ranks import Ranks
 
 _GRACE_SECONDS = 2.0  # that answers may still take when the server is told to end
 _PATIENCE_SECONDS = 7  # for the whole shutdown: the above, and the step that is being computed
@@ -62,10 +63,19 @@ class Server:
             self._engine.stop()
 
     def start_steps(
-        self, native: NativeDecoder, blocks: int, block_tokens: int, batch_tokens: int, sequences: int = MOST_SEQUENCES
+        self,
+        native: NativeDecoder,
+        blocks: int,
+        block_tokens: int,
+        batch_tokens: int,
+        sequences: int = MOST_SEQUENCES,
+        ranks: Ranks | None = None,
     ) -> str | None:
-        """Computes requests together from now on, each step in one call of the core. Returns what went wrong, if so."""
-        engine = StepEngine(self._model, native, blocks, block_tokens, batch_tokens, sequences)
+        """Computes requests together from now on, each step in one call of the core, on all ``ranks`` if there are any.
+
+        Returns what went wrong, if so.
+        """
+        engine = StepEngine(self._model, native, blocks, block_tokens, batch_tokens, sequences, ranks)
         obstacle = engine.start()
         if obstacle is not None:
             engine.stop()
@@ -105,18 +115,31 @@ class Server:
         server = self._uvicorn(log_level, on_ready)
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it is done
             server.run(sockets=[listener])
+        if (lost := self._lost()) is not None:
+            raise lost
         return server.idle
+
+    def _lost(self) -> Exception | None:
+        """Why there will be no more answers, where ranks that were needed for them are gone."""
+        return self._engine.lost if isinstance(self._engine, StepEngine) else None
 
     def _uvicorn(self, log_level: str, on_ready: Callable[[], None]) -> _Uvicorn:
         assert self._engine is not None and self._admission is not None  # an engine was started
         app = Endpoints(self.name, self._tokenizer, self._prompts, self._admission).app()
-        return _Uvicorn(app, log_level, on_ready, self._engine.stop)
+        return _Uvicorn(app, log_level, on_ready, self._engine.stop, lambda: self._lost() is not None)
 
 
 class _Uvicorn(uvicorn.Server):
     """At shutdown, gives unfinished answers a moment to end and then stops the engine, which fails the others."""
 
-    def __init__(self, app: Starlette, log_level: str, on_ready: Callable[[], None], stop: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        app: Starlette,
+        log_level: str,
+        on_ready: Callable[[], None],
+        stop: Callable[[], bool],
+        is_lost: Callable[[], bool],
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -130,7 +153,12 @@ class _Uvicorn(uvicorn.Server):
         )
         self._on_ready = on_ready
         self._stop = stop
+        self._is_lost = is_lost
         self.idle = True
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second; the server ends when this is true."""
+        return await super().on_tick(counter) or self._is_lost()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cpumoe.errors import RankError
 from cpumoe.generation.engine import ENDED, ENDING, NOT_COMPUTED, STOP_SECONDS, Failure, Finish, Job
 from cpumoe.generation.memory import MOST_SEQUENCES
+from cpumoe.generation.rank_steps import LeadingSteps, Steps
 from cpumoe.generation.sampling import Sampling, Token
 from cpumoe.generation.schedule import Piece, Schedule
 from cpumoe.integrations.transformers.described_parts import NotDescribed
 from cpumoe.integrations.transformers.native_decoder import NativeDecoder
+from cpumoe.parallel.ranks import Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,6 +41,7 @@ class StepEngine:
         pages: of keys and values, each for ``page_tokens`` tokens.
         step_rows: the most tokens that one step computes; a longer prompt is read in pieces.
         sequences: the most requests that are computed at the same time; further ones wait.
+        ranks: that compute the steps together, of which this is the first; None: they are computed here alone.
     """
 
     def __init__(
@@ -48,10 +52,10 @@ class StepEngine:
         page_tokens: int,
         step_rows: int,
         sequences: int = MOST_SEQUENCES,
+        ranks: Ranks | None = None,
     ) -> None:
-        self._model = model
-        self._native = native
-        self._caches = native.new_pages(pages, page_tokens, sequences)
+        sizes = (pages, page_tokens, sequences)
+        self._steps = LeadingSteps(model, native, *sizes, ranks) if ranks else Steps(model, native, *sizes)
         self._vocabulary = native.decoder.model.embedding.shape[0]
         # States are those behind all tokens of a sequence: what another one has computed of the same tokens is no help.
         self._schedule = Schedule(pages, page_tokens, step_rows, sequences, shares_pages=native.state_bytes == 0)
@@ -60,6 +64,7 @@ class StepEngine:
         self._unfinished: set[Job] = set()
         self._stopping = False
         self._ended = False
+        self.lost: RankError | None = None  # why other ranks are gone, without which nothing can be computed
         self._lock = threading.Lock()  # no job may be added behind the back of a thread that ends
         self._thread = threading.Thread(target=self._run, name="cpumoe-steps", daemon=True)
 
@@ -117,6 +122,10 @@ class StepEngine:
             while self._take_jobs():
                 if pieces := self._schedule.next_step(self._prompt_rows):
                     self._compute(pieces)
+            self._steps.end()
+        except RankError as problem:
+            _log.error("no more requests are computed: %s", problem)
+            self.lost = problem
         except Exception:
             _log.exception("no more requests are computed")
         with self._lock:
@@ -127,9 +136,13 @@ class StepEngine:
     def _take_jobs(self) -> bool:
         """Takes what was added and drops what has ended; waits if there is nothing to compute. False at the end."""
         while not self._stopping:
+            idle = not self._schedule.sequences
             try:
-                job = self._added.get(block=not self._schedule.sequences)
+                job = self._added.get(block=idle, timeout=self._steps.rest_seconds)
             except queue.Empty:
+                if idle:
+                    self._steps.rest()
+                    continue
                 break
             if job is not None:
                 self._schedule.add(job)
@@ -152,17 +165,14 @@ class StepEngine:
         complete = [piece.sequence for piece in pieces if piece.is_last]
         started = time.perf_counter()
         try:
-            logits = self._native.step_rows(
-                self._model,
+            logits = self._steps.compute(
                 torch.tensor(tokens),
                 torch.tensor(lines),
                 torch.tensor(places),
                 self._schedule.table,
-                self._schedule.page_tokens,
-                self._caches,
                 torch.tensor(wanted, dtype=torch.int64),
             )
-        except NotDescribed:  # nor will the next step be computed
+        except (NotDescribed, RankError):  # nor will the next step be computed
             raise
         except Exception:  # an error in one step must not end the thread that computes all others
             _log.exception("a step failed")

@@ -152,6 +152,22 @@ class Ranks:
         self.exchange.trade(_bytes_of(mine), [n * row for n in counts], _bytes_of(whole), [n * row for n in given])
         return whole
 
+    def broadcast(self, values: Tensor) -> Tensor:
+        """The tensor of the first rank on all of them; others give one of the same shape and dtype."""
+        if self.exchange is None:
+            return values
+        counts = [len(values), *[0] * (self.size - 1)]
+        return self.gather_parts(values if self.rank == 0 else values[:0], counts)[0]
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """An exception inside of the block ends the other ranks too, at once, with its text."""
+        try:
+            yield
+        except BaseException as problem:
+            self.fail(problem)
+            raise
+
     def sum_(self, values: Tensor) -> Tensor:
         """Adds fp32 values over all ranks, in place; the same bits on each of them."""
         if self.exchange is not None:

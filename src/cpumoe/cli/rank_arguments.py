@@ -1,0 +1,70 @@
+"""Options of commands that run on several ranks: the layout, and joining the ranks that ``torchrun`` has started."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from cpumoe import cpu
+from cpumoe.cli.arguments import positive, refuse_given
+from cpumoe.layers.parallel_layout import Exchange, ParallelLayout
+from cpumoe.parallel.ranks import DEFAULT_TIMEOUT, Ranks
+
+
+def add_layout_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Adds the sizes of a layout."""
+    sizes = parser.add_argument_group("the layout")
+    sizes.add_argument("--tp", type=positive, default=1, metavar="N", help="ranks that are tensor parallel (1)")
+    sizes.add_argument("--dp", type=positive, default=1, metavar="N", help="ranks that are data parallel (1)")
+    sizes.add_argument("--pcp", type=positive, default=1, metavar="N", help="ranks that share out a prompt (1)")
+    sizes.add_argument("--ep", action="store_true", help="whole experts on every rank, not a slice of each")
+    sizes.add_argument("--sp", action="store_true", help="ranks of a tensor parallel group have different tokens")
+    sizes.add_argument("--exchange", choices=[e.value for e in Exchange], help="how tokens travel (by the layout)")
+    return sizes
+
+
+def layout_of(arguments: argparse.Namespace) -> ParallelLayout:
+    """The layout that the arguments name, as its first rank has it."""
+    if arguments.tp * arguments.dp * arguments.pcp == 1:
+        refuse_given(arguments, "with one rank", "ep", "exchange")
+    if arguments.tp == 1:
+        refuse_given(arguments, "with --tp 1: there is no group whose tokens could be shared out", "sp")
+    return ParallelLayout(
+        tp_size=arguments.tp,
+        dp_size=arguments.dp,
+        pcp_size=arguments.pcp,
+        expert_parallel=arguments.ep,
+        sequence_parallel=arguments.sp,
+        exchange=None if arguments.exchange is None else Exchange(arguments.exchange),
+    )
+
+
+def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the layout of a model that runs on several ranks, and what joining them takes."""
+    group = add_layout_arguments(parser)
+    group.title = "several ranks (torchrun --nproc-per-node N -m cpumoe ...); without sizes all are tensor parallel"
+    group.add_argument(
+        "--rank-timeout",
+        type=positive,
+        default=int(DEFAULT_TIMEOUT),
+        metavar="SECONDS",
+        help=f"after which a rank that gives nothing is an error ({DEFAULT_TIMEOUT:g})",
+    )
+
+
+def join_ranks(arguments: argparse.Namespace) -> Ranks:
+    """The ranks that were started together; one, if this process was started alone."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size > 1 and arguments.tp * arguments.dp * arguments.pcp == 1:
+        arguments.tp = size
+    layout = layout_of(arguments)
+    if size > 1:
+        _share_out_threads()
+    return Ranks.join(layout, timeout=arguments.rank_timeout)
+
+
+def _share_out_threads() -> None:
+    """Gives each rank of this machine its share of the CPUs; torchrun leaves it one thread."""
+    if "CPUMOE_NUM_THREADS" not in os.environ and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        cpu.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))

@@ -128,7 +128,8 @@ class TensorFile:
         wanted = out.numel() * out.element_size()
         if not out.is_contiguous() or first_byte + wanted > info.bytes:
             raise ValueError(f"{name}: {wanted} bytes from {first_byte} on do not lie in its {info.bytes}")
-        self._read(name, first_byte, wanted, out.view(-1).view(torch.uint8).unsqueeze(0))
+        if wanted:
+            self._read(name, first_byte, wanted, out.view(-1).view(torch.uint8).unsqueeze(0))
 
     def read_part(self, name: str, out: Tensor, start: Sequence[int]) -> None:
         """Fills ``out`` with the part of ``name`` that begins at the place ``start`` and has the shape of ``out``.
@@ -141,6 +142,8 @@ class TensorFile:
         )
         if not inside or DTYPES.get(info.dtype) != out.dtype:
             raise ValueError(f"{name} is {info}; {out.dtype} {list(shape)} from {list(start)} on is no part of it")
+        if out.numel() == 0:
+            return
         # From the last dimension on that is cut, what is wanted is one run of bytes; those of the dimension before it
         # are read together.
         cut = max((axis for axis, size in enumerate(shape) if size != info.shape[axis]), default=0)
@@ -157,8 +160,6 @@ class TensorFile:
 
     def _read(self, name: str, first_byte: int, stride: int, out: Tensor) -> None:
         """Fills uint8 [runs, bytes] with runs of bytes of ``name``, the first at ``first_byte``, each ``stride`` on."""
-        if out.numel() == 0:
-            return
         count = _core.read_runs(self._fd, self.tensors[name].start + first_byte, stride, out)
         with self._counting:
             self.bytes_read += count

@@ -17,6 +17,7 @@ from rank_checkpoints import (
     PREFIX,
     Layer,
     assert_close,
+    bytes_of_slice,
     exact_sum,
     one_thread,
     per_expert_layout,
@@ -28,6 +29,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from cpumoe import CheckpointError, Scheme, UnsupportedScheme
+from cpumoe.checkpoints import tensor_file
 from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
 from cpumoe.checkpoints.loading import experts_of, find_experts
 from cpumoe.checkpoints.model_layout import ExpertsLayout, ModelLayout
@@ -130,7 +132,9 @@ def tensor_bytes(layer: Layer, slices: int) -> int:
     total = 0
     for name, tensor in tensors.items():
         size = prod(tensor.shape) * tensor.element_size()
-        total += size // slices if is_cut(name, tensor, symmetric=symmetric) else size
+        is_down, is_transposed = "down_proj" in name, name.endswith((".qweight", ".qzeros", ".scales"))
+        cut = is_cut(name, tensor, symmetric=symmetric)
+        total += bytes_of_slice(tensor, int(is_down != is_transposed), slices) if cut else size
         # Whether gate and up have one scale of the input is looked up before any expert is read.
         if "down_proj" not in name and name.endswith((".input_scale", ".input_global_scale")):
             total += size
@@ -150,7 +154,7 @@ def test_slices_add_up_to_the_layer(layers: Layers, form: str, slices: int) -> N
         assert experts.config.scheme == whole.config.scheme
         same_bits(experts.quantized(), part_of_experts(whole.quantized(), part, gated=True))
         total += exact_sum(experts, inputs)
-        assert count == tensor_bytes(layers(form), slices) < all_bytes * (1 / slices + 0.05)
+        assert count == tensor_bytes(layers(form), slices) < all_bytes * (1 / slices + 0.1)
     assert_close(total, exact_sum(whole, inputs))
 
 
@@ -305,7 +309,9 @@ def test_all_layers_of_a_model_are_parted(layers: Layers) -> None:
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_part_of_a_tensor(tmp_path: Path, data: st.DataObject) -> None:
+def test_any_part_of_a_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, data: st.DataObject) -> None:
+    exactly = data.draw(st.booleans())
+    monkeypatch.setattr(tensor_file, "SHORT_RUN", 0 if exactly else 32)
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=4)))
     dtype = data.draw(st.sampled_from([torch.uint8, torch.bfloat16, torch.int32, torch.float64, torch.float8_e4m3fn]))
     tensor = torch.arange(prod(shape)).to(torch.uint8).view(shape).to(dtype)
@@ -319,7 +325,8 @@ def test_any_part_of_a_tensor(tmp_path: Path, data: st.DataObject) -> None:
         for axis, (first, size) in enumerate(zip(start, sizes, strict=True)):
             expected = expected.narrow(axis, first, size)
         assert torch.equal(out.float(), expected.float())
-        assert file.bytes_read == out.numel() * out.element_size()
+        wanted = out.numel() * out.element_size()
+        assert wanted <= file.bytes_read <= (wanted if exactly else file.tensors["x"].bytes)
 
 
 def test_a_part_may_go_into_a_view_with_strides(tmp_path: Path) -> None:

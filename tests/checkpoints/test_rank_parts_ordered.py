@@ -18,6 +18,7 @@ from rank_checkpoints import (
     PREFIX,
     Layer,
     assert_close,
+    bytes_of_slice,
     exact_sum,
     one_thread,
     per_expert_layout,
@@ -74,6 +75,7 @@ def expected_bytes(layer: Layer, slices: int, *, symmetric: bool) -> int:
     for name, tensor in load_file(layer.folder / "model.safetensors").items():
         size, suffix = prod(tensor.shape) * tensor.element_size(), name.rpartition(".")[2]
         is_down, is_order = "down_proj" in name, suffix.endswith("g_idx")
+        is_transposed = suffix in ("qweight", "qzeros", "scales")
         if suffix == "weight_shape" or (suffix == "qzeros" and symmetric):
             total += size  # compared, and not decoded
         elif is_order:
@@ -81,7 +83,7 @@ def expected_bytes(layer: Layer, slices: int, *, symmetric: bool) -> int:
         elif is_down and suffix != "qweight" and suffix != "weight_packed":
             total += size
         else:
-            total += size // slices
+            total += bytes_of_slice(tensor, int(is_down != is_transposed), slices)
     return total
 
 

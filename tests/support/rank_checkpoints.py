@@ -9,6 +9,7 @@ import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -211,6 +212,19 @@ ORDERED: dict[str, tuple[Config, Store, int]] = {
     "pack-quantized": (*_ordered_compressed("w4a16-g64"), 64),
     "pack-quantized, asymmetric": (*_ordered_compressed("w8a16-g32-asym"), 32),
 }
+
+
+# ---- bytes -----------------------------------------------------------------------------------------------------------
+
+
+def bytes_of_slice(tensor: Tensor, axis: int, slices: int) -> int:
+    """Bytes that are read of a slice along a dimension: those of the slice.
+
+    Where they are runs of less than 32 bytes, what lies between the first and the last of them is read as well.
+    """
+    run = prod(tensor.shape[axis:]) * tensor.element_size() // slices
+    runs = prod(tensor.shape[:axis])
+    return (runs - 1) * run * slices + run if run < 32 and run * slices <= 1024 else runs * run
 
 
 # ---- comparing -------------------------------------------------------------------------------------------------------

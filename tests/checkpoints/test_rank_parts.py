@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
 
@@ -355,3 +356,11 @@ def test_a_file_that_ends_while_a_part_is_read(tmp_path: Path) -> None:
         path.open("r+b").truncate(path.stat().st_size - 1)
         with pytest.raises(CheckpointError, match="ended while x was read; was it cut while being used"):
             file.read_part("x", torch.zeros((64, 32)), (0, 32))
+
+
+def test_bytes_are_counted_whoever_reads(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    save_file({"x": torch.zeros((64, 64))}, path)
+    with TensorFile(path) as file, ThreadPoolExecutor(8) as readers:
+        list(readers.map(lambda _: file.read_part("x", torch.empty((64, 32)), (0, 32)), range(400)))
+        assert file.bytes_read == 400 * 64 * 32 * 4

@@ -19,6 +19,7 @@ from cpumoe.checkpoints.expert_sources import (
 from cpumoe.checkpoints.fused_sources import FusedFloat, FusedQuantized
 from cpumoe.checkpoints.held_scales import held_scheme
 from cpumoe.checkpoints.model_layout import ExpertsLayout, FusedExperts, ModelLayout
+from cpumoe.checkpoints.regrouped_sources import RegroupedPerExpert
 from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.checkpoints.tensor_file import FLOAT_DTYPES
 from cpumoe.errors import CheckpointError, UnsupportedScheme
@@ -26,6 +27,7 @@ from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.parallel_layout import ExpertsPart
 from cpumoe.layers.quantized_experts import QuantizedExperts
+from cpumoe.layers.regrouping import regrouped_scheme
 from cpumoe.layers.scheme import Scheme
 
 _CHUNK_BYTES = 64 << 20  # read at once: enough for all threads to pack, little beside a layer
@@ -99,6 +101,8 @@ def find_experts(
     storage = _common_storage(checkpoint, layout)
     if storage is not None and storage.fused:
         raise _not_in_one_tensor(checkpoint, layout, storage)
+    if storage is not None and storage.has_input_order and storage.scheme.group_size is not None and part.slices > 1:
+        return RegroupedPerExpert(checkpoint, layout, part, config(regrouped_scheme(storage.scheme)), storage)
     if storage is not None:
         return QuantizedPerExpert(checkpoint, layout, part, config(held_scheme(storage.scheme)), storage)
     as_is = _float_scheme(checkpoint, f"{layout.linears[0][0]}.weight")

@@ -3,7 +3,7 @@
 The safetensors package checks a file's header (offsets inside the file, no holes, no overlaps, sizes that fit their
 dtypes). The bytes are read with ``pread`` and not through a memory map: a map's pages count as this process's memory
 for as long as the file is open, and a checkpoint may be larger than the machine. Of a tensor any part can be read, and
-what is not asked for is not read.
+what is not asked for is not read, or hardly.
 """
 
 from __future__ import annotations
@@ -49,6 +49,11 @@ DTYPES = {
 FLOAT_DTYPES = ("BF16", "F16", "F32")  # of weights that are not quantised, and of scales
 _KIND = "a safetensors file"
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+# A call of the system for a run takes as long as to copy some kilobytes. Runs that are shorter than this and not
+# farther apart are read together with what lies between: those of scales, mostly, which are few bytes beside the
+# weights. Runs of weights are longer, and to read those of other ranks would move all of a model through each.
+SHORT_RUN, SHORT_DISTANCE = 32, 1024
 
 #: Data starts at a multiple of this, and so does every tensor whose predecessors have such sizes (packed weights do).
 ALIGNMENT = 64
@@ -128,12 +133,14 @@ class TensorFile:
         wanted = out.numel() * out.element_size()
         if not out.is_contiguous() or first_byte + wanted > info.bytes:
             raise ValueError(f"{name}: {wanted} bytes from {first_byte} on do not lie in its {info.bytes}")
-        self._read(name, first_byte, wanted, out.view(-1).view(torch.uint8).unsqueeze(0))
+        if wanted:
+            self._read(name, first_byte, wanted, out.view(-1).view(torch.uint8).unsqueeze(0))
 
     def read_part(self, name: str, out: Tensor, start: Sequence[int]) -> None:
         """Fills ``out`` with the part of ``name`` that begins at the place ``start`` and has the shape of ``out``.
 
-        ``out`` may be a view with strides, as long as that what lies side by side in the file does so in it.
+        No other bytes are read, but for those between short runs that are close together. ``out`` may be a view with
+        strides, as long as what lies side by side in the file does so in it.
         """
         info, shape = self.tensors[name], tuple(out.shape)
         inside = len(start) == len(shape) == len(info.shape) and all(
@@ -141,6 +148,8 @@ class TensorFile:
         )
         if not inside or DTYPES.get(info.dtype) != out.dtype:
             raise ValueError(f"{name} is {info}; {out.dtype} {list(shape)} from {list(start)} on is no part of it")
+        if out.numel() == 0:
+            return
         # From the last dimension on that is cut, what is wanted is one run of bytes; those of the dimension before it
         # are read together.
         cut = max((axis for axis, size in enumerate(shape) if size != info.shape[axis]), default=0)
@@ -153,12 +162,21 @@ class TensorFile:
                 raise ValueError(f"{name}: {list(shape)} with strides {list(out.stride())}; whole runs are accepted")
             runs: Tensor = matrix.view(len(matrix), -1).view(torch.uint8)
             behind = sum(index * stride for index, stride in zip(place, strides, strict=False))
-            self._read(name, first_byte + behind, strides[cut - 1] if cut else runs.shape[1], runs)
+            stride = strides[cut - 1] if cut else runs.shape[1]
+            if runs.shape[1] < SHORT_RUN and stride <= SHORT_DISTANCE:
+                self._read_with_gaps(name, first_byte + behind, stride, runs)
+            else:
+                self._read(name, first_byte + behind, stride, runs)
+
+    def _read_with_gaps(self, name: str, first_byte: int, stride: int, out: Tensor) -> None:
+        """The same as :meth:`_read`, and all that lies between the first and the last run is read as well."""
+        count, run = out.shape
+        rows = torch.empty((count, stride), dtype=torch.uint8)
+        self._read(name, first_byte, count * stride, rows.view(1, -1)[:, : (count - 1) * stride + run])
+        out.copy_(rows[:, :run])
 
     def _read(self, name: str, first_byte: int, stride: int, out: Tensor) -> None:
         """Fills uint8 [runs, bytes] with runs of bytes of ``name``, the first at ``first_byte``, each ``stride`` on."""
-        if out.numel() == 0:
-            return
         count = _core.read_runs(self._fd, self.tensors[name].start + first_byte, stride, out)
         with self._counting:
             self.bytes_read += count

@@ -227,12 +227,24 @@ RoutedExperts read_experts(nb::handle object, DType type) {
     e.down = read_packed(object.attr("down"), "down");
   }
   e.spread = value_of<bool>(object, "spread");
-  if (const nb::object places = object.attr("places"); !places.is_none()) {
-    const Array array(places, "places");
-    array.contiguous(1).expect<std::int32_t>("int32");
-    CPUMOE_REQUIRE(e.spread && array.dim(0) == e.router.weight.columns, "places are ", array.shape_text(), "; [",
-                   e.router.weight.columns, "] of experts that are spread is accepted");
-    e.places = array.data<std::int32_t>();
+  const std::int64_t experts = e.router.weight.columns;
+  if (const nb::object copies = object.attr("copies"); !copies.is_none()) {
+    const Array begins(copies.attr("begins"), "begins"), places(copies.attr("places"), "places");
+    e.copy_begins = begins.contiguous(1).expect<std::int32_t>("int32").data<std::int32_t>();
+    e.copy_places = places.contiguous(1).expect<std::int32_t>("int32").data<std::int32_t>();
+    CPUMOE_REQUIRE(e.spread && begins.dim(0) == experts + 1, "begins of copies are ", begins.shape_text(), "; [",
+                   experts + 1, "] of experts that are spread is accepted");
+    for (std::int64_t i = 0; i < experts; ++i) {
+      CPUMOE_REQUIRE(e.copy_begins[0] == 0 && e.copy_begins[i] < e.copy_begins[i + 1], "expert ", i, " has no copy");
+    }
+    CPUMOE_REQUIRE(places.dim(0) == e.copy_begins[experts], "places of copies are ", places.shape_text(), "; [",
+                   e.copy_begins[experts], "] is accepted");
+  }
+  if (const nb::object loads = object.attr("loads"); !loads.is_none()) {
+    const Array array(loads, "loads");
+    CPUMOE_REQUIRE(array.writable().contiguous(1).dim(0) == experts, "loads are ", array.shape_text(), "; [", experts,
+                   "] is accepted");
+    e.loads = array.expect<std::int64_t>("int64").data<std::int64_t>();
   }
   e.activation = read_activation(object.attr("activation"));
   e.weight_on_input = value_of<bool>(object, "weight_on_input");

@@ -318,8 +318,7 @@ void Decoder::Round::plan_projections(std::size_t index) {
     }
     if (a.gate) outs.push_back({&a.gate, gates_, a.gate.columns, type_});
   }
-  s_.projections.plan(k_, outs.data(), static_cast<int>(outs.size()), normed_, type_, count_, threads_,
-                      m_.exchange);
+  s_.projections.plan(k_, outs.data(), static_cast<int>(outs.size()), normed_, type_, count_, threads_, m_.exchange);
 }
 
 void Decoder::Round::plan_layer(std::size_t index) {
@@ -401,8 +400,11 @@ Decoder::Decoder(DecoderModel model) : state_(std::make_unique<State>()) {
   check_model(model);
   state_->most_rows = 4096;
   for (const DecoderLayer& layer : model.layers) {
-    if (!layer.experts.has_value() || layer.experts->down.data == nullptr) continue;
-    state_->most_rows = std::min(state_->most_rows, tokens_at_once(layer.experts->down, layer.experts->router.topk));
+    if (!layer.experts.has_value()) continue;
+    const RoutedExperts& e = *layer.experts;
+    // Slices may be of different sizes, and a rank without experts does not know any.
+    const bool unequal = e.spread && (e.copy_begins == nullptr || e.router.weight.columns < model.exchange->ranks());
+    state_->most_rows = std::min(state_->most_rows, unequal ? kSpreadTokens : tokens_at_once(e.down, e.router.topk));
   }
   state_->model = std::move(model);
 }
@@ -422,6 +424,7 @@ void Decoder::step(const Kernels& kernels, const Step& step) {
     Round round(kernels, step, *state_, 0, rows, threads);
     state_->crowding.run(threads, [&](Worker& worker) { round.run(worker); });
     if (state_->model.exchange != nullptr) state_->model.exchange->rethrow();
+    state_->rows_done += rows;
     return;
   }
   for (std::int64_t first = 0; first < rows; first += state_->most_rows) {
@@ -429,6 +432,7 @@ void Decoder::step(const Kernels& kernels, const Step& step) {
     run_on_threads(wanted, [&](Worker& worker) { round.run(worker); });
     if (state_->model.exchange != nullptr) state_->model.exchange->rethrow();
   }
+  state_->rows_done += rows;
 }
 
 void Decoder::clear_states(const Step& step) const {

@@ -123,10 +123,18 @@ struct RoutedExperts {
   PackedMatrix gate_up, down;  // without data where this rank has none of the experts
   ActivationSpec activation;
   bool weight_on_input = false;
-  // Of experts that are spread over ranks: for each of the layer's its place among those that are here, or -1, or null
-  // where each rank has a slice of all of them. The sums of all ranks are added.
+  // Experts are spread over ranks: each has some, or a slice of all of them. The sums of all ranks are added.
   bool spread = false;
-  const std::int32_t* places = nullptr;
+  // Where ranks have whole experts, of which there may be copies: those of expert e are copy_begins[e] to
+  // copy_begins[e + 1] - 1, and copy_places has for each its place among those that are here, or -1. Null for slices.
+  const std::int32_t *copy_begins = nullptr, *copy_places = nullptr;
+  std::int64_t* loads = nullptr;  // [experts] or null: how often each has been chosen
+
+  // Where a row goes that has chosen an expert: copies take turns.
+  std::int32_t place(std::int32_t expert, std::int64_t turn) const {
+    const std::int32_t first = copy_begins[expert];
+    return copy_places[first + turn % (copy_begins[expert + 1] - first)];
+  }
 };
 
 // A feed-forward block of linears: that of a layer without experts, or one that all tokens take beside them.

@@ -69,6 +69,7 @@ void Decoder::Round::choose_experts(Worker& worker, const RoutedExperts& e) {
     round_logits(e.router, 0, count_);
     route_tokens(k_, call, 0, count_);
   }
+  for (std::int64_t i = 0; e.loads != nullptr && i < count_ * e.router.topk; ++i) ++e.loads[ids_[i]];
   if (e.spread && e.gate_up.data == nullptr) {
     std::fill_n(sums_, count_ * hidden_, 0.0f);
     return;
@@ -86,8 +87,9 @@ void Decoder::Round::choose_experts(Worker& worker, const RoutedExperts& e) {
   moe.activation = e.activation;
   moe.out = mixed_;
   if (e.spread) {
-    if (e.places != nullptr) {
-      std::transform(ids_, ids_ + count_ * e.router.topk, own_ids_, [&](std::int32_t id) { return e.places[id]; });
+    if (e.copy_begins != nullptr) {
+      const std::int64_t topk = e.router.topk;
+      for (std::int64_t i = 0; i < count_ * topk; ++i) own_ids_[i] = e.place(ids_[i], s_.rows_done + first_ + i / topk);
       moe.ids = own_ids_;
     } else {
       moe.slices = m_.exchange;

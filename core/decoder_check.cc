@@ -20,7 +20,8 @@ void check_ranks(const DecoderModel& model, int ranks, const char* name) {
   CPUMOE_REQUIRE(ranks == 1 || ranks == all, name, " is spread over ", ranks, " ranks of ", all);
 }
 
-void check_matrix(const Matrix& m, const DecoderModel& model, std::int64_t columns, std::int64_t depth, const char* name) {
+void check_matrix(const Matrix& m, const DecoderModel& model, std::int64_t columns, std::int64_t depth,
+                  const char* name) {
   CPUMOE_REQUIRE(m.columns == columns && m.depth == depth, name, " is [", m.columns, ", ", m.depth, "]; [", columns,
                  ", ", depth, "] is accepted");
   check_ranks(model, m.ranks, name);
@@ -156,13 +157,14 @@ void check_layer(const DecoderLayer& layer, const DecoderModel& model) {
   CPUMOE_REQUIRE(!e.spread || model.exchange != nullptr, "experts are spread over ranks that do not exchange");
   if (e.gate_up.data == nullptr) return;
   check_experts(e.gate_up.spec, e.down.spec, e.activation);
-  if (e.places == nullptr) {
+  if (e.copy_begins == nullptr) {
     CPUMOE_REQUIRE(e.gate_up.spec.experts == experts, "the router is for ", experts, " experts, and there are ",
                    e.gate_up.spec.experts);
-  }
-  for (std::int64_t i = 0; e.places != nullptr && i < experts; ++i) {
-    CPUMOE_REQUIRE(e.places[i] >= -1 && e.places[i] < e.gate_up.spec.experts, "expert ", i, " is at place ", e.places[i],
-                   "; there are ", e.gate_up.spec.experts);
+  } else {
+    for (std::int32_t i = 0; i < e.copy_begins[experts]; ++i) {
+      CPUMOE_REQUIRE(e.copy_places[i] >= -1 && e.copy_places[i] < e.gate_up.spec.experts, "copy ", i,
+                     " of the experts is at place ", e.copy_places[i], "; there are ", e.gate_up.spec.experts);
+    }
   }
   CPUMOE_REQUIRE(e.gate_up.spec.depth == model.hidden, "experts take ", e.gate_up.spec.depth, " features of ",
                  model.hidden);

@@ -33,6 +33,7 @@ inline const std::uint8_t* at(const void* data, std::int64_t element, DType type
 struct Decoder::State {
   DecoderModel model;
   std::int64_t most_rows = 0;  // of a round
+  std::int64_t rows_done = 0;  // before this step
   Crowding crowding;
   double seconds[kStepParts] = {};
 

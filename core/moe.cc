@@ -611,7 +611,7 @@ void moe_forward(const Kernels& kernels, const MoeCall& call) {
   }
   const std::int64_t width = call.gate_up.spec.depth;
   const MoeCall whole = resolved(call);
-  std::int64_t step = tokens_at_once(call.down, call.topk);
+  std::int64_t step = call.slices == nullptr ? tokens_at_once(call.down, call.topk) : kSpreadTokens;
   // A scale for all rows of an expert needs all of them at once.
   if (traits_of(whole.gate_up.spec.rows).of_tensor) step = std::max<std::int64_t>(call.tokens, 1);
   for (std::int64_t first = 0; first < call.tokens; first += step) {

@@ -52,6 +52,9 @@ class MoeStage {
   std::unique_ptr<State> state_;
 };
 
+// The same for experts whose sizes may differ from rank to rank: all must compute the same tokens at a time.
+constexpr std::int64_t kSpreadTokens = 1024;
+
 // How many tokens are computed at a time, so that intermediate values take bounded memory.
 std::int64_t tokens_at_once(const PackedMatrix& down, std::int64_t topk);
 

@@ -42,8 +42,8 @@ void RankProducts::gather(Worker& worker) {
     const std::int64_t stride = split.whole.stride * size_of(split.whole.type);
     for (std::int64_t r = worker.share(rows_); r < worker.next_share(rows_); ++r) {
       for (int rank = 0; rank < exchange_->ranks(); ++rank) {
-        std::memcpy(out + r * stride + rank * split.row_bytes,
-                    all + rank * bytes_ + split.begin + r * split.row_bytes, static_cast<std::size_t>(split.row_bytes));
+        std::memcpy(out + r * stride + rank * split.row_bytes, all + rank * bytes_ + split.begin + r * split.row_bytes,
+                    static_cast<std::size_t>(split.row_bytes));
       }
     }
   }

@@ -39,7 +39,7 @@ def layout_of(arguments: argparse.Namespace) -> ParallelLayout:
     )
 
 
-def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
+def add_rank_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     """Adds the layout of a model that runs on several ranks, and what joining them takes."""
     group = add_layout_arguments(parser)
     group.title = "several ranks (torchrun --nproc-per-node N -m cpumoe ...); without sizes all are tensor parallel"
@@ -50,6 +50,7 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help=f"after which a rank that gives nothing is an error ({DEFAULT_TIMEOUT:g})",
     )
+    return group
 
 
 def join_ranks(arguments: argparse.Namespace) -> Ranks:

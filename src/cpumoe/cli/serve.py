@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cpumoe.checkpoints.checkpoint import read_json
-from cpumoe.cli.arguments import find_models
+from cpumoe.cli.arguments import find_models, positive, refuse_given
 from cpumoe.cli.model_arguments import add_model_arguments, load_chosen_model
 from cpumoe.cli.rank_arguments import add_rank_arguments, join_ranks
 from cpumoe.generation.memory import BATCH_TOKENS, available_bytes, cache_size, model_bytes
@@ -24,6 +24,7 @@ from cpumoe.tables import size_text
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from cpumoe.generation.rank_steps import Balancing
     from cpumoe.generation.server import Server
     from cpumoe.integrations.transformers.native_decoder import NativeDecoder
     from cpumoe.parallel.ranks import Ranks
@@ -49,7 +50,13 @@ def add_command(commands: Commands) -> None:
         "--memory-gb", type=_gigabytes, metavar="F", help="memory for keys and values (half of what the model leaves)"
     )
     parser.add_argument("--sequential", action="store_true", help="one request at a time, as generate does")
-    add_rank_arguments(parser)
+    group = add_rank_arguments(parser)
+    group.add_argument(
+        "--rebalance", type=positive, metavar="STEPS", help="with --ep: move experts by their load every STEPS (never)"
+    )
+    group.add_argument(
+        "--spare-experts", type=positive, metavar="N", help="with --rebalance: room for N copies on every rank (0)"
+    )
     parser.set_defaults(run=run)
 
 
@@ -96,7 +103,10 @@ def run(arguments: argparse.Namespace) -> int:
     find_models(arguments, "model")
     check_folder(arguments.model)
     ranks = join_ranks(arguments)
+    if arguments.rebalance is None:
+        refuse_given(arguments, "without --rebalance", "spare_experts")
     if not ranks:
+        refuse_given(arguments, "with one rank", "rebalance")
         return _run(arguments, ranks)
     with ranks.together():
         _refuse_layout(arguments, ranks)
@@ -106,8 +116,19 @@ def run(arguments: argparse.Namespace) -> int:
 def _refuse_layout(arguments: argparse.Namespace, ranks: Ranks) -> None:
     if not ranks.layout.has_all_tokens:
         raise ValueError(f"the layout {ranks.layout} gives ranks tokens of their own; cpumoe serve takes --tp and --ep")
+    if not ranks.layout.uses_ep:
+        refuse_given(arguments, "without --ep: every rank has a slice of each expert", "rebalance")
     if arguments.sequential:
         raise ValueError("--sequential with several ranks; requests are computed together there")
+
+
+def _balancing(arguments: argparse.Namespace) -> Balancing | None:
+    from cpumoe.generation.rank_steps import Balancing
+
+    if arguments.rebalance is None:
+        return None
+    nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))  # what torchrun calls machines
+    return Balancing(arguments.rebalance, arguments.spare_experts or 0, nodes)
 
 
 def _follow(arguments: argparse.Namespace, ranks: Ranks) -> int:
@@ -171,7 +192,7 @@ def _serve(arguments: argparse.Namespace, listener: socket.socket, ranks: Ranks)
         if arguments.sequential:
             server.start_sequential()
         else:
-            _start_together(server, model, free, arguments.memory_gb, ranks)
+            _start_together(server, model, free, arguments.memory_gb, ranks, _balancing(arguments))
 
         def print_address() -> None:
             host, port = listener.getsockname()[:2]
@@ -196,7 +217,14 @@ def _least_free_bytes(ranks: Ranks) -> int:
     return min(free for (free,) in ranks.gather_numbers([available_bytes() // ranks_here]))
 
 
-def _start_together(server: Server, model: PreTrainedModel, free: int, memory_gb: float | None, ranks: Ranks) -> None:
+def _start_together(
+    server: Server,
+    model: PreTrainedModel,
+    free: int,
+    memory_gb: float | None,
+    ranks: Ranks,
+    balancing: Balancing | None,
+) -> None:
     """Starts the best engine that there is for a model which leaves ``free`` bytes of memory, and says which it is."""
     from cpumoe.integrations.transformers.int8_cache import holds_records
     from cpumoe.integrations.transformers.native_decoder import native_with_head
@@ -205,7 +233,8 @@ def _start_together(server: Server, model: PreTrainedModel, free: int, memory_gb
     native = _native_of(model) if ranks else native_with_head(model)
     if native is not None:
         size = cache_size(model.config, model.dtype, free, memory_gb, native.token_bytes, native.state_bytes)
-        obstacle = server.start_steps(native, size.blocks, size.block_tokens, BATCH_TOKENS, size.sequences, ranks)
+        sizes = (size.blocks, size.block_tokens, BATCH_TOKENS, size.sequences)
+        obstacle = server.start_steps(native, *sizes, ranks, balancing)
     if ranks and obstacle is not None:
         raise RuntimeError(obstacle)
     if (native is None or obstacle is not None) and holds_records(model):

@@ -24,6 +24,7 @@ from cpumoe.generation.engine import BatchEngine, CannotBatch, Engine, Sequentia
 from cpumoe.generation.http import ImpatientProtocol
 from cpumoe.generation.memory import MOST_SEQUENCES
 from cpumoe.generation.prompts import Prompts
+from cpumoe.generation.rank_steps import Balancing
 from cpumoe.generation.step_engine import StepEngine
 
 if TYPE_CHECKING:
@@ -70,12 +71,13 @@ class Server:
         batch_tokens: int,
         sequences: int = MOST_SEQUENCES,
         ranks: Ranks | None = None,
+        balancing: Balancing | None = None,
     ) -> str | None:
         """Computes requests together from now on, each step in one call of the core, on all ``ranks`` if there are any.
 
         Returns what went wrong, if so.
         """
-        engine = StepEngine(self._model, native, blocks, block_tokens, batch_tokens, sequences, ranks)
+        engine = StepEngine(self._model, native, blocks, block_tokens, batch_tokens, sequences, ranks, balancing)
         obstacle = engine.start()
         if obstacle is not None:
             engine.stop()

@@ -13,7 +13,7 @@ import torch
 from cpumoe.errors import RankError
 from cpumoe.generation.engine import ENDED, ENDING, NOT_COMPUTED, STOP_SECONDS, Failure, Finish, Job
 from cpumoe.generation.memory import MOST_SEQUENCES
-from cpumoe.generation.rank_steps import LeadingSteps, Steps
+from cpumoe.generation.rank_steps import Balancing, LeadingSteps, Steps
 from cpumoe.generation.sampling import Sampling, Token
 from cpumoe.generation.schedule import Piece, Schedule
 from cpumoe.integrations.transformers.described_parts import NotDescribed
@@ -42,6 +42,7 @@ class StepEngine:
         step_rows: the most tokens that one step computes; a longer prompt is read in pieces.
         sequences: the most requests that are computed at the same time; further ones wait.
         ranks: that compute the steps together, of which this is the first; None: they are computed here alone.
+        balancing: when experts are moved between the ranks; None: never.
     """
 
     def __init__(
@@ -53,9 +54,10 @@ class StepEngine:
         step_rows: int,
         sequences: int = MOST_SEQUENCES,
         ranks: Ranks | None = None,
+        balancing: Balancing | None = None,
     ) -> None:
         sizes = (pages, page_tokens, sequences)
-        self._steps = LeadingSteps(model, native, *sizes, ranks) if ranks else Steps(model, native, *sizes)
+        self._steps = LeadingSteps(model, native, *sizes, ranks, balancing) if ranks else Steps(model, native, *sizes)
         self._vocabulary = native.decoder.model.embedding.shape[0]
         # States are those behind all tokens of a sequence: what another one has computed of the same tokens is no help.
         self._schedule = Schedule(pages, page_tokens, step_rows, sequences, shares_pages=native.state_bytes == 0)

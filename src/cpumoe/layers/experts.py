@@ -15,9 +15,11 @@ from cpumoe.layers.activation import Activation
 from cpumoe.layers.activation_rounding import held_activations
 from cpumoe.layers.backends import Backend, NativeBackend, select_backend
 from cpumoe.layers.config import MoEConfig
+from cpumoe.layers.experts_parts import part_of_experts
 from cpumoe.layers.packed_weights import scheme_of
 from cpumoe.layers.parallel_layout import ExpertsPart
 from cpumoe.layers.quantized_experts import QuantizedExperts, QuantizedWeight
+from cpumoe.layers.regrouping import regrouped_scheme
 from cpumoe.layers.rounding import quantize_weight
 from cpumoe.layers.scheme import Scheme
 from cpumoe.layers.weight_checks import check_parts, checked_weight, given_input_scales, stored_scales
@@ -265,25 +267,17 @@ class Experts(nn.Module):
         c = self.config
         if not part.experts:
             raise ValueError(f"{part}; one or more of {c.local_experts} are accepted")
-        inner = c.intermediate_size // part.slices
+        held = part_of_experts(self.quantized(), part, gated=bool(c.activation.gated))
         config = replace(
             c,
-            intermediate_size=inner,
-            held_experts=None if len(part.experts) == c.experts else len(part.experts),
+            scheme=c.scheme if self._keeps_groups(part) else regrouped_scheme(c.scheme),
+            intermediate_size=held.down.plain().values.shape[-1],
+            held_experts=None if part.experts == tuple(range(c.experts)) else len(part.experts),
         )
+        return Experts.from_chunks([held], config, backend=self.backend.name)
 
-        def cut(expert: int) -> QuantizedExperts:
-            whole = self.quantized(expert, 1)
-            if part.slices == 1:
-                return whole
-            blocks = 2 if c.activation.gated else 1
-            down = whole.down.column_slice(part.slices, part.slice)
-            return QuantizedExperts(
-                whole.gate_up.row_slice(part.slices, part.slice, blocks),
-                down if part.slice == 0 else replace(down, bias=None),  # the sum of all slices has it once
-            )
-
-        return Experts.from_chunks(map(cut, part.experts), config, backend=self.backend.name)
+    def _keeps_groups(self, part: ExpertsPart) -> bool:
+        return part.slices == 1 or self.quantized(0, 1).down.input_order is None
 
     def reference(
         self,

@@ -220,13 +220,28 @@ class Router:
 
 
 @dataclass(frozen=True)
+class Copies:
+    """Where the experts of a layer are that is spread over ranks, as one of them sees it.
+
+    Attributes:
+        begins: int32 [experts + 1]: copies ``begins[e]`` to ``begins[e + 1] - 1`` are of expert e; rows that choose it
+            take turns.
+        places: int32 [copies]: where each is among those that are here, or -1.
+    """
+
+    begins: Tensor
+    places: Tensor
+
+
+@dataclass(frozen=True)
 class RoutedExperts:
     """Packed experts behind a router.
 
     Attributes:
         gate_up, down: packed; None where experts are spread over ranks and none of them is here.
         spread: each rank has some experts or a slice of all of them, and their sums are added.
-        places: int32 [experts]: where each is among those that are here, or -1; None for slices.
+        copies: where they are; None for slices of all of them.
+        loads: int64 [experts], in which it is counted how often each is chosen; None: it is not.
     """
 
     router: Router
@@ -235,7 +250,8 @@ class RoutedExperts:
     activation: Activation
     weight_on_input: bool = False
     spread: bool = False
-    places: Tensor | None = None
+    copies: Copies | None = None
+    loads: Tensor | None = None
 
 
 @dataclass(frozen=True)

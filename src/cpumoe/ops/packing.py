@@ -28,6 +28,28 @@ def read_spec(blob: Tensor) -> PackedSpec:
     return _core.read_spec(blob)
 
 
+_FIELDS = (
+    *("weights", "group_size", "scales", "experts", "out_features", "in_features"),
+    *("gated", "has_bias", "has_zero_points", "activations", "input_orders", "input_scales"),
+)
+_HEADER_BYTES = 64
+
+
+def packed_like(blob: Tensor, experts: int) -> Tensor:
+    """Room for so many packed experts of the kind of others, to be filled through :func:`packed_experts`."""
+    spec = read_spec(blob)
+    changed = PackedSpec(**{**{name: getattr(spec, name) for name in _FIELDS}, "experts": experts})
+    out = torch.empty(changed.packed_bytes, dtype=torch.uint8, device="cpu")
+    _core.advise_huge_pages(out)
+    _core.write_packed_header(out, changed)
+    return out
+
+
+def packed_experts(blob: Tensor) -> Tensor:
+    """A view of packed weights, uint8 [experts, bytes]: an expert may be moved as it is among others of its kind."""
+    return blob[_HEADER_BYTES:].view(read_spec(blob).experts, -1)
+
+
 #: How scales are held, by the dtype they come in; the codes of E8M0 come as bytes. Others are held as fp32.
 _SCALES = {
     torch.bfloat16: "bfloat16",

@@ -7,7 +7,8 @@ theirs: results differ from those of one process in the last bits of fp32 (1e-6)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.parallel_layout import Exchange, ExpertsPart
 from cpumoe.layers.quantized_experts import QuantizedExperts
+from cpumoe.ops.decoder import Copies
 from cpumoe.ops.exchange import expert_sums, prepare_tokens, prepared_token_bytes
 from cpumoe.parallel.dispatch import (
     Tokens,
@@ -28,6 +30,7 @@ from cpumoe.parallel.dispatch import (
     send_tokens,
     share_in_group,
 )
+from cpumoe.parallel.placement import Placement, physical_ids
 from cpumoe.parallel.ranks import Ranks
 
 
@@ -41,30 +44,66 @@ class ParallelExperts(Experts):
         own: what this rank has of the experts; None where it has none of them.
         config: of the whole layer.
         ranks: the ranks, their layout, and how they exchange.
+        placement: which rank has which experts; None: that of the layout.
         quantized_dispatch: tokens travel as the first product would quantise them anyway, which gives the same bits.
             None: where that is fewer bytes.
+
+    Attributes:
+        held: what is here.
+        placement: which rank has which experts; None where each has a slice of all of them.
+        loads: int64 [experts], how often each has been chosen by tokens of this rank.
     """
 
     def __init__(
-        self, own: Experts | None, config: MoEConfig, ranks: Ranks, *, quantized_dispatch: bool | None = None
+        self,
+        own: Experts | None,
+        config: MoEConfig,
+        ranks: Ranks,
+        *,
+        placement: Placement | None = None,
+        quantized_dispatch: bool | None = None,
     ) -> None:
-        parts = [rank.part_of(config.experts, config.intermediate_size) for rank in ranks.layout.ranks()]
         backend = NativeBackend() if own is None else own.backend
         if not isinstance(backend, NativeBackend):
             raise ValueError(f"experts on the backend {backend.name!r}; spread over ranks, 'native' is accepted")
-        count = 0 if own is None else own.config.local_experts
-        if count != len(parts[ranks.rank].experts):
-            raise ValueError(f"{count} experts are held on rank {ranks.rank}; {parts[ranks.rank]} are accepted")
         super().__init__(config, backend, {} if own is None else dict(own.named_buffers()))
-        self.held = parts[ranks.rank]
         self.ranks = ranks
-        # Both have one entry more, for the id -1.
-        self._places = _table(config.experts, [self.held], range(count))
-        self._owners = _owners(config.experts, parts)
-        self._slices = ranks.number if self.held.slices > 1 else 0
-        # A rank that has no experts does not know how the others want tokens.
-        self._may_prepare = quantized_dispatch is not False and all(part.experts for part in parts)
-        self._must_prepare = quantized_dispatch is True
+        self.loads = torch.zeros(config.experts, dtype=torch.int64)
+        self._tokens = 0  # that have come, so that copies take turns
+        self._quantized_dispatch = quantized_dispatch
+        self.placement: Placement | None = None
+        layout = ranks.layout
+        if layout.experts_tp_size > 1:
+            if placement is not None:
+                raise ValueError(f"a placement of experts, and the layout {layout} has a slice of each on every rank")
+            self.held = layout.part_of(config.experts, config.intermediate_size)
+        else:
+            self._place(Placement.linear(config.experts, layout) if placement is None else placement)
+        count = 0 if own is None else own.config.local_experts
+        if count != len(self.held.experts):
+            raise ValueError(f"{count} experts are held on rank {ranks.rank}; {self.held} are accepted")
+
+    def _place(self, placement: Placement) -> None:
+        if placement.rank_count != self.ranks.size or placement.expert_count != self.config.experts:
+            raise ValueError(
+                f"a placement of {placement}; {self.config.experts} experts on {self.ranks.size} ranks are accepted"
+            )
+        rank = self.ranks.rank
+        self.placement = placement
+        self.held = ExpertsPart(placement.experts_of(rank))
+        first = sum(len(placement.experts_of(before)) for before in range(rank))
+        places = [slot - first if of == rank else -1 for slot, of in enumerate(placement.rank_of)]
+        # By slot; both have one entry more, for the id -1.
+        self._places = torch.tensor([*places, -1], dtype=torch.int32)
+        self._owners = torch.tensor([*placement.rank_of, -1], dtype=torch.int32)
+
+    def move(self, packed: Mapping[str, Tensor], placement: Placement) -> None:
+        """Takes other experts in the place of those that are held: packed ones, as a placement has them here."""
+        self._place(placement)
+        for name in ("gate_up_packed", "down_packed"):
+            self._buffers.pop(name, None)
+        for name, tensor in packed.items():
+            self.register_buffer(name, tensor)
 
     @property
     def packed(self) -> tuple[Tensor, Tensor] | None:
@@ -72,9 +111,14 @@ class ParallelExperts(Experts):
         return (self.get_buffer("gate_up_packed"), self.get_buffer("down_packed")) if self.held.experts else None
 
     @property
-    def places(self) -> Tensor | None:
-        """int32 [experts]: where each expert is among those that are here, or -1; None for slices of all of them."""
-        return self._places[:-1] if self.held.slices == 1 else None
+    def copies(self) -> Copies | None:
+        """Where the experts are, for the core; None for slices of all of them."""
+        if self.placement is None:
+            return None
+        by_expert = self.placement.physical
+        begins = [0, *itertools.accumulate(map(len, by_expert))]
+        slots = [slot for slots in by_expert for slot in slots]
+        return Copies(torch.tensor(begins, dtype=torch.int32), self._places[slots])
 
     def quantized(self, first: int = 0, count: int | None = None) -> QuantizedExperts:
         raise ValueError(f"rank {self.ranks.rank} has {self.held} of this layer, which cannot be read back as a whole")
@@ -101,7 +145,7 @@ class ParallelExperts(Experts):
             [tokens, H] in the dtype of ``hidden_states``, or fp32.
         """
         ops.refuse_gradient(hidden_states=hidden_states, topk_weights=topk_weights)
-        mine = Tokens(hidden_states, self._checked(topk_ids), topk_weights.to(torch.float32))
+        mine = Tokens(hidden_states, self._slots(topk_ids), topk_weights.to(torch.float32))
         kind = self.ranks.layout.chosen_exchange
         dtype, on_input = hidden_states.dtype, apply_router_weight_on_input
         if kind is None or kind is Exchange.ALL_REDUCE:
@@ -118,24 +162,32 @@ class ParallelExperts(Experts):
             out = share_in_group(self.ranks, out, len(hidden_states))
         return out if fp32_out else out.to(dtype)
 
-    def _checked(self, ids: Tensor) -> Tensor:
-        """Refused before they travel: on another rank it would be that one's error."""
-        if ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) < self.config.experts:
-            wrong = ids[(ids < -1) | (ids >= self.config.experts)][0]
-            raise ValueError(
-                f"topk_ids hold {int(wrong)}; 0 to {self.config.experts - 1} are experts and -1 means none"
-            )
+    def _slots(self, ids: Tensor) -> Tensor:
+        """int32 [tokens, K]: the slots that tokens go to, or the experts themselves where each rank has its slice."""
+        last = self.config.experts - 1
+        if ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) <= last:
+            wrong = ids[(ids < -1) | (ids > last)][0]
+            raise ValueError(f"topk_ids hold {int(wrong)}; 0 to {last} are experts and -1 means none")
+        self.loads += torch.bincount(ids[ids >= 0], minlength=last + 1)
+        if self.placement is not None:
+            ids = physical_ids(ids, self.placement, self._tokens)
+        self._tokens += len(ids)
         return ids.to(torch.int32)
 
     def _as_sent(self, rows: Tensor) -> Tensor:
-        if not self._may_prepare:
+        if not self._may_prepare():
             return rows
         gate_up = self.get_buffer("gate_up_packed")  # every rank has some
         prepared = prepared_token_bytes(gate_up, rows.dtype)
         if prepared == 0:
             return rows
         fewer = prepared < rows.shape[1] * rows.element_size()
-        return prepare_tokens(rows, gate_up) if fewer or self._must_prepare else rows
+        return prepare_tokens(rows, gate_up) if fewer or self._quantized_dispatch else rows
+
+    def _may_prepare(self) -> bool:
+        # A rank that has no experts does not know how the others want tokens.
+        every = self.placement is None or all(self.placement.by_rank)
+        return self._quantized_dispatch is not False and every
 
     def _sums(self, tokens: Tokens, dtype: torch.dtype, on_input: bool) -> Tensor:
         """fp32 [tokens, H]: what this rank has of the sums."""
@@ -144,7 +196,7 @@ class ParallelExperts(Experts):
             return torch.zeros((len(tokens.rows), c.hidden_size))
         return expert_sums(
             tokens.rows,
-            self._places[tokens.ids.long()],
+            tokens.ids if self.placement is None else self._places[tokens.ids.long()],
             tokens.weights,
             *self.packed,
             c.hidden_size,
@@ -153,18 +205,5 @@ class ParallelExperts(Experts):
             bool(c.activation.gated),
             *c.activation.parameters,
             on_input,
-            self._slices,
+            0 if self.placement is not None else self.ranks.number,
         )
-
-
-def _table(experts: int, parts: Sequence[ExpertsPart], values: Sequence[int]) -> Tensor:
-    """int32 [experts + 1]: a value for each expert of the parts, in their order; -1 for others, and for the id -1."""
-    table = torch.full((experts + 1,), -1, dtype=torch.int32)
-    listed = [expert for part in parts for expert in part.experts]
-    table[listed] = torch.tensor(list(values), dtype=torch.int32)
-    return table
-
-
-def _owners(experts: int, parts: Sequence[ExpertsPart]) -> Tensor:
-    """int32 [experts + 1]: the rank of each expert. Of slices it is the last one that has some: nobody asks."""
-    return _table(experts, parts, [rank for rank, part in enumerate(parts) for _ in part.experts])

@@ -440,7 +440,8 @@ def _block(block: Any, layer: Any, parts: Parts) -> tuple[decoder.RoutedExperts 
         getattr(experts, "down_packed", None),
         _activation(experts.config.activation),
         spread=spread,
-        places=experts.places if spread else None,
+        copies=experts.copies if spread else None,
+        loads=experts.loads if spread else None,
     )
     holders = (block, layer)
     shared = next((m for h, name in product(holders, _SHARED) if (m := getattr(h, name, None)) is not None), None)

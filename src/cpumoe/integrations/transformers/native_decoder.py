@@ -217,6 +217,10 @@ class NativeDecoder:
             for name, value in holder.items()
         )
 
+    def describe_anew(self, model: Any) -> None:
+        """Follows what has been put into ``model``, which has the head, without waiting for the next longer call."""
+        self._describe(model.model, model)
+
     def hold_records(self) -> None:
         """Holds keys and values of caches in int8 from here on."""
         self.records = True

@@ -20,9 +20,10 @@ HIDDEN, VOCABULARY, EXPERTS, INNER, POSITIONS = 64, 40, 4, 32, 64
 def matrix(rng: np.random.Generator, rows: int, columns: int, dtype: Any, *, is_packed: bool = False) -> Any:
     if is_packed:
         blob = packed(rng, Format("int8", 0), 1, rows, columns, gated=False, bias=False)
-        return SimpleNamespace(weight=blob, bias=None)
+        return SimpleNamespace(weight=blob, bias=None, ranks=1)
     weight = (rng.standard_normal((rows, columns)) * 0.1).astype(dtype)
-    return SimpleNamespace(weight=weight, bias=rng.standard_normal(rows).astype(np.float32) if rows % 3 else None)
+    bias = rng.standard_normal(rows).astype(np.float32) if rows % 3 else None
+    return SimpleNamespace(weight=weight, bias=bias, ranks=1)
 
 
 def norm(rng: np.random.Generator, width: int, dtype: Any) -> Any:
@@ -58,6 +59,7 @@ def attention(rng: np.random.Generator, shape: dict[str, Any], dtype: Any) -> An
         "value": None,
         "latent": None,
         "kv_heads": kv_heads,
+        "ranks": 1,
     }
     if shape["rank"]:
         nope = depth - 4
@@ -157,6 +159,9 @@ def layer(rng: np.random.Generator, shape: dict[str, Any], dtype: Any) -> Any:
         down=packed(rng, Format("int4", 32), EXPERTS, HIDDEN, INNER, gated=False, bias=False),
         activation=SILU,
         weight_on_input=False,
+        spread=False,
+        copies=None,
+        loads=np.zeros(EXPERTS, np.int64) if shape["heads"] % 4 else None,
     )
     dense = SimpleNamespace(
         gate=matrix(rng, INNER, HIDDEN, dtype),
@@ -190,6 +195,7 @@ def described(rng: np.random.Generator, shapes: list[dict[str, Any]], dtype: Any
         layers=tuple(layer(rng, shape, dtype) for shape in shapes),
         norm=norm(rng, HIDDEN, dtype),
         head=matrix(rng, VOCABULARY, HIDDEN, dtype, is_packed=shapes[0]["is_packed"]),
+        exchange=None,
     )
 
 

@@ -109,7 +109,7 @@ class LeadingSteps(Steps):
         self._ranks = ranks
         self._balancing = balancing
         self._layers = 0 if balancing is None else len(_spread_layers(model))
-        self._steps_left = self._next_layer = 0
+        self._steps_left, self._next_layer = 0 if balancing is None else balancing.steps, 0
         self._say(_Say.PAGES, pages, page_tokens, sequences)
         super().__init__(model, native, pages, page_tokens, sequences)
 

@@ -90,6 +90,7 @@ class ParallelExperts(Experts):
             )
         rank = self.ranks.rank
         self.placement = placement
+        self._in_order = placement.logical == tuple(range(placement.expert_count))  # slots are the experts themselves
         self.held = ExpertsPart(placement.experts_of(rank))
         first = sum(len(placement.experts_of(before)) for before in range(rank))
         places = [slot - first if of == rank else -1 for slot, of in enumerate(placement.rank_of)]

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -74,9 +75,8 @@ def _layers(world: Ranks, counts: list[int], seconds: float) -> None:
         "DP+EP, all_to_all": ParallelLayout(dp_size=size, expert_parallel=True, exchange=Exchange.ALL_TO_ALL),
     }
     if world.rank == 0:
-        print(
-            f"{'layout':32} {'T':>5} {'1 rank ms':>10} {f'{size} ranks ms':>11} {'times':>6} {'own part ms':>12} {'added':>7}"
-        )
+        heads = ("T", "1 rank ms", f"{size} ranks ms", "times", "own part ms", "added")
+        print(f"{'layout':32} " + " ".join(f"{head:>11}" for head in heads))
     for name, layout in layouts.items():
         ranks = Ranks.join(layout)
         spread = ParallelExperts(whole.part(ranks.layout.part_of(_EXPERTS, _INNER)), whole.config, ranks)
@@ -87,15 +87,15 @@ def _layers(world: Ranks, counts: list[int], seconds: float) -> None:
             first = 0 if layout.has_all_tokens else each * ranks.rank
             mine = tuple(part[first : first + each] for part in everything)
             local = (everything[0], spread._places[everything[1].long()] if spread.placement else everything[1])
-            alone = _alone(lambda: whole(*everything), world, seconds)
-            together = _median(lambda: spread(*mine), world, seconds)
-            part = _median(lambda: own(*local, everything[2], fp32_out=True), world, seconds)
+            alone = _alone(partial(whole, *everything), world, seconds)
+            together = _median(partial(spread, *mine), world, seconds)
+            part = _median(partial(own, *local, everything[2], fp32_out=True), world, seconds)
             if world.rank == 0:
-                print(
-                    f"{name:32} {count:5} {alone * 1e3:10.2f} {together * 1e3:11.2f} {alone / together:6.2f} "
-                    f"{part * 1e3:12.2f} {together / part - 1:7.1%}",
-                    flush=True,
+                figures = (
+                    *(f"{count}", f"{alone * 1e3:.2f}", f"{together * 1e3:.2f}", f"{alone / together:.2f}"),
+                    *(f"{part * 1e3:.2f}", f"{together / part - 1:.1%}"),
                 )
+                print(f"{name:32} " + " ".join(f"{figure:>11}" for figure in figures), flush=True)
 
 
 def _model(world: Ranks, folder: str, tokens: int) -> None:
@@ -106,6 +106,7 @@ def _model(world: Ranks, folder: str, tokens: int) -> None:
         ranks = Ranks.join(layout)
         model = cpumoe.load_model(folder, ranks=ranks, linears="w8a8")
         native = native_with_head(model)
+        assert native is not None, "its steps are not one call of the core"
         prompt = torch.arange(8).unsqueeze(0)
         with torch.no_grad():
             model.generate(prompt, max_new_tokens=4, do_sample=False)

@@ -40,7 +40,7 @@ def through_gloo(turns: int) -> dict[str, str | None]:
 
 def _wait_for_all(exchange: SharedExchange, path: str) -> None:
     """A rank that has not come yet looks like one that has ended."""
-    open(f"{path}.{exchange.rank}", "w").close()  # noqa: SIM115, PTH123
+    open(f"{path}.{exchange.rank}", "w").close()  # noqa: PTH123
     while not all(os.path.exists(f"{path}.{other}") for other in range(exchange.ranks)):  # noqa: PTH110
         time.sleep(0.01)
 

@@ -1,8 +1,8 @@
 """Runs a function in several processes at once, as ``torchrun`` would start them, and collects what each said.
 
-The function is one of a module: ``RankProcesses(2, "layer_cases:run", folder)`` calls ``layer_cases.run(folder)`` in two
-processes. What it returns, as JSON, is ``result`` here. Starting Python and PyTorch takes seconds, so one start runs many
-cases: :class:`Cases` runs them one after another and notes what became of each.
+The function is one of a module: ``RankProcesses(2, "layer_cases:run", folder)`` calls ``layer_cases.run(folder)`` in
+two processes. What it returns, as JSON, is ``result`` here. Starting Python and PyTorch takes seconds, so that one
+start runs many cases: :class:`Cases` runs them one after another and notes what became of each.
 """
 
 from __future__ import annotations
@@ -144,8 +144,8 @@ def run_torchrun(count: int, function: str, *arguments: Any, seconds: float = 12
 class Cases:
     """Runs cases on a rank; ``outcomes`` has None for those that went well, else what was wrong.
 
-    Other ranks run the same cases in the same order. A check that fails concerns its case alone; another error leaves
-    ranks at different places, so that nothing is run behind it.
+    Other ranks run the same cases in the same order. A failure leaves them at different places, so that nothing is run
+    behind it.
     """
 
     def __init__(self) -> None:
@@ -154,13 +154,11 @@ class Cases:
 
     def run(self, name: str, body: Callable[..., None], *arguments: Any) -> None:
         if self._stopped_by is not None:
-            self.outcomes[name] = f"not run: {self._stopped_by} raised an error"
+            self.outcomes[name] = f"not run behind {self._stopped_by}"
             return
         try:
             body(*arguments)
             self.outcomes[name] = None
-        except AssertionError:
-            self.outcomes[name] = traceback.format_exc()
         except Exception:
             self.outcomes[name] = traceback.format_exc()
             self._stopped_by = name

@@ -7,6 +7,7 @@ in about a microsecond where sockets take more than a hundred.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import secrets
@@ -91,6 +92,7 @@ class Ranks:
                 )
             with _coming_together():
                 dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+            atexit.register(_leave)
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         layout = ParallelLayout(tp_size=size) if layout is None else layout
         if size > 1:  # before any of them refuses it: the others would wait for that one
@@ -196,6 +198,12 @@ class Ranks:
         """Raises RankError if it is known that another rank has ended or failed; for work that exchanges nothing."""
         if self.exchange is not None:
             self.exchange.check()
+
+
+def _leave() -> None:
+    """Ends the group that was made here: a process that ends with threads of gloo in it may be aborted."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 _MESH_ORDER = ("dp", "pcp", "tp")

@@ -6,7 +6,7 @@ import time
 from datetime import timedelta
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 #: Seconds in which a rank that works comes to a call: it has met the same failure.
 _ANSWER_SECONDS = 3.0
@@ -30,7 +30,7 @@ class RollCall:
     def _missing(self) -> list[int]:
         others = [other for other in range(self._size) if other != self._rank]
         try:
-            store = dist.PrefixStore("cpumoe/roll_call", _get_default_store())
+            store = PrefixStore("cpumoe/roll_call", _get_default_store())
             store.set_timeout(timedelta(seconds=_ANSWER_SECONDS))
             store.set(str(self._members[self._rank]), "here")
             until = time.monotonic() + _ANSWER_SECONDS

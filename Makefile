@@ -141,7 +141,7 @@ test-sanitized: $(VENV)/installed $(VENV)/cmake
 	$(call build_extension,asan,-DCPUMOE_EMULATE=ON -DCPUMOE_TESTS=ON -DCPUMOE_SANITIZE=address$(comma)undefined)
 	build/asan/core_test
 	$(call build_core_test,tsan,-DCPUMOE_SANITIZE=thread)
-	build/tsan/core_test callers && build/tsan/core_test layers && build/tsan/core_test routing && build/tsan/core_test cached
+	build/tsan/core_test callers && build/tsan/core_test layers && build/tsan/core_test routing && build/tsan/core_test cached && build/tsan/core_test ranks
 	CPUMOE_CORE=$$(ls build/asan/_core*.so) CPUMOE_FUZZ_EXAMPLES=1500 ASAN_OPTIONS=detect_leaks=0 \
 	  LD_PRELOAD="$(SANITIZER_LIBRARIES)" $(BIN)/python -m pytest --noconftest tests/test_fuzz_seam.py
 	CPUMOE_CORE=$$(ls build/asan/_core*.so) CPUMOE_FUZZ_EXAMPLES=200 ASAN_OPTIONS=detect_leaks=0 \

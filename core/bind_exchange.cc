@@ -149,7 +149,10 @@ void bind_exchange(nb::module_& m) {
       std::rethrow_exception(raised);
     } catch (const RankFailure& failure) {
       const nb::object error = nb::module_::import_("cpumoe.errors").attr("RankError");
-      PyErr_SetString(error.ptr(), failure.what());
+      const std::string text = failure.what();  // in parts what another process has written
+      PyObject* message = PyUnicode_DecodeUTF8(text.data(), static_cast<Py_ssize_t>(text.size()), "replace");
+      if (message == nullptr) return;
+      PyErr_SetObject(error.ptr(), nb::steal(message).ptr());
     }
   });
   nb::class_<RankExchange>(m, "RankExchange", nb::is_weak_referenceable())
@@ -158,11 +161,12 @@ void bind_exchange(nb::module_& m) {
       .def("gather", &gather, "mine"_a, "sizes"_a, "all"_a)
       .def("trade", &trade, "mine"_a, "sizes"_a, "all"_a, "given"_a)
       .def("sum", &sum, "values"_a)
-      .def("largest", &largest, "values"_a);
+      .def("largest", &largest, "values"_a)
+      .def("check", &RankExchange::check)
+      .def("fail", &RankExchange::fail, "reason"_a);
   nb::class_<SharedExchange, RankExchange>(m, "SharedExchange", nb::is_weak_referenceable())
       .def(nb::init<int, int, int, std::int64_t, double>(), "file"_a, "rank"_a, "ranks"_a, "slot_bytes"_a, "seconds"_a)
-      .def_static("file_bytes", &SharedExchange::file_bytes, "ranks"_a, "slot_bytes"_a)
-      .def("fail", &SharedExchange::fail, "reason"_a);
+      .def_static("file_bytes", &SharedExchange::file_bytes, "ranks"_a, "slot_bytes"_a);
   nb::class_<CarriedExchange, RankExchange>(m, "CarriedExchange", nb::is_weak_referenceable())
       .def(nb::init<int, int, nb::callable, nb::callable, nb::callable, nb::callable>(), "rank"_a, "ranks"_a,
            "gather"_a, "trade"_a, "sum"_a, "largest"_a);

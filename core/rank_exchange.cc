@@ -28,8 +28,12 @@ void RankExchange::guarded(Body&& body) noexcept {
   if (failure_ != nullptr) return;
   try {
     body();
+  } catch (const std::exception& problem) {
+    failure_ = std::current_exception();
+    fail(problem.what());  // who waits for this rank learns what it has learnt
   } catch (...) {
     failure_ = std::current_exception();
+    fail("an unknown error");
   }
 }
 
@@ -97,9 +101,10 @@ struct alignas(64) Farewell {
   char reason[kReasonBytes];
 };
 
-constexpr std::int64_t kPage = 4096;
+constexpr std::int64_t kPage = 4096, kLine = 64;
 
 std::int64_t pages(std::int64_t bytes) { return (bytes + kPage - 1) / kPage * kPage; }
+std::int64_t lines(std::int64_t bytes) { return (bytes + kLine - 1) / kLine * kLine; }
 
 std::int64_t head_bytes(int ranks) {
   return pages(ranks * static_cast<std::int64_t>(2 * sizeof(Line) + sizeof(Farewell)));
@@ -128,6 +133,8 @@ struct SharedExchange::Region {
     CPUMOE_REQUIRE(slot_bytes > 0 && slot_bytes % kPage == 0, "slot_bytes=", slot_bytes, "; a multiple of ", kPage,
                    " is accepted");
     CPUMOE_REQUIRE(seconds > 0, "seconds=", seconds, "; a number above 0 is accepted");
+    CPUMOE_REQUIRE(traded_part() > 0, "slot_bytes=", slot_bytes, " for ", ranks,
+                   " ranks; a slot must have room for something of each");
     bytes = file_bytes(ranks, slot_bytes);
     const off_t found = lseek(file_, 0, SEEK_END);
     CPUMOE_REQUIRE(found == bytes, "the shared file has ", found, " bytes; ", bytes, " are accepted");
@@ -162,6 +169,10 @@ struct SharedExchange::Region {
   std::uint8_t* slot(int of) const {
     return data + head_bytes(ranks) + (2 * of + static_cast<int>(turn & 1)) * slot_bytes;
   }
+
+  // In a trade a slot begins with the bytes of the whole trade for each rank; then as many bytes for each.
+  std::int64_t traded_head() const { return lines(ranks * static_cast<std::int64_t>(sizeof(std::int64_t))); }
+  std::int64_t traded_part() const { return (slot_bytes - traded_head()) / ranks / kLine * kLine; }
 
   // Begins a turn: `write` fills this rank's slot.
   template <class Write>
@@ -204,22 +215,27 @@ struct SharedExchange::Region {
       }
       const Clock::time_point now = Clock::now();
       const double waited = std::chrono::duration<double>(now - started).count();
-      if (waited > 1e-4) sched_yield();
-      if (std::chrono::duration<double>(now - looked).count() < 0.01) continue;
-      looked = now;
-      refuse_gone(theirs, other);
-      if (waited > seconds) {
-        throw RankFailure(
-            concat("rank ", other, " has given nothing for ", seconds, " s; rank ", rank, " does not wait any longer"));
+      if (std::chrono::duration<double>(now - looked).count() >= 0.01) {
+        looked = now;
+        refuse_failed();
+        refuse_ended(other, &theirs);
+        if (waited > seconds) {
+          throw RankFailure(concat("rank ", other, " has given nothing for ", seconds, " s; rank ", rank,
+                                   " does not wait any longer"));
+        }
       }
-      const timespec pause{0, waited > 1.0 ? 2000000 : 100000};  // it may take long: no core is kept busy for it
-      nanosleep(&pause, nullptr);
+      if (waited > 1e-3) {  // a scheduler need not listen to who yields; it does to who sleeps
+        const timespec pause{0, waited > 1.0 ? 2000000 : 20000};
+        nanosleep(&pause, nullptr);
+      } else if (waited > 1e-4) {
+        sched_yield();
+      }
     }
   }
 
-  // Raises if a rank will give nothing more.
-  void refuse_gone(const Line& theirs, int other) const {
-    for (int of = 0; of < ranks; ++of) {  // whoever has failed is the reason why others do not come
+  // Raises if a rank has said that it will give nothing more: it is the reason why others do not come.
+  void refuse_failed() const {
+    for (int of = 0; of < ranks; ++of) {
       if (of == rank) continue;
       const Farewell& last = farewell(of);
       if (last.said.load(std::memory_order_acquire) != 0) {
@@ -227,9 +243,13 @@ struct SharedExchange::Region {
             concat("rank ", of, " has failed: ", std::string(last.reason, strnlen(last.reason, kReasonBytes))));
       }
     }
+  }
+
+  // Raises if a rank's process has ended, unless it has given what is waited for.
+  void refuse_ended(int other, const Line* awaited) const {
     struct flock lock = lock_of(other);
     if (fcntl(file, F_OFD_GETLK, &lock) != 0 || lock.l_type != F_UNLCK) return;
-    if (theirs.turn.load(std::memory_order_acquire) == turn) return;  // its last words
+    if (awaited != nullptr && awaited->turn.load(std::memory_order_acquire) == turn) return;  // its last words
     throw RankFailure(concat("rank ", other, " has ended; rank ", rank, " cannot go on without it"));
   }
 
@@ -283,8 +303,16 @@ SharedExchange::SharedExchange(int file, int rank, int ranks, std::int64_t slot_
 
 SharedExchange::~SharedExchange() = default;
 
-void SharedExchange::fail(const std::string& reason) {
+void SharedExchange::check() const {
+  region_->refuse_failed();
+  for (int of = 0; of < ranks(); ++of) {
+    if (of != rank()) region_->refuse_ended(of, nullptr);
+  }
+}
+
+void SharedExchange::fail(const std::string& reason) noexcept {
   Farewell& last = region_->farewell(rank());
+  if (last.said.load(std::memory_order_relaxed) != 0) return;
   const std::size_t length = std::min<std::size_t>(reason.size(), kReasonBytes - 1);
   std::memcpy(last.reason, reason.data(), length);
   last.reason[length] = 0;
@@ -322,7 +350,7 @@ void SharedExchange::do_trade(const void* mine, const std::int64_t* begins, void
   Region& region = *region_;
   const auto* from = static_cast<const std::uint8_t*>(mine);
   auto* to = static_cast<std::uint8_t*>(all);
-  const std::int64_t part = region.slot_bytes / ranks() / 64 * 64;  // of a slot, for one rank
+  const std::int64_t head = region.traded_head(), part = region.traded_part();  // of a slot: sizes, for one rank
   const auto piece_at = [&](const std::int64_t* of, std::int64_t done, int r) {
     return std::clamp<std::int64_t>(of[r + 1] - of[r] - done, 0, part);
   };
@@ -333,18 +361,21 @@ void SharedExchange::do_trade(const void* mine, const std::int64_t* begins, void
     // Nobody knows what others give to each other: all go on until nobody has anything left.
     region.give(Message::kTrade, std::max<std::int64_t>(0, longest - done), part, [&](std::uint8_t* slot) {
       for (int r = 0; r < ranks(); ++r) {
+        reinterpret_cast<std::int64_t*>(slot)[r] = begins[r + 1] - begins[r];
         const std::int64_t piece = piece_at(begins, done, r);
-        if (piece > 0) std::memcpy(slot + r * part, from + begins[r] + done, static_cast<std::size_t>(piece));
+        if (piece > 0) std::memcpy(slot + head + r * part, from + begins[r] + done, static_cast<std::size_t>(piece));
       }
     });
     more = false;
     for (int r = 0; r < ranks(); ++r) {
       const Line& line = region.wait_for(r, Message::kTrade);
       more = more || line.total > part;
+      const std::int64_t expected = given[r + 1] - given[r];
+      const std::int64_t found = reinterpret_cast<const std::int64_t*>(region.slot(r))[rank()];
+      if (found != expected || line.piece != part) throw region.other_size(r, found, expected);
       const std::int64_t piece = piece_at(given, done, r);
-      if (piece > line.total) throw region.other_size(r, line.total, piece);
       if (piece > 0) {
-        std::memcpy(to + given[r] + done, region.slot(r) + rank() * part, static_cast<std::size_t>(piece));
+        std::memcpy(to + given[r] + done, region.slot(r) + head + rank() * part, static_cast<std::size_t>(piece));
       }
     }
   }
@@ -361,8 +392,15 @@ void SharedExchange::do_sum(float* values, std::int64_t count) {
 }
 
 void SharedExchange::do_largest(float* values, std::int64_t count) {
-  region_->fold(Message::kLargest, values, count, [](int, const float* theirs, float* mine, std::int64_t n) {
-    for (std::int64_t i = 0; i < n; ++i) mine[i] = theirs[i] > mine[i] ? theirs[i] : mine[i];
+  region_->fold(Message::kLargest, values, count, [](int r, const float* theirs, float* mine, std::int64_t n) {
+    if (r == 0) {
+      std::memcpy(mine, theirs, static_cast<std::size_t>(n) * sizeof(float));
+    } else {
+      for (std::int64_t i = 0; i < n; ++i) {
+        const bool is_nan = mine[i] != mine[i];
+        mine[i] = is_nan || theirs[i] > mine[i] ? theirs[i] : mine[i];
+      }
+    }
   });
 }
 

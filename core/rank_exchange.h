@@ -46,6 +46,12 @@ class RankExchange {
   bool has_failed() const { return failure_ != nullptr; }
   void rethrow() const;
 
+  // Raises if it is known, without waiting, that another rank will not go on.
+  virtual void check() const {}
+
+  // Tells the others why this rank will not go on; where it cannot be told, they find that it has gone.
+  virtual void fail(const std::string&) noexcept {}
+
  private:
   virtual void do_gather(const void* mine, const std::int64_t* begins, void* all) = 0;
   virtual void do_trade(const void* mine, const std::int64_t* begins, void* all, const std::int64_t* given) = 0;
@@ -71,8 +77,9 @@ class SharedExchange : public RankExchange {
   SharedExchange(int file, int rank, int ranks, std::int64_t slot_bytes, double seconds);
   ~SharedExchange() override;
 
-  // Tells the others why this rank will not go on.
-  void fail(const std::string& reason);
+  void check() const override;
+  // The first reason is the one that counts: what follows from it does not.
+  void fail(const std::string& reason) noexcept override;
 
  private:
   struct Region;

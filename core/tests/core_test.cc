@@ -35,7 +35,8 @@ int main(int argc, char** argv) {
       {"order", test_order_of_tiles},    {"threads", test_threads_of_linears},
       {"states", test_state_spaces},     {"recurrent", test_recurrent},
       {"crowding", test_crowding},       {"latents", test_latent_attention},
-      {"cached", test_cached_attention}, {"records", test_cache_records}};
+      {"cached", test_cached_attention}, {"records", test_cache_records},
+      {"ranks", test_rank_exchange}};
   for (const auto& [name, test] : tests) {
     if (only.empty() || only == name) test();
   }

@@ -31,4 +31,5 @@ void test_measuring();
 void test_state_spaces();
 void test_recurrent();
 void test_crowding();
+void test_rank_exchange();
 }  // namespace cpumoe::tests

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from functools import wraps
 from typing import Any
 
@@ -13,9 +12,12 @@ from torch import Tensor
 
 from cpumoe.errors import RankError
 from cpumoe.ops.exchange import CarriedExchange
+from cpumoe.parallel.roll_call import RollCall
 
-#: Seconds in which a rank that works answers when it is asked whether it is there.
-_ANSWER_SECONDS = 5.0
+#: Up to so many values every rank adds all; of more each adds a part, and all get what the others have added.
+_FEW_VALUES = 16384
+
+_CPU = torch.device("cpu")  # whatever the default is
 
 
 def carried_exchange(rank: int, size: int, group: dist.ProcessGroup | None) -> CarriedExchange:
@@ -30,13 +32,15 @@ def carried_exchange(rank: int, size: int, group: dist.ProcessGroup | None) -> C
 class _Carrier:
     def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None) -> None:
         self._rank, self._size, self._group = rank, size, group
+        self._call = RollCall(rank, size, group)
 
     def gather(self, mine: memoryview, sizes: Sequence[int], everything: memoryview) -> None:
-        if not any(sizes):
-            return
+        if any(sizes):
+            self._gather(_tensor(mine), sizes, _tensor(everything))
+
+    def _gather(self, mine: Tensor, sizes: Sequence[int], everything: Tensor) -> None:
         # Collectives take parts of equal sizes; trades do not.
-        copies = _tensor(mine).repeat(self._size)
-        self._trade(copies, [sizes[self._rank]] * self._size, _tensor(everything), sizes)
+        self._trade(mine.repeat(self._size), [sizes[self._rank]] * self._size, everything, sizes)
 
     def trade(self, mine: memoryview, sizes: Sequence[int], everything: memoryview, given: Sequence[int]) -> None:
         self._trade(_tensor(mine), sizes, _tensor(everything), given)
@@ -45,14 +49,31 @@ class _Carrier:
         dist.all_to_all_single(everything, mine, list(given), list(sizes), group=self._group)
 
     def sum(self, values: memoryview) -> None:
-        self._reduce(values, dist.ReduceOp.SUM)
+        self._fold(values, torch.Tensor.add_)
 
     def largest(self, values: memoryview) -> None:
-        self._reduce(values, dist.ReduceOp.MAX)
+        self._fold(values, _keep_larger_)
 
-    def _reduce(self, values: memoryview, operation: Any) -> None:
-        if len(values):
-            dist.all_reduce(_tensor(values).view(torch.float32), operation, group=self._group)
+    def _fold(self, values: memoryview, take: Callable[[Tensor, Tensor], object]) -> None:
+        """In the order of the ranks, which all_reduce does not keep: the bits are those of shared memory."""
+        mine = _tensor(values).view(torch.float32)
+        if len(mine) == 0:
+            return
+        few = len(mine) <= _FEW_VALUES
+        sizes = [len(part) for part in mine.tensor_split(self._size)]
+        own = len(mine) if few else sizes[self._rank]
+        theirs = torch.empty(self._size * own, device=_CPU)
+        if few:
+            self._gather(mine, [own] * self._size, theirs)
+        else:
+            self._trade(mine, sizes, theirs, [own] * self._size)
+        first, *others = theirs.view(self._size, own)
+        for other in others:
+            take(first, other)
+        if few:
+            mine.copy_(first)
+        else:
+            self._gather(first, sizes, mine)
 
     def naming_who_fails(self, carry: Callable[..., None]) -> Callable[..., None]:
         """Errors of torch.distributed name addresses, if anything; these name the rank."""
@@ -62,39 +83,17 @@ class _Carrier:
             try:
                 carry(*arguments)
             except RuntimeError as problem:
-                missing = self._missing()
-                who = f"rank {missing[0]} does not answer" if missing else "the ranks do not fit together"
-                raise RankError(f"{who} ({problem})") from problem
+                raise RankError(f"{self._call.absent()} ({problem})") from problem
 
         return named
 
-    def _missing(self) -> list[int]:
-        """Ranks that do not answer: they have ended or hang."""
-        asked = []
-        for other in range(self._size):
-            if other == self._rank:
-                continue
-            there = other if self._group is None else dist.get_global_rank(self._group, other)
-            try:
-                asked.append((other, dist.irecv(torch.empty(1), there, group=self._group, tag=_ASKING)))
-                dist.isend(torch.zeros(1), there, group=self._group, tag=_ASKING)
-            except RuntimeError:
-                asked.append((other, None))
-        missing = []
-        for other, answer in asked:
-            try:
-                if answer is None:
-                    raise RuntimeError("no connection")
-                answer.wait(timedelta(seconds=_ANSWER_SECONDS))
-            except RuntimeError:
-                missing.append(other)
-        return missing
 
-
-_ASKING = 7919  # a tag that nothing else has
+def _keep_larger_(values: Tensor, others: Tensor) -> None:
+    """NaN counts for nothing, and of equal values the first is kept."""
+    values.copy_(torch.where((others > values) | values.isnan(), others, values))
 
 
 def _tensor(view: memoryview) -> Tensor:
     if len(view) == 0:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device=_CPU)
     return torch.frombuffer(view, dtype=torch.uint8)

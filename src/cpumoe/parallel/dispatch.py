@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cpumoe.errors import RankError
 from cpumoe.layers.parallel_layout import ParallelLayout
 from cpumoe.parallel.ranks import Ranks
 
@@ -24,14 +25,16 @@ class Tokens:
         rows: [tokens, H], or uint8 [tokens, bytes] as the first product wants them.
         ids: int32 [tokens, K], experts of the whole layer or -1.
         weights: fp32 [tokens, K].
+        dtype: of the tokens as they were given.
     """
 
     rows: Tensor
     ids: Tensor
     weights: Tensor
+    dtype: torch.dtype
 
     def __getitem__(self, index: slice | Tensor) -> Tokens:
-        return Tokens(self.rows[index], self.ids[index], self.weights[index])
+        return Tokens(self.rows[index], self.ids[index], self.weights[index], self.dtype)
 
     def as_message(self) -> Tensor:
         """uint8 [tokens, bytes]: everything of a token side by side."""
@@ -48,7 +51,24 @@ class Tokens:
             bytes_ = tensor.shape[1] * tensor.element_size()
             parts.append(message[:, first : first + bytes_].contiguous().view(tensor.dtype))
             first += bytes_
-        return Tokens(*parts)
+        rows, ids, weights = parts
+        return Tokens(rows, ids, weights, self.dtype)
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _numbers_of_all(ranks: Ranks, mine: Tokens, numbers: list[int]) -> list[list[int]]:
+    """Numbers of every rank, by rank; refuses ranks whose tokens are of another kind, which would be misread."""
+    kind = [_DTYPES.index(mine.dtype), mine.rows.shape[1] * mine.rows.element_size(), mine.ids.shape[1]]
+    found = ranks.gather_numbers([*kind, *numbers])
+    for rank, (dtype, width, topk, *_) in enumerate(found):
+        if [dtype, width, topk] != kind:
+            raise RankError(
+                f"the tokens of rank {rank} are {_DTYPES[dtype]}, {width} bytes and {topk} experts each, and those of "
+                f"rank {ranks.rank} {mine.dtype}, {kind[1]} and {kind[2]}; one kind for all is accepted"
+            )
+    return [row[len(kind) :] for row in found]
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -63,7 +83,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 def gather_tokens(ranks: Ranks, mine: Tokens) -> tuple[Tokens, list[int]]:
     """The tokens of all ranks, by rank, and how many each has."""
-    counts = [count for (count,) in ranks.gather_numbers([len(mine.rows)])]
+    counts = [count for (count,) in _numbers_of_all(ranks, mine, [len(mine.rows)])]
     return mine.from_message(torch.cat(ranks.gather_parts(mine.as_message(), counts))), counts
 
 
@@ -99,7 +119,7 @@ def send_tokens(ranks: Ranks, mine: Tokens, owners: Tensor) -> tuple[Tokens, Sen
     targets = owners[mine.ids.long()]  # [tokens, K]
     places = tuple((targets == rank).any(1).nonzero().flatten() for rank in range(ranks.size))
     sent = [len(there) for there in places]
-    received = [row[ranks.rank] for row in ranks.gather_numbers(sent)]
+    received = [row[ranks.rank] for row in _numbers_of_all(ranks, mine, sent)]
     message = ranks.trade(mine.as_message()[torch.cat(places)], sent, received)
     return mine.from_message(message), Sent(places, tuple(received))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -146,22 +147,28 @@ class ParallelExperts(Experts):
             [tokens, H] in the dtype of ``hidden_states``, or fp32.
         """
         ops.refuse_gradient(hidden_states=hidden_states, topk_weights=topk_weights)
-        mine = Tokens(hidden_states, self._slots(topk_ids), topk_weights.to(torch.float32))
-        kind = self.ranks.layout.chosen_exchange
-        dtype, on_input = hidden_states.dtype, apply_router_weight_on_input
-        if kind is None or kind is Exchange.ALL_REDUCE:
-            out = self.ranks.sum_(self._sums(mine, dtype, on_input))
+        if self.ranks.layout.has_all_tokens:  # a mistake in these is found on all ranks alike
+            out = self._added(hidden_states, topk_ids, topk_weights, apply_router_weight_on_input)
         else:
-            share = mine[own_share(self.ranks.layout, len(hidden_states))]
-            sending = Tokens(self._as_sent(share.rows), share.ids, share.weights)
-            if kind is Exchange.ALL_TO_ALL:
-                here, sent = send_tokens(self.ranks, sending, self._owners)
-                out = return_sums(self.ranks, self._sums(here, dtype, on_input), sent, len(share.rows))
-            else:
-                everything, counts = gather_tokens(self.ranks, sending)
-                out = scatter_sums(self.ranks, self._sums(everything, dtype, on_input), counts)
-            out = share_in_group(self.ranks, out, len(hidden_states))
-        return out if fp32_out else out.to(dtype)
+            with self.ranks.together():
+                out = self._added(hidden_states, topk_ids, topk_weights, apply_router_weight_on_input)
+        return out if fp32_out else out.to(hidden_states.dtype)
+
+    def _added(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, on_input: bool) -> Tensor:
+        """fp32 [tokens, H]: the sums of all ranks for the tokens of this one."""
+        mine = Tokens(hidden_states, self._slots(topk_ids), topk_weights.to(torch.float32), hidden_states.dtype)
+        kind = self.ranks.layout.chosen_exchange
+        if kind is None or kind is Exchange.ALL_REDUCE:
+            return self.ranks.sum_(self._sums(mine, on_input))
+        share = mine[own_share(self.ranks.layout, len(hidden_states))]
+        sending = replace(share, rows=self._as_sent(share.rows))
+        if kind is Exchange.ALL_TO_ALL:
+            here, sent = send_tokens(self.ranks, sending, self._owners)
+            out = return_sums(self.ranks, self._sums(here, on_input), sent, len(share.rows))
+        else:
+            everything, counts = gather_tokens(self.ranks, sending)
+            out = scatter_sums(self.ranks, self._sums(everything, on_input), counts)
+        return share_in_group(self.ranks, out, len(hidden_states))
 
     def _slots(self, ids: Tensor) -> Tensor:
         """int32 [tokens, K]: the slots that tokens go to, or the experts themselves where each rank has its slice."""
@@ -190,7 +197,7 @@ class ParallelExperts(Experts):
         every = self.placement is None or all(self.placement.by_rank)
         return self._quantized_dispatch is not False and every
 
-    def _sums(self, tokens: Tokens, dtype: torch.dtype, on_input: bool) -> Tensor:
+    def _sums(self, tokens: Tokens, on_input: bool) -> Tensor:
         """fp32 [tokens, H]: what this rank has of the sums."""
         c = self.config
         if self.packed is None:
@@ -201,7 +208,7 @@ class ParallelExperts(Experts):
             tokens.weights,
             *self.packed,
             c.hidden_size,
-            dtype,
+            tokens.dtype,
             c.activation.kind,
             bool(c.activation.gated),
             *c.activation.parameters,

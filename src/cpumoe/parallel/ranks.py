@@ -7,6 +7,7 @@ in about a microsecond where sockets take more than a hundred.
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import secrets
@@ -24,6 +25,7 @@ from cpumoe.errors import RankError
 from cpumoe.layers.parallel_layout import ParallelLayout
 from cpumoe.ops.exchange import RankExchange, SharedExchange, number_exchange
 from cpumoe.parallel.carried import carried_exchange
+from cpumoe.parallel.roll_call import RollCall
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -79,6 +81,7 @@ class Ranks:
         """
         if not 0 < timeout < float("inf"):
             raise ValueError(f"timeout={timeout}; a number of seconds above 0 is accepted")
+        _wants_shared_memory()
         if group is None and not dist.is_initialized():
             if not dist.is_torchelastic_launched() and "RANK" not in os.environ:
                 if layout is None or layout.flat_size == 1:
@@ -89,15 +92,18 @@ class Ranks:
                 )
             with _coming_together():
                 dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
+            atexit.register(_leave)
         size, rank = dist.get_world_size(group), dist.get_rank(group)
         layout = ParallelLayout(tp_size=size) if layout is None else layout
+        if size > 1:  # before any of them refuses it: the others would wait for that one
+            with _coming_together(RollCall(rank, size, group)):
+                _agree_on_layout(layout, timeout, size, group)
         if layout.flat_size != size:
             raise ValueError(f"the layout {layout} has {layout.flat_size} ranks, and the process group has {size}")
         layout = layout.of_rank(rank)
         if size == 1:
             return cls(layout, None)
-        with _coming_together():
-            _agree_on_layout(layout, timeout, group)
+        with _coming_together(RollCall(rank, size, group)):
             shared = _shared_exchange(rank, size, timeout, group)
         return cls(layout, carried_exchange(rank, size, group) if shared is None else shared)
 
@@ -159,15 +165,6 @@ class Ranks:
         counts = [len(values), *[0] * (self.size - 1)]
         return self.gather_parts(values if self.rank == 0 else values[:0], counts)[0]
 
-    @contextmanager
-    def together(self) -> Iterator[None]:
-        """An exception inside of the block ends the other ranks too, at once, with its text."""
-        try:
-            yield
-        except BaseException as problem:
-            self.fail(problem)
-            raise
-
     def sum_(self, values: Tensor) -> Tensor:
         """Adds fp32 values over all ranks, in place; the same bits on each of them."""
         if self.exchange is not None:
@@ -182,10 +179,38 @@ class Ranks:
         texts = [bytes(text.numpy().tobytes()).decode().strip() for text in self.gather(own)]
         _refuse_differences(what, texts)
 
+    # ---- ranks that do not go on -------------------------------------------------------------------------------------
+
     def fail(self, problem: BaseException) -> None:
-        """Tells the others that this rank will not go on, so that they need not wait for it."""
-        if isinstance(self.exchange, SharedExchange):
+        """Tells the others that this rank will not go on, so that they need not wait for it.
+
+        Where messages go through ``torch.distributed`` they learn it when the process ends.
+        """
+        if self.exchange is not None:
             self.exchange.fail(f"{type(problem).__name__}: {problem}")
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Around what all ranks do together: if it raises here, the others get a RankError instead of waiting.
+
+        What they exchange ends with it. Errors that all ranks have alike, and may go on after, do not belong inside.
+        """
+        try:
+            yield
+        except BaseException as problem:
+            self.fail(problem)
+            raise
+
+    def check(self) -> None:
+        """Raises RankError if it is known that another rank has ended or failed; for work that exchanges nothing."""
+        if self.exchange is not None:
+            self.exchange.check()
+
+
+def _leave() -> None:
+    """Ends the group that was made here: a process that ends with threads of gloo in it may be aborted."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 _MESH_ORDER = ("dp", "pcp", "tp")
@@ -212,27 +237,28 @@ def _row_bytes(tensor: Tensor) -> int:
 
 
 @contextmanager
-def _coming_together() -> Iterator[None]:
-    """What torch.distributed says while ranks come together is about ranks."""
+def _coming_together(call: RollCall | None = None) -> Iterator[None]:
+    """What torch.distributed says while ranks come together is about ranks; a roll call names those that are gone."""
     try:
         yield
     except RankError:
         raise
     except RuntimeError as problem:
-        raise RankError(f"the ranks did not come together: {problem}") from problem
+        who = "" if call is None else f"; {call.absent()}"
+        raise RankError(f"the ranks did not come together{who} ({problem})") from problem
 
 
-def _agree_on_layout(layout: ParallelLayout, timeout: float, group: dist.ProcessGroup | None) -> None:
+def _agree_on_layout(layout: ParallelLayout, timeout: float, size: int, group: dist.ProcessGroup | None) -> None:
     from cpumoe import __version__
 
     said = f"cpumoe {__version__}, torch {torch.__version__}, layout {layout.of_rank(0)!r}, timeout {timeout}"
-    texts: list[str] = [""] * layout.flat_size
+    texts: list[str] = [""] * size
     dist.all_gather_object(texts, said, group=group)
     _refuse_differences("version and layout", texts)
 
 
 def _refuse_differences(what: str, texts: list[str]) -> None:
-    usual = max(set(texts), key=texts.count)
+    usual = max(texts, key=texts.count)  # the first such one: all ranks say the same
     for rank, text in enumerate(texts):
         if text != usual:
             other = texts.index(usual)
@@ -241,12 +267,16 @@ def _refuse_differences(what: str, texts: list[str]) -> None:
             )
 
 
-def _shared_exchange(rank: int, size: int, timeout: float, group: dist.ProcessGroup | None) -> SharedExchange | None:
-    """Through shared memory if all ranks see the same file; None, on all of them, if one does not."""
+def _wants_shared_memory() -> bool:
     wanted = os.environ.get(_SWITCH, "1")
     if wanted not in ("0", "1"):
         raise ValueError(f"{_SWITCH}={wanted!r}; 0 (messages go through torch.distributed) and 1 are accepted")
-    path, problem = None, "it is switched off" if wanted == "0" else None
+    return wanted == "1"
+
+
+def _shared_exchange(rank: int, size: int, timeout: float, group: dist.ProcessGroup | None) -> SharedExchange | None:
+    """Through shared memory if all ranks see the same file; None, on all of them, if one does not."""
+    path, problem = None, None if _wants_shared_memory() else "it is switched off"
     if rank == 0 and problem is None:
         path = _SHARED_FOLDER / f"cpumoe-{secrets.token_hex(8)}"
         try:

@@ -119,6 +119,7 @@ def forward(base: Any, native: NativeDecoder, *arguments: Any, **options: Any) -
     """The forward of a base model, to hidden states behind the last norm."""
     found = native.run(base, arguments, options)
     if found is None:
+        native.refuse_own_heads(arguments, options)
         return type(base).forward(base, *arguments, **options)
     return native.output(last_hidden_state=found[0], past_key_values=found[1])
 
@@ -127,6 +128,7 @@ def forward_to_logits(model: Any, native: NativeDecoder, output: type[Any], *arg
     """The forward of a model that is a base model and a head."""
     found = native.run(model.model, arguments, options, head=model)
     if found is None:
+        native.refuse_own_heads(arguments, options, head=model)
         return type(model).forward(model, *arguments, **options)
     return output(logits=found[0], past_key_values=found[1])
 
@@ -201,7 +203,12 @@ class NativeDecoder:
             model = replace(model, head=describe_matrix(head, "head"))
         if (exchange := model.exchange) is not None:
             model = with_own_heads(model, exchange.rank, exchange.ranks)
-        self._shares_heads = any(layer.attention is not None and layer.attention.ranks > 1 for layer in model.layers)
+        # Layers whose caches have the heads of this rank alone. Latents are those of all heads.
+        self._own_heads = tuple(
+            index
+            for index, layer in enumerate(model.layers)
+            if layer.attention is not None and layer.attention.ranks > 1 and layer.attention.latent is None
+        )
         self._described: Decoder | None = Decoder(model)
         self._dtype, self._hidden = model.embedding.dtype, model.embedding.shape[1]
         forms = [cache_form(*pair, self._dtype, self.records) for pair in zip(base.layers, model.layers, strict=True)]
@@ -241,9 +248,7 @@ class NativeDecoder:
             return None
         if self._is_watched():
             return None
-        given = options
-        if arguments:
-            given = dict(zip(self._arguments[head is not None], arguments, strict=False)) | options
+        given = self._named(arguments, options, head)
         keep = given.get("logits_to_keep", 0) if head is not None else 0
         for name, option in given.items():
             if name == "logits_to_keep" and head is not None:
@@ -275,6 +280,22 @@ class NativeDecoder:
         if out is None:
             return None
         return out, cache if use_cache or given.get("past_key_values") is not None else None
+
+    def _named(self, arguments: tuple[Any, ...], options: dict[str, Any], head: Any) -> dict[str, Any]:
+        if not arguments:
+            return options
+        return dict(zip(self._arguments[head is not None], arguments, strict=False)) | options
+
+    def refuse_own_heads(self, arguments: tuple[Any, ...], options: dict[str, Any], head: Any = None) -> None:
+        """Refuses to leave a call to the model's own code whose cache has the keys and values of one rank's heads."""
+        cache = self._named(arguments, options, head).get("past_key_values")
+        if not any(self._caches.has_heads_of(cache, index) for index in self._own_heads):
+            return
+        raise ValueError(
+            "past_key_values hold the heads of this rank alone, and this call goes through all of them, layer by layer "
+            "(it asks for hidden states, attentions, gradients or another mask than padding); make it without "
+            "past_key_values, from the first token on, or load the model on one rank"
+        )
 
     def _is_watched(self) -> bool:
         """Whether somebody else's hooks wait inside; transformers' own are for calls that ask for more results."""

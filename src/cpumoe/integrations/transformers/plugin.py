@@ -120,54 +120,59 @@ def load_model(
     Raises CheckpointError if tensors are missing, unexpected or of another shape, and UnsupportedScheme for a scheme
     that is not supported.
     """
-    path = find_model(path)
-    if (asked := str(options.get("experts_implementation"))).startswith("cpumoe-"):
-        raise ValueError(f"experts_implementation={asked!r} has no effect in load_model; scheme= is what it takes")
-    with Checkpoint.open(path) as checkpoint:
-        try:
-            quantized = checkpoint.quantization is not None
-        except UnsupportedScheme as problem:
-            raise UnsupportedScheme(f"{path}: {problem}; {CURE}") from None
-        chosen_class = auto_class or auto_class_for(_checked_config(checkpoint))
-        section = checkpoint.quantization_section
-    name = scheme if scheme is not None else (None if quantized else os.environ.get("CPUMOE_SCHEME"))
-    if quantized and name is not None:
-        raise UnsupportedScheme(f"scheme={str(name)!r} for a checkpoint that is quantised already; leave it out")
-    if not quantized and activations is not None:
-        raise ValueError(
-            f"activations={activations!r} for a float checkpoint, where the scheme says it: scheme='w4a16-g32+int8'"
-        )
-    packed_experts = None if name is None or name == FLOAT else Scheme.parse(name)
-    packed_linears = None if linears is None else Scheme.parse(linears)
-    if dtype is None:
-        dtype, reason = cpu.float_dtype()
-        _log.info("float parts run in %s: %s", dtype, reason)
-    # transformers knows the configuration in config.json alone.
-    more = {} if quantized and _says_that_it_is_quantized(path) else {"quantization_config": PackedConfig(section)}
-    cache_folder = None if cache is None else Path(cache).expanduser()
-    chosen = _Options(
-        packed_experts,
-        packed_linears,
-        cache_folder,
-        check_activations(activations),
-        check_kv_cache(kv_cache),
-        leave_experts=not quantized and name == FLOAT,
-        ranks=ranks if ranks else None,
-        strict=True,
-    )
-    if ranks and chosen.leave_experts:
-        raise ValueError(f"scheme={FLOAT!r} leaves the experts to transformers, which does not spread them over ranks")
-    token = _options.set(chosen)
-    try:
-        with _transformers_errors(path, bool(options)), _progress_on_terminals(), own_reader():
-            model: PreTrainedModel = chosen_class.from_pretrained(
-                path, dtype=dtype, local_files_only=True, **more, **options
+    with (ranks or Ranks.alone()).together():  # if one cannot load it, the others do not wait for it
+        path = find_model(path)
+        if (asked := str(options.get("experts_implementation"))).startswith("cpumoe-"):
+            raise ValueError(f"experts_implementation={asked!r} has no effect in load_model; scheme= is what it takes")
+        with Checkpoint.open(path) as checkpoint:
+            try:
+                quantized = checkpoint.quantization is not None
+            except UnsupportedScheme as problem:
+                raise UnsupportedScheme(f"{path}: {problem}; {CURE}") from None
+            chosen_class = auto_class or auto_class_for(_checked_config(checkpoint))
+            section = checkpoint.quantization_section
+        name = scheme if scheme is not None else (None if quantized else os.environ.get("CPUMOE_SCHEME"))
+        if quantized and name is not None:
+            raise UnsupportedScheme(f"scheme={str(name)!r} for a checkpoint that is quantised already; leave it out")
+        if not quantized and activations is not None:
+            raise ValueError(
+                f"activations={activations!r} for a float checkpoint, where the scheme says it: scheme='w4a16-g32+int8'"
             )
-        if quantized and not isinstance(getattr(model, "hf_quantizer", None), PackedQuantizer):
-            raise CheckpointError(f"{path}: transformers passed over its quantization_config and made up its weights")
-        return model
-    finally:
-        _options.reset(token)
+        packed_experts = None if name is None or name == FLOAT else Scheme.parse(name)
+        packed_linears = None if linears is None else Scheme.parse(linears)
+        if dtype is None:
+            dtype, reason = cpu.float_dtype()
+            _log.info("float parts run in %s: %s", dtype, reason)
+        # transformers knows the configuration in config.json alone.
+        more = {} if quantized and _says_that_it_is_quantized(path) else {"quantization_config": PackedConfig(section)}
+        cache_folder = None if cache is None else Path(cache).expanduser()
+        chosen = _Options(
+            packed_experts,
+            packed_linears,
+            cache_folder,
+            check_activations(activations),
+            check_kv_cache(kv_cache),
+            leave_experts=not quantized and name == FLOAT,
+            ranks=ranks if ranks else None,
+            strict=True,
+        )
+        if ranks and chosen.leave_experts:
+            raise ValueError(
+                f"scheme={FLOAT!r} leaves the experts to transformers, which does not spread them over ranks"
+            )
+        token = _options.set(chosen)
+        try:
+            with _transformers_errors(path, bool(options)), _progress_on_terminals(), own_reader():
+                model: PreTrainedModel = chosen_class.from_pretrained(
+                    path, dtype=dtype, local_files_only=True, **more, **options
+                )
+            if quantized and not isinstance(getattr(model, "hf_quantizer", None), PackedQuantizer):
+                raise CheckpointError(
+                    f"{path}: transformers passed over its quantization_config and made up its weights"
+                )
+            return model
+        finally:
+            _options.reset(token)
 
 
 @contextmanager
@@ -456,6 +461,8 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         made: dict[str, Tensor] = {}
         native = True
         for name, packed in tqdm(self._packed.items(), desc="Packing", unit="module", disable=None):
+            if self._options.ranks is not None:
+                self._options.ranks.check()  # it may take long
             if name not in modules:
                 modules[name] = module = packed.load()
                 native &= not isinstance(module, Experts) or isinstance(module.backend, NativeBackend)

@@ -53,6 +53,14 @@ class StepCaches:
             lengths.add(layers[index].get_seq_length())
         return lengths.pop() if len(lengths) == 1 else None
 
+    def has_heads_of(self, cache: Any, index: int) -> bool:
+        """Whether a layer of a cache holds tokens, with as many heads as the steps keep."""
+        form = self.forms[index]
+        if not isinstance(form, CacheForm) or not holds_layers(cache) or index >= len(cache.layers):
+            return False
+        layer = cache.layers[index]
+        return bool(layer.get_seq_length() > 0 and layer.keys.shape[1] == form.heads)
+
     def reserve(self, cache: Any, batch: int, new: int) -> list[LayerCache] | None:
         """For each layer what a step of ``new`` tokens of ``batch`` sequences writes to; None for states of others."""
         states = {

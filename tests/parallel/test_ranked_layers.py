@@ -1,0 +1,80 @@
+"""Layers that are spread over real processes, against one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from random_layers import random_layer, routing
+from rank_processes import refuse_failures, run_ranks, shared_files
+
+from cpumoe import ParallelLayout
+from cpumoe.errors import RankError
+from cpumoe.parallel.experts import ParallelExperts
+from cpumoe.parallel.ranks import Ranks
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_scheme(ranks: int) -> None:
+    refuse_failures(run_ranks(ranks, "layer_cases:every_scheme", ranks, seconds=300))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_layout(ranks: int) -> None:
+    refuse_failures(run_ranks(ranks, "layer_cases:every_layout", ranks, seconds=300))
+    assert not shared_files()
+
+
+def test_every_layout_through_torch_distributed() -> None:
+    environment = {"CPUMOE_SHARED_MEMORY": "0"}
+    refuse_failures(run_ranks(4, "layer_cases:through_gloo", 4, environment=environment, seconds=300))
+
+
+def test_tokens_that_do_not_fit_together() -> None:
+    refuse_failures(run_ranks(2, "layer_cases:misuse"))
+
+
+# ---- one rank ------------------------------------------------------------------------------------------------------
+
+
+def test_one_rank_is_no_parallelism() -> None:
+    assert not Ranks.join()
+    assert not Ranks.join(ParallelLayout(expert_parallel=True))
+    with pytest.raises(ValueError, match="the layout tp 2 has 2 ranks, and this is one process; torchrun"):
+        Ranks.join(ParallelLayout(tp_size=2))
+    for timeout in (0, -1.0, float("inf"), float("nan")):
+        with pytest.raises(ValueError, match="timeout="):
+            Ranks.join(timeout=timeout)
+    whole = random_layer("w4a8-g32", bias=True).experts("native")
+    x, (ids, weights) = torch.randn(5, 128), routing(5, 4, 2)
+    alone = ParallelExperts(whole, whole.config, Ranks.alone())
+    assert torch.equal(alone(x, ids, weights), whole(x, ids, weights))
+    with pytest.raises(ValueError, match="topk_ids hold 4; 0 to 3"):
+        alone(x, ids + 4 - ids, weights)
+
+
+def test_unknown_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CPUMOE_SHARED_MEMORY", "yes")
+    with pytest.raises(ValueError, match="CPUMOE_SHARED_MEMORY='yes'; 0 .* and 1 are accepted"):
+        Ranks.join()
+
+
+def test_together_lets_errors_through() -> None:
+    with pytest.raises(KeyError), Ranks.alone().together():
+        raise KeyError("x")
+    Ranks.alone().check()
+    assert issubclass(RankError, RuntimeError)
+
+
+def test_opcheck() -> None:
+    experts = random_layer("w4a8-g32").experts("native")
+    gate_up, down = experts.gate_up_packed, experts.down_packed
+    x, (ids, weights) = torch.randn(5, 128), routing(5, 4, 2)
+    torch.library.opcheck(torch.ops.cpumoe.prepare_tokens.default, (x, gate_up))
+    last = (128, torch.float32, 0, True, 1.702, 7.0, False, 0)
+    torch.library.opcheck(torch.ops.cpumoe.expert_sums.default, (x, ids, weights, gate_up, down, *last))
+    prepared = torch.ops.cpumoe.prepare_tokens(x, gate_up)
+    torch.library.opcheck(torch.ops.cpumoe.expert_sums.default, (prepared, ids, weights, gate_up, down, *last))
+    found = torch.ops.cpumoe.expert_sums(prepared, ids, weights, gate_up, down, *last)
+    assert torch.equal(found, experts(x, ids, weights))
+    with pytest.raises(ValueError, match="slices=99; no exchange of that number"):
+        torch.ops.cpumoe.expert_sums(x, ids, weights, gate_up, down, *last[:-1], 99)

@@ -73,7 +73,8 @@ def _numbers_of_all(ranks: Ranks, mine: Tokens, numbers: list[int]) -> list[list
 
 def _bytes_of(tensor: Tensor) -> Tensor:
     """[tokens, n] -> uint8 [tokens, bytes]."""
-    tensor = tensor.contiguous()
+    if tensor.stride(-1) != 1 or not tensor.is_contiguous():  # a dimension of one may have any stride
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
     width = tensor.shape[1] * tensor.element_size()
     return tensor.view(torch.uint8) if width else torch.empty((len(tensor), 0), dtype=torch.uint8)
 

@@ -89,6 +89,15 @@ MEANING: dict[str, dict[str, str]] = {
         "--json": ALWAYS,
         "--verbose": ALWAYS,
     },
+    "simulate": {
+        **dict.fromkeys(("--shape", "--ranks", "--layout", "--tokens", "--routing", "--json", "--plot"), ALWAYS),
+        **dict.fromkeys(("--network", "--ranks-per-node", "--message-us", "--speed"), ALWAYS),
+        "--exchange": "whole experts on ranks",
+        "--spare": "--layout ep-balanced",
+        "--costs": ALWAYS,
+        **dict.fromkeys(("--scheme", "--save-costs", "--seconds", "--threads"), "no --costs"),
+        "--verbose": ALWAYS,
+    },
     "check": {
         "--scheme": "a float checkpoint",
         "--tokens": ALWAYS,
@@ -248,6 +257,7 @@ REFUSED: list[tuple[list[str], str]] = [
             ("check", ["x"]),
             ("eval", ["x", "--text", "y"]),
             ("bench", []),
+            ("simulate", []),
             ("demo", []),
             ("doctor", []),
         )

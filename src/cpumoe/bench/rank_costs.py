@@ -103,32 +103,39 @@ def _fits(scheme: Scheme, intermediate: int, slices: int) -> bool:
 # ---- timing --------------------------------------------------------------------------------------------------------
 
 
-class RankTimer:
-    """Times what all ranks do at once: they wait for each other before each call, and the slowest one counts.
+@dataclass(frozen=True)
+class Shortest:
+    """The shortest of many calls: by the clock, and by the calling thread's own time.
 
-    Of many calls the shortest is taken: what else runs on the machine can only make one longer. ``clock``: what is
-    computed by one thread is timed by that thread's own time, which other programs cannot take away.
+    Other programs can only make a call longer, but if they always run, no call is as short as it could be; a thread's
+    own time stands still meanwhile. It is that of all work where a rank has one thread.
     """
 
-    def __init__(self, ranks: Ranks, seconds: float, clock: Callable[[], float] = time.perf_counter) -> None:
+    wall: float
+    own: float
+
+
+class RankTimer:
+    """Times what all ranks do at once: they wait for each other before each call, and the slowest one counts."""
+
+    def __init__(self, ranks: Ranks, seconds: float) -> None:
         self.ranks = ranks
         self.seconds = seconds
-        self.clock = clock
 
-    def shortest(self, call: Callable[[int], object], least: int = 5) -> float:
-        """Seconds; ``call`` gets the number of the call."""
+    def shortest(self, call: Callable[[int], object], least: int = 5) -> Shortest:
+        """As many calls as fit the time, and some; ``call`` gets the number of the call."""
         start = time.perf_counter()
         call(0)
         one = max(1, int((time.perf_counter() - start) * 1e9))
         slowest = max(number for (number,) in self.ranks.gather_numbers([one])) * 1e-9
-        times = torch.empty(max(least, min(2000, int(self.seconds / slowest))), dtype=torch.float64)
+        times = torch.empty((max(least, min(2000, int(self.seconds / slowest))), 2), dtype=torch.float64)
         for number in range(len(times)):
             self.ranks.gather_numbers([0])
-            start = self.clock()
+            wall, own = time.perf_counter(), time.thread_time()
             call(number + 1)
-            times[number] = self.clock() - start
+            times[number] = torch.tensor((time.perf_counter() - wall, time.thread_time() - own))
         every = torch.stack(self.ranks.gather_parts(times, [len(times)] * self.ranks.size))
-        return float(every.amax(0).min())
+        return Shortest(*every.amax(0).amin(0).tolist())
 
 
 # ---- kernels -------------------------------------------------------------------------------------------------------
@@ -146,24 +153,25 @@ def _experts_costs(wanted: _Wanted, timer: RankTimer, costs: KernelCosts) -> Ker
         layer = ParallelExperts(own, own.config, Ranks.alone())
         if slices == 1:
             call, token = _idle(layer, wanted, timer)
-            costs = replace(
-                costs, expert_bytes=own.packed_bytes / held, call_seconds=call, token_seconds=token
-            )
-        points = []
+            costs = replace(costs, expert_bytes=own.packed_bytes / held, call_seconds=call, token_seconds=token)
+        points: list[tuple[float, float]] = []
         for rows in _ROWS:
-            seconds = timer.shortest(_call(layer, wanted, rows, held))
+            seconds = _seconds(wanted, timer.shortest(_call(layer, wanted, rows, held)))
             each = (seconds - costs.call_seconds - rows * costs.token_seconds) / wanted.topk
             points.append((float(rows), max(each, points[-1][1] if points else 0.0)))  # more rows are no less work
         curves[inner] = Curve(tuple(points))
     return replace(costs, experts=curves)
 
 
+def _seconds(wanted: _Wanted, found: Shortest) -> float:
+    return found.own if wanted.threads == 1 else found.wall
+
+
 def _call(layer: ParallelExperts, wanted: _Wanted, rows: int, held: int) -> Callable[[int], object]:
     """Every token goes to the same K experts, so that each has so many rows; others with the next call."""
     x, weights = _tokens(wanted, rows)
     ids = [
-        (torch.arange(wanted.topk, dtype=torch.int32) + first).repeat(rows, 1)
-        for first in range(0, held, wanted.topk)
+        (torch.arange(wanted.topk, dtype=torch.int32) + first).repeat(rows, 1) for first in range(0, held, wanted.topk)
     ]
     return lambda number: layer(x, ids[number % len(ids)], weights)
 
@@ -174,7 +182,7 @@ def _idle(layer: ParallelExperts, wanted: _Wanted, timer: RankTimer) -> tuple[fl
     def call(tokens: int) -> float:
         x, weights = _tokens(wanted, tokens)
         ids = torch.full((tokens, wanted.topk), -1, dtype=torch.int32)
-        return timer.shortest(lambda _: layer(x, ids, weights))
+        return _seconds(wanted, timer.shortest(lambda _: layer(x, ids, weights)))
 
     one, many = call(1), call(_IDLE_TOKENS)
     return one, max(0.0, many - one) / (_IDLE_TOKENS - 1)
@@ -195,8 +203,8 @@ def _linear_costs(wanted: _Wanted, timer: RankTimer) -> Curve:
     points = []
     for rows in _LINEAR_ROWS:
         x, _ = _tokens(wanted, rows)
-        seconds = timer.shortest(lambda number, x=x: linears[number % count](x))  # type: ignore[misc]
-        points.append((float(rows), seconds / (wanted.hidden * out)))
+        found = timer.shortest(lambda number, x=x: linears[number % count](x))  # type: ignore[misc]
+        points.append((float(rows), _seconds(wanted, found) / (wanted.hidden * out)))
     return Curve(tuple(points))
 
 
@@ -210,7 +218,8 @@ def _exchange_costs(wanted: _Wanted, timer: RankTimer) -> dict[str, Curve]:
 
     def note(name: str, handled: float, call: Callable[[int], object]) -> None:
         points = found.setdefault(name, [])
-        points.append((float(handled), max(timer.shortest(call), points[-1][1] if points else 0.0)))
+        seconds = _seconds(wanted, timer.shortest(call))
+        points.append((float(handled), max(seconds, points[-1][1] if points else 0.0)))
 
     owners = torch.tensor([*range(ranks.size), -1], dtype=torch.int32)
     for tokens in _TOKENS:
@@ -227,7 +236,7 @@ def _exchange_costs(wanted: _Wanted, timer: RankTimer) -> dict[str, Curve]:
         mine = Tokens(_as_sent(wanted, scheme, tokens), ids, torch.zeros((tokens, wanted.topk)))
 
         def to_all_ranks(_: int, mine: Tokens = mine, every: int = every) -> None:
-            _, counts = gather_tokens(ranks, mine)
+            counts = gather_tokens(ranks, mine)[1]
             scatter_sums(ranks, torch.empty((every, wanted.hidden)), counts)
 
         def to_owners(_: int, mine: Tokens = mine) -> None:
@@ -277,8 +286,7 @@ def main(arguments: Sequence[str]) -> None:
     ranks = Ranks.join(ParallelLayout(tp_size=_PROCESSES, expert_parallel=True), timeout=600.0)
     together = _PROCESSES * wanted.threads <= len(os.sched_getaffinity(0))
     both = RankTimer(ranks, wanted.seconds)
-    clock = time.thread_time if wanted.threads == 1 else time.perf_counter
-    kernels = RankTimer(ranks if together else Ranks.alone(), wanted.seconds, clock)
+    kernels = RankTimer(ranks if together else Ranks.alone(), wanted.seconds)
     costs = KernelCosts(
         wanted.hidden,
         wanted.intermediate,

@@ -2,8 +2,8 @@
 
 Ranks on one machine share memory: every rank writes what it gives once and reads what it gets, one rank after another,
 so that its time goes by the bytes that it handles. Curves of that were measured with two ranks. Ranks on several
-machines go through ``torch.distributed`` with all messages, also inside of a machine: gloo adds up in a ring, and a trade
-is a message to every other rank, which are all on their way at once.
+machines go through ``torch.distributed`` with all messages, also inside of a machine: gloo adds up in a ring, and a
+trade is a message to every other rank, which are all on their way at once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ _FP32, _BF16 = 4, 2
 _RANGE = 8  # two fp32 numbers for each row between the products of slices
 
 
-
 @dataclass(frozen=True)
 class Link:
     """One direction of a connection: seconds until a message's first byte is there, and bytes a second then."""
@@ -38,7 +37,7 @@ class Link:
     def __post_init__(self) -> None:
         if not 0 <= self.latency < math.inf:
             raise ValueError(f"latency={self.latency}; a number of seconds from 0 is accepted")
-        if not 0 < self.bytes_per_second:
+        if not self.bytes_per_second > 0:
             raise ValueError(f"bytes_per_second={self.bytes_per_second}; a number above 0 is accepted")
 
 
@@ -190,9 +189,7 @@ class ExchangeCosts:
     def _there_and_back(self, visits: Floats) -> float:
         """Trades of a call: how many tokens come, which is a few bytes for all; the tokens; their sums."""
         counts = np.full((self.ranks, self.ranks), 8.0)
-        return (
-            self._trade(counts) + self._trade(visits * self.sizes.message) + self._trade(visits.T * self.sizes.sums)
-        )
+        return self._trade(counts) + self._trade(visits * self.sizes.message) + self._trade(visits.T * self.sizes.sums)
 
     def _trade(self, sent: Floats) -> float:
         """gloo's trade. ``sent``: bytes [from, to]. A rank sends a message to each other, also one without a byte."""
@@ -203,8 +200,8 @@ class ExchangeCosts:
         own = np.eye(self.ranks, dtype=bool)
         inside = np.where(same & ~own, sent, 0.0)
         outside = np.where(same, 0.0, sent)
-        busiest = max(np.bincount(node, outside.sum(axis)).max() for axis in (0, 1))
-        in_node = max(inside.sum(axis).max() for axis in (0, 1))
+        busiest = max(float(np.bincount(node, outside.sum(axis)).max()) for axis in (0, 1))
+        in_node = max(float(inside.sum(axis).max()) for axis in (0, 1))
         return (
             network.between.latency
             + (self.ranks - 1) * self.costs.message_seconds

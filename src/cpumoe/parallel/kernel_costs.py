@@ -1,4 +1,4 @@
-"""What a rank's kernels cost, as measured points and what lies between them. Measuring is in ``bench/rank_costs.py``."""
+"""What a rank's kernels cost: measured points and what lies between them. ``bench/rank_costs.py`` measures them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ class Curve:
 
     def __post_init__(self) -> None:
         amounts = [amount for amount, _ in self.points]
-        if not amounts or any(low >= high for low, high in zip(amounts, amounts[1:], strict=False)):
+        if not amounts or any(low >= high for low, high in pairwise(amounts)):
             raise ValueError(f"points at {amounts}; one or more in ascending order are accepted")
         if not all(math.isfinite(amount) and math.isfinite(cost) and cost >= 0 for amount, cost in self.points):
             raise ValueError("a point of a curve is not a finite number, or its cost is below 0")
@@ -37,11 +38,9 @@ class Curve:
         """The cost of each amount."""
         x, y = (np.array(column, dtype=np.float64) for column in zip(*self.points, strict=True))
         wanted = np.asarray(amounts, dtype=np.float64)
-        inside = np.interp(wanted, x, y)
-        if len(x) == 1:
-            return inside
-        slope = max(0.0, (y[-1] - y[-2]) / (x[-1] - x[-2]))  # noise must not make more rows cheaper
-        return inside + np.maximum(0.0, wanted - x[-1]) * slope
+        # Noise must not make more rows cheaper.
+        slope = 0.0 if len(x) == 1 else max(0.0, float((y[-1] - y[-2]) / (x[-1] - x[-2])))
+        return np.asarray(np.interp(wanted, x, y) + np.maximum(0.0, wanted - x[-1]) * slope)
 
     def faster(self, factor: float) -> Curve:
         """The same at so many times the speed."""
@@ -127,6 +126,10 @@ class KernelCosts:
             linear=self.linear.faster(factor),
             exchange={name: curve.faster(factor) for name, curve in self.exchange.items()},
         )
+
+    def with_message_seconds(self, seconds: float) -> KernelCosts:
+        """With another carrier of messages than gloo's sockets."""
+        return replace(self, message_seconds=seconds)
 
     # ---- files -------------------------------------------------------------------------------------------------------
 

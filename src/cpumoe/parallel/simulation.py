@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -201,6 +202,8 @@ def _check(model: ModelShape, layout: ParallelLayout, costs: KernelCosts, trace:
             f"the trace has {trace.topk} of {trace.experts} experts a token; {model.name} has {model.topk} of "
             f"{model.experts}"
         )
+    if layout.tp_size not in (1, layout.flat_size) or layout.sequence_parallel:
+        raise ValueError(f"the layout {layout} has tensor parallel groups beside others; one kind of them is accepted")
     if tokens < 1:
         raise ValueError(f"tokens={tokens}; 1 or more is accepted")
     scheme = Scheme.parse(costs.scheme)
@@ -260,7 +263,7 @@ def _spread(
     slots = physical_ids(ids.long(), placement)  # [tokens, K]
     rank_of = torch.tensor(placement.rank_of)
     rows = torch.bincount(slots.flatten(), minlength=len(rank_of)).numpy().astype(np.float64)
-    seconds = np.bincount(rank_of.numpy(), costs.expert_seconds(rows), minlength=n)
+    seconds = np.bincount(rank_of.numpy(), costs.expert_seconds(rows), minlength=n).astype(np.float64)
     exchange = ExchangeCosts.of(network, costs, n, model.topk)
     calls = np.full(n, float(tokens))
     if layout.chosen_exchange is Exchange.ALL_TO_ALL:
@@ -294,6 +297,4 @@ def _visits(ranks_of_choices: Tensor, ranks: int) -> Floats:
     tokens = len(ranks_of_choices)
     wanted = torch.zeros((tokens, ranks), dtype=torch.bool).scatter_(1, ranks_of_choices, True)
     begins = (tokens * np.arange(ranks + 1) // ranks).tolist()
-    return np.stack([wanted[low:high].sum(0).numpy() for low, high in zip(begins, begins[1:], strict=False)]).astype(
-        np.float64
-    )
+    return np.stack([wanted[low:high].sum(0).numpy() for low, high in pairwise(begins)]).astype(np.float64)

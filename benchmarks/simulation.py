@@ -95,7 +95,8 @@ def validate(folder: Path | None, seconds: float, run_seconds: float) -> None:
 
 _RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
 _TOKENS = 4096
-_CARRIERS = {"gloo": None, "1 us a message": 1e-6}
+# Routing, and seconds of a rank's time for a message: None is gloo's as measured.
+_PANELS = {"gloo": ("demo", None), "1 us a message": ("demo", 1e-6), "1 us a message, Zipf": ("zipf", 1e-6)}
 # A rank is a socket that is 16 times as fast as one thread here, two of them are a node with 100 Gbit/s.
 _SPEED = 16.0
 _NETWORK = Network(Link(20e-6, 12.5e9), Link(10e-6, 12.5e9), 2)
@@ -107,17 +108,20 @@ def draw(folder: Path, costs_folder: Path | None, seconds: float) -> None:
         model = MODELS[name]
         shape = Shape("deepseek-v3", model.hidden, model.intermediate, model.experts, model.topk)  # both have its sizes
         costs = kept_costs(shape, "w4a8-g128", costs_folder, seconds).faster(_SPEED)
-        load = measured_load(model.experts).tolist()
-        trace = RoutingTrace.drawn(load, model.topk, 8 * _TOKENS, 2, model.groups, model.topk_groups)
+        loads = {
+            "demo": measured_load(model.experts).tolist(),
+            "zipf": [1 / place for place in range(1, model.experts + 1)],
+        }
         panels = {}
-        for carrier, message in _CARRIERS.items():
+        for panel, (routing, message) in _PANELS.items():
+            trace = RoutingTrace.drawn(loads[routing], model.topk, 8 * _TOKENS, 2, model.groups, model.topk_groups)
             used = costs if message is None else costs.with_message_seconds(message)
-            title = f"{name}, {_TOKENS} tokens a step, {carrier}"
+            title = f"{name}, {_TOKENS} tokens a step, {panel}"
             panels[title] = scaling(model, LAYOUTS, _RANKS, used, _NETWORK, trace, _TOKENS)
             message_us = used.message_seconds * 1e6
             print(f"\n{title} ({message_us:.0f} us a message): tokens/s (ms of experts + exchange + rest)\n")
             print("\n".join(_table(panels[title])))
-        plot_scaling(panels, folder / f"simulation-{name}.svg")
+        plot_scaling(panels, folder / f"simulation-{name}.png")
 
 
 def _table(outcomes: Sequence[Outcome]) -> list[str]:

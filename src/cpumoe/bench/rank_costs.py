@@ -40,7 +40,7 @@ _PROCESSES = 2
 _ROTATED_BYTES = 400 << 20
 
 # Rows of an expert. Kernels have tiles of 16 rows; between the points, as many tiles are full as are not.
-_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)
+_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
 _LINEAR_ROWS = (1, 4, 16, 64, 256)
 _TOKENS = (1, 16, 64, 256)  # of a rank in an exchange
 _IDLE_TOKENS = 256

@@ -15,7 +15,7 @@ def plot_scaling(panels: Mapping[str, Sequence[Outcome]], path: Path) -> None:
     """Tokens per second over ranks, a panel for each title; a line ends where the layout does."""
     from matplotlib.figure import Figure  # pyplot would change the caller's choice of backend
 
-    figure = Figure(figsize=(6.5 * len(panels), 4.5), dpi=80, layout="constrained")
+    figure = Figure(figsize=(5 * len(panels), 4), dpi=80, layout="constrained")
     for axes, (title, outcomes) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True):
         for name in dict.fromkeys(outcome.layout for outcome in outcomes):
             line = [

@@ -154,17 +154,26 @@ def _experts_costs(wanted: _Wanted, timer: RankTimer, costs: KernelCosts) -> Ker
         if slices == 1:
             call, token = _idle(layer, wanted, timer)
             costs = replace(costs, expert_bytes=own.packed_bytes / held, call_seconds=call, token_seconds=token)
-        points: list[tuple[float, float]] = []
+        points = []
         for rows in _ROWS:
             seconds = _seconds(wanted, timer.shortest(_call(layer, wanted, rows, held)))
             each = (seconds - costs.call_seconds - rows * costs.token_seconds) / wanted.topk
-            points.append((float(rows), max(each, points[-1][1] if points else 0.0)))  # more rows are no less work
-        curves[inner] = Curve(tuple(points))
+            points.append((float(rows), each))
+        curves[inner] = _rising(points)
     return replace(costs, experts=curves)
 
 
 def _seconds(wanted: _Wanted, found: Shortest) -> float:
     return found.own if wanted.threads == 1 else found.wall
+
+
+def _rising(points: Sequence[tuple[float, float]]) -> Curve:
+    """Less work takes no longer than more: where it seems to, something else ran meanwhile."""
+    least, kept = float("inf"), []
+    for amount, seconds in reversed(points):
+        least = max(0.0, min(least, seconds))
+        kept.append((amount, least))
+    return Curve(tuple(reversed(kept)))
 
 
 def _call(layer: ParallelExperts, wanted: _Wanted, rows: int, held: int) -> Callable[[int], object]:
@@ -205,7 +214,7 @@ def _linear_costs(wanted: _Wanted, timer: RankTimer) -> Curve:
         x, _ = _tokens(wanted, rows)
         found = timer.shortest(lambda number, x=x: linears[number % count](x))  # type: ignore[misc]
         points.append((float(rows), _seconds(wanted, found) / (wanted.hidden * out)))
-    return Curve(tuple(points))
+    return _rising(points)
 
 
 # ---- exchanges -----------------------------------------------------------------------------------------------------
@@ -219,7 +228,7 @@ def _exchange_costs(wanted: _Wanted, timer: RankTimer) -> dict[str, Curve]:
     def note(name: str, handled: float, call: Callable[[int], object]) -> None:
         points = found.setdefault(name, [])
         seconds = _seconds(wanted, timer.shortest(call))
-        points.append((float(handled), max(seconds, points[-1][1] if points else 0.0)))
+        points.append((float(handled), seconds))
 
     owners = torch.tensor([*range(ranks.size), -1], dtype=torch.int32)
     for tokens in _TOKENS:
@@ -246,7 +255,7 @@ def _exchange_costs(wanted: _Wanted, timer: RankTimer) -> dict[str, Curve]:
         note(Exchange.ALLGATHER_REDUCESCATTER.value, sizes.to_all_ranks(tokens, every), to_all_ranks)
         visits = torch.tensor(float(every)).double().numpy()  # every token goes to all ranks
         note(Exchange.ALL_TO_ALL.value, float(sizes.to_owners(visits, visits)), to_owners)
-    return {name: Curve(tuple(points)) for name, points in found.items()}
+    return {name: _rising(points) for name, points in found.items()}
 
 
 def _as_sent(wanted: _Wanted, scheme: Scheme, tokens: int) -> Tensor:

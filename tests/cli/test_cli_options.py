@@ -89,6 +89,15 @@ MEANING: dict[str, dict[str, str]] = {
         "--json": ALWAYS,
         "--verbose": ALWAYS,
     },
+    "simulate": {
+        **dict.fromkeys(("--shape", "--ranks", "--layout", "--tokens", "--routing", "--json", "--plot"), ALWAYS),
+        **dict.fromkeys(("--network", "--ranks-per-node", "--message-us", "--speed"), ALWAYS),
+        "--exchange": "whole experts on ranks",
+        "--spare": "--layout ep-balanced",
+        "--costs": ALWAYS,
+        **dict.fromkeys(("--scheme", "--save-costs", "--seconds", "--threads"), "no --costs"),
+        "--verbose": ALWAYS,
+    },
     "check": {
         "--scheme": "a float checkpoint",
         "--tokens": ALWAYS,
@@ -164,6 +173,17 @@ REFUSED: list[tuple[list[str], str]] = [
     (["plan", FLOAT, "--exchange", "all_reduce"], "--exchange has no effect with one rank"),
     (["plan", FLOAT, "--dp", "2", "--sp"], "--sp has no effect with --tp 1"),
     (["plan", FLOAT, "--dp", "4", "--nodes", "3"], "4 ranks on 3 nodes; a number of nodes that divides them"),
+    *(
+        (["simulate", "--costs", "x", option, value], f"{option} has no effect with --costs")
+        for option, value in (
+            ("--scheme", "w8a8"),
+            ("--save-costs", "y"),
+            ("--seconds", "1"),
+            ("--threads", "1"),
+        )
+    ),
+    (["simulate", "--costs", "x", "--layout", "tp", "--exchange", "all_to_all"], "--exchange has no effect without"),
+    (["simulate", "--costs", "x", "--layout", "ep", "--spare", "1"], "--spare has no effect without"),
     (["plan", FLOAT, "--tp", "0"], "argument --tp: '0'; a whole number from 1"),
     (["check", FLOAT, "--download"], "--download has no effect"),
     (["explain", QUANTISED, "--download"], "--download has no effect"),
@@ -248,6 +268,7 @@ REFUSED: list[tuple[list[str], str]] = [
             ("check", ["x"]),
             ("eval", ["x", "--text", "y"]),
             ("bench", []),
+            ("simulate", []),
             ("demo", []),
             ("doctor", []),
         )

@@ -10,11 +10,25 @@ import traceback
 from collections.abc import Sequence
 
 from cpumoe import __version__
-from cpumoe.cli import bench, chat, check, demo, doctor, eval, explain, generate, inspect, plan, quantize, serve
+from cpumoe.cli import (
+    bench,
+    chat,
+    check,
+    demo,
+    doctor,
+    eval,
+    explain,
+    generate,
+    inspect,
+    plan,
+    quantize,
+    serve,
+    simulate,
+)
 from cpumoe.cli.arguments import add_threads, use_threads
 from cpumoe_command import INTERRUPTED, interrupted
 
-_COMMANDS = (demo, generate, chat, serve, quantize, inspect, plan, check, eval, explain, bench, doctor)
+_COMMANDS = (demo, generate, chat, serve, quantize, inspect, plan, simulate, check, eval, explain, bench, doctor)
 _COMPUTE_NOTHING = ("inspect", "plan", "explain")
 
 

@@ -28,7 +28,7 @@ def _names(others: list[Ended], rank: int, *texts: str) -> None:
     """Each has ended with a RankError of which a line names the rank, and says one of the texts."""
     for one in others:
         assert one.code > 0, f"rank {one.rank} ended with {one.code}:\n{one.output}"
-        last = [line for line in one.output.splitlines() if line.startswith("cpumoe.errors.RankError")]
+        last = [line for line in one.output.splitlines() if "cpumoe.errors.RankError: " in line]
         assert last, f"rank {one.rank}:\n{one.output}"
         assert re.search(rf"ranks? ([0-9, ]*\b)?{rank}\b", last[-1]), f"rank {one.rank}: {last[-1]}"
         assert not texts or any(text in last[-1] for text in texts), f"rank {one.rank}: {last[-1]}"

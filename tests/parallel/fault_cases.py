@@ -88,8 +88,8 @@ def in_layers(doomed: int, way: str, timeout: float) -> None:
     if way == "sums":
         layout = ParallelLayout(tp_size=_SIZE)
     ranks = Ranks.join(layout, timeout=timeout)
-    whole = random_layer("w4a8-g32", experts=8, inner=128).experts("native")
-    own = whole.part(ranks.layout.part_of(8, 128))
+    whole = random_layer("w4a8-g32", experts=8, inner=384).experts("native")
+    own = whole.part(ranks.layout.part_of(8, 384))
     layer = ParallelExperts(own, whole.config, ranks)
     x, ids, weights = torch.randn(16, 128), torch.arange(16).view(-1, 1) % 8, torch.ones(16, 1)
     for call in range(1_000_000):

@@ -116,7 +116,7 @@ def test_garbage_in_shared_memory() -> None:
     ],
 )
 def test_mismatch(way: str, text: str, folder: Path, other_folder: Path) -> None:
-    with RankProcesses(3, "fault_cases:mismatched", 1, way, str(folder), str(other_folder)) as ranks:
+    with RankProcesses(2, "fault_cases:mismatched", 1, way, str(folder), str(other_folder)) as ranks:
         ended = ranks.wait(_STARTING)
     _names(_others(ended, 1), 1, text)
     assert ended[1].code > 0

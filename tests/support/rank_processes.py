@@ -24,6 +24,12 @@ from pathlib import Path
 from typing import Any
 
 _RESULTS = "RANK_RESULTS"  # the folder, in the environment
+_IMPORTED = (
+    "torch.distributed.distributed_c10d",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "cpumoe.integrations.transformers.plugin",
+    "cpumoe.parallel.experts",
+)
 _TORCHRUN = "from torch.distributed.run import main; main()"
 
 
@@ -225,7 +231,7 @@ def _ask(question: dict[str, Any]) -> Any:
 
 def _next_job() -> dict[str, Any] | None:
     """In the nursery: answers until its input ends, which gives None; a rank's process comes out of it with its job."""
-    for module in ("torch.distributed.distributed_c10d", "transformers", "cpumoe"):
+    for module in _IMPORTED:
         importlib.import_module(module)
     for line in sys.stdin:
         question = json.loads(line)

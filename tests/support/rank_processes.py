@@ -1,12 +1,13 @@
 """Runs a function in several processes at once, as ``torchrun`` would start them, and collects what each said.
 
 The function is one of a module: ``RankProcesses(2, "layer_cases:run", folder)`` calls ``layer_cases.run(folder)`` in
-two processes. What it returns, as JSON, is ``result`` here. Starting Python and PyTorch takes seconds, so that one
-start runs many cases: :class:`Cases` runs them one after another and notes what became of each.
+two processes. What it returns, as JSON, is ``result`` here. Importing PyTorch takes seconds, so that it is done once,
+in a process that is forked for every rank. :class:`Cases` runs many cases in one start and notes what became of each.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -23,6 +24,12 @@ from pathlib import Path
 from typing import Any
 
 _RESULTS = "RANK_RESULTS"  # the folder, in the environment
+_IMPORTED = (
+    "torch.distributed.distributed_c10d",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "cpumoe.integrations.transformers.plugin",
+    "cpumoe.parallel.experts",
+)
 _TORCHRUN = "from torch.distributed.run import main; main()"
 
 
@@ -54,54 +61,62 @@ class RankProcesses:
         self._started = time.monotonic()
         port = str(_free_port())
         self._outputs = [Path(self._folder.name) / f"{rank}.out" for rank in range(count)]
-        self._processes = []
+        self._pids: list[int] = []
+        self._codes: dict[int, int] = {}
         for rank, path in enumerate(self._outputs):
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count)}
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            with path.open("wb") as output:
-                self._processes.append(
-                    subprocess.Popen(
-                        [sys.executable, __file__, function, json.dumps(arguments)],
-                        env=_environment(self._folder.name) | own | meeting | dict(environment or {}),
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, _RESULTS: self._folder.name}
+            job = {
+                "function": function,
+                "arguments": arguments,
+                "environment": own | meeting | dict(environment or {}),
+                "output": str(path),
+                "path": sys.path,
+            }
+            self._pids.append(_ask(job))
 
     def __enter__(self) -> RankProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
+        for rank in range(len(self._pids)):
+            if self._code(rank) is None:
+                self.signal(rank, signal.SIGKILL)
+            while self._code(rank) is None:
+                time.sleep(0.01)
         self._folder.cleanup()
+
+    def _code(self, rank: int) -> int | None:
+        """The exit code; None of a process that runs."""
+        if rank not in self._codes and (code := _ask({"wait": self._pids[rank]})) is not None:
+            self._codes[rank] = code
+        return self._codes.get(rank)
 
     def output(self, rank: int) -> str:
         """What a rank has printed up to now."""
-        return self._outputs[rank].read_text(errors="replace")
+        path = self._outputs[rank]
+        return path.read_text(errors="replace") if path.exists() else ""
 
     def wait_for(self, rank: int, text: str, seconds: float = 60.0) -> None:
         """Waits until a rank has printed a text."""
         until = time.monotonic() + seconds
         while text not in self.output(rank):
-            assert self._processes[rank].poll() is None, f"rank {rank} has ended:\n{self.output(rank)}"
+            assert self._code(rank) is None, f"rank {rank} has ended:\n{self.output(rank)}"
             assert time.monotonic() < until, f"rank {rank} has not said {text!r}:\n{self.output(rank)}"
             time.sleep(0.01)
 
     def signal(self, rank: int, number: signal.Signals) -> None:
-        os.kill(self._processes[rank].pid, number)
+        os.kill(self._pids[rank], number)
 
     def wait(self, seconds: float = 120.0, *, without: tuple[int, ...] = ()) -> list[Ended]:
         """Waits until all ranks have ended, but for those ``without`` which it goes; fails after so many seconds."""
         ended = []
         until = time.monotonic() + seconds
-        waited = [rank for rank in range(len(self._processes)) if rank not in without]
+        waited = [rank for rank in range(len(self._pids)) if rank not in without]
         times: dict[int, float] = {}
         while len(times) < len(waited):
             for rank in waited:
-                if rank not in times and self._processes[rank].poll() is not None:
+                if rank not in times and self._code(rank) is not None:
                     times[rank] = time.monotonic() - self._started
             said = "\n".join(f"---- rank {rank}\n{self.output(rank)[-3000:]}" for rank in waited if rank not in times)
             assert time.monotonic() < until, f"ranks run for more than {seconds} s:\n{said}"
@@ -109,7 +124,7 @@ class RankProcesses:
         for rank in waited:
             path = Path(self._folder.name) / f"{rank}.json"
             result = json.loads(path.read_text()) if path.exists() else None
-            ended.append(Ended(rank, self._processes[rank].returncode, self.output(rank), result, times[rank]))
+            ended.append(Ended(rank, self._codes[rank], self.output(rank), result, times[rank]))
         return ended
 
 
@@ -195,13 +210,63 @@ def _free_port() -> int:
         return int(listening.getsockname()[1])
 
 
-def _run_here() -> None:
+# ---- the process that ranks are forked from ------------------------------------------------------------------------
+
+
+@functools.cache
+def _nursery() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, __file__], env=_environment(""), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def _ask(question: dict[str, Any]) -> Any:
+    nursery = _nursery()
+    assert nursery.stdin is not None
+    assert nursery.stdout is not None
+    nursery.stdin.write(json.dumps(question) + "\n")
+    nursery.stdin.flush()
+    return json.loads(nursery.stdout.readline())
+
+
+def _next_job() -> dict[str, Any] | None:
+    """In the nursery: answers until its input ends, which gives None; a rank's process comes out of it with its job."""
+    for module in _IMPORTED:
+        importlib.import_module(module)
+    for line in sys.stdin:
+        question = json.loads(line)
+        if "wait" in question:
+            pid, status = os.waitpid(question["wait"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        else:
+            answer = os.fork()
+            if answer == 0:
+                return dict(question)
+        print(json.dumps(answer), flush=True)
+    return None
+
+
+def _become_rank(job: dict[str, Any]) -> None:
+    """Makes the forked process what a new one would be."""
+    output, nothing = os.open(job["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND), os.open(os.devnull, os.O_RDONLY)
+    for number, descriptor in enumerate((nothing, output, output)):
+        os.dup2(descriptor, number)
+    os.environ.update(job["environment"])
+    sys.path[:] = job["path"]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _run_here(function: str, arguments: list[Any]) -> None:
     """In a rank's process."""
-    module, _, name = sys.argv[1].partition(":")
-    result = getattr(importlib.import_module(module), name)(*json.loads(sys.argv[2]))
+    module, _, name = function.partition(":")
+    result = getattr(importlib.import_module(module), name)(*arguments)
     path = Path(os.environ[_RESULTS]) / f"{os.environ['RANK']}.json"
     path.write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
-    _run_here()
+    if len(sys.argv) > 1:  # a process of torchrun
+        _run_here(sys.argv[1], json.loads(sys.argv[2]))
+    elif (found := _next_job()) is not None:
+        _become_rank(found)
+        _run_here(found["function"], found["arguments"])

@@ -309,14 +309,15 @@ def _folder_of(files: list[Path], source: str) -> Path:
     return folder
 
 
-def _agree_on_model(options: _Options, checkpoint: Checkpoint) -> None:
+def _agree_on_model(options: _Options, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
     """Raises RankError where another rank loads another model, or the same one in another way."""
     assert options.ranks is not None
     headers = [file.header_digest for file in checkpoint.files]
     contents = hashlib.sha256(json.dumps([checkpoint.config, headers], sort_keys=True).encode()).hexdigest()[:16]
     options.ranks.agree("checkpoint", f"{checkpoint.folder.name} ({contents})")
     said = {name: str(getattr(options, name)) for name in ("scheme", "linears", "kv_cache")}
-    options.ranks.agree("way of loading", f"{said | {'activations': checkpoint.activations}}")
+    said |= {"activations": str(checkpoint.activations), "dtype": str(dtype)}
+    options.ranks.agree("way of loading", str(said))
 
 
 class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
@@ -360,7 +361,7 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         self._checkpoint = Checkpoint(folder, config, files, self._activations())
         options = self._options
         if options.ranks is not None:
-            _agree_on_model(options, self._checkpoint)
+            _agree_on_model(options, self._checkpoint, model.dtype)
         with torch.device("cpu"):  # the default is that of weights which are not loaded yet
             found = find_packed_modules(
                 model,

@@ -1,0 +1,166 @@
+"""What ranks do in the tests of faults; see test_rank_faults.py. One of them goes wrong at a stage, or is ended there.
+
+A stage is announced by a line ``at STAGE`` on stdout; who has to be ended there waits for it.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from random_layers import random_layer
+
+import cpumoe
+from cpumoe import ParallelLayout
+from cpumoe.parallel import ranks as ranks_module
+from cpumoe.parallel.experts import ParallelExperts
+from cpumoe.parallel.ranks import Ranks
+
+_RANK = int(os.environ.get("RANK", "0"))
+_SIZE = int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _stage(name: str, doomed: int, stage: str) -> None:
+    """The doomed rank does not get beyond its stage."""
+    print(f"at {name}", flush=True)
+    if doomed == _RANK and name == stage:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def killed(stage: str, doomed: int, folder: str) -> None:
+    """Everything that a rank does with a model; the doomed one is killed at a stage of it."""
+    import torch.distributed as dist
+
+    _stage("start", doomed, stage)
+    if stage == "agreement":
+        _before(ranks_module, "_agree_on_layout", "agreement", doomed)
+    if stage == "shared memory":
+        _before(ranks_module, "_shared_exchange", "shared memory", doomed)
+    ranks = Ranks.join(ParallelLayout(tp_size=_SIZE, expert_parallel=True), timeout=10)
+    _stage("joined", doomed, stage)
+    if stage == "packing":
+        from cpumoe.integrations.transformers import module_sources
+
+        _before(module_sources, "load_experts", "packing", doomed)
+    model = cpumoe.load_model(folder, scheme="w4a8-g32", dtype=torch.float32, ranks=ranks).eval()
+    _stage("loaded", doomed, stage)
+    with torch.no_grad():
+        if stage in ("prompt", "decoding"):
+            _soon("prompt", doomed if stage == "prompt" else None)
+            for _ in range(2000 if stage == "prompt" else 1):
+                out = model(input_ids=torch.randint(4, 100, (1, 64)), use_cache=True)
+            _soon("decoding", doomed if stage == "decoding" else None)
+            for _ in range(20000):
+                out = model(input_ids=torch.tensor([[7]]), past_key_values=out.past_key_values, use_cache=True)
+        else:
+            model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert dist.is_initialized()
+
+
+def _before(module: Any, name: str, stage: str, doomed: int) -> None:
+    """Ends the doomed rank when it comes to a function."""
+    stock = getattr(module, name)
+
+    def ended(*arguments: Any, **options: Any) -> Any:
+        _stage(stage, doomed, stage)
+        return stock(*arguments, **options)
+
+    setattr(module, name, ended)
+
+
+def _soon(name: str, doomed: int | None) -> None:
+    """Ends the doomed rank in the middle of what follows, by a timer."""
+    print(f"at {name}", flush=True)
+    if doomed == _RANK:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # which ends the process
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+
+
+def in_layers(doomed: int, way: str, timeout: float) -> None:
+    """Layer calls without end, in which the doomed rank goes wrong in some way."""
+    layout = ParallelLayout(dp_size=_SIZE, expert_parallel=True)
+    if way == "sums":
+        layout = ParallelLayout(tp_size=_SIZE)
+    ranks = Ranks.join(layout, timeout=timeout)
+    whole = random_layer("w4a8-g32", experts=8, inner=384).experts("native")
+    own = whole.part(ranks.layout.part_of(8, 384))
+    layer = ParallelExperts(own, whole.config, ranks)
+    x, ids, weights = torch.randn(16, 128), torch.arange(16).view(-1, 1) % 8, torch.ones(16, 1)
+    for call in range(1_000_000):
+        if call == 5:
+            print("at calls", flush=True)
+        if call == 20 and doomed == _RANK:
+            _go_wrong(way, ranks)
+        layer(x, ids, weights)
+
+
+def _go_wrong(way: str, ranks: Ranks) -> None:
+    if way in ("kill", "sums"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    if way == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if way == "exit":
+        sys.exit(0)
+    if way == "sleep":
+        time.sleep(1000)
+    if way == "raise":
+        raise KeyError("a mistake of one rank")
+    if way == "raise inside":
+        with ranks.together():
+            raise KeyError("a mistake of one rank — naïve" * 100)
+    if way == "interrupt":
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+    if way == "garbage":
+        _write_garbage()
+
+
+def _write_garbage() -> None:
+    """Over everything that the ranks have mapped together."""
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            name = str(link.readlink())
+        except OSError:
+            continue
+        if name.startswith("/dev/shm/cpumoe-"):
+            with mmap.mmap(int(link.name), 0) as shared:
+                shared[:8192] = b"\xa5" * 8192
+
+
+def mismatched(odd: int, way: str, folder: str, other: str) -> None:
+    """One rank is not like the others."""
+    mine = odd == _RANK
+    layout = ParallelLayout(tp_size=_SIZE)
+    if mine and way == "layout":
+        layout = ParallelLayout(tp_size=_SIZE, expert_parallel=True)
+    if mine and way == "size":
+        layout = ParallelLayout(tp_size=_SIZE * 2)
+    if mine and way == "version":
+        cpumoe.__version__ = "0.0.1"
+    timeout = 7.0 if mine and way == "timeout" else 8.0
+    ranks = Ranks.join(layout, timeout=timeout)
+    options: dict[str, Any] = {"scheme": "w4a8-g32"}
+    if mine and way == "scheme":
+        options["scheme"] = "w8a8"
+    if mine and way == "linears":
+        options["linears"] = "w8a8"
+    if mine and way == "kv_cache":
+        options["kv_cache"] = "int8"
+    if mine and way == "dtype":
+        options["dtype"] = torch.bfloat16
+    if mine and way == "missing":
+        other = f"{other}-that-is-not-there"
+    chosen = other if mine and way in ("checkpoint", "missing") else folder
+    cpumoe.load_model(chosen, **{"dtype": torch.float32} | options, ranks=ranks)
+    print("at loaded", flush=True)
+
+
+def never_comes(absent: int) -> None:
+    if absent != _RANK:
+        Ranks.join(timeout=3)

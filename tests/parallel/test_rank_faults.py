@@ -1,0 +1,131 @@
+"""Ranks that end, hang, raise, differ or write garbage: the others name them, in time, and end with an error."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+from rank_processes import Ended, RankProcesses, run_torchrun, shared_files
+from tiny_architectures import write_float
+
+_STARTING = 60.0  # seconds that processes may take to come to where they go wrong, on a busy machine
+_SLOW = 10.0  # seconds that others may take beyond the timeout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_float(tmp_path_factory.mktemp("model") / "m", "qwen3_moe", moe_intermediate_size=128)
+
+
+@pytest.fixture(scope="module")
+def other_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_float(tmp_path_factory.mktemp("other") / "m", "qwen3_moe", moe_intermediate_size=64)
+
+
+def _names(others: list[Ended], rank: int, *texts: str) -> None:
+    """Each has ended with a RankError of which a line names the rank, and says one of the texts."""
+    for one in others:
+        assert one.code > 0, f"rank {one.rank} ended with {one.code}:\n{one.output}"
+        last = [line for line in one.output.splitlines() if "cpumoe.errors.RankError: " in line]
+        assert last, f"rank {one.rank}:\n{one.output}"
+        assert re.search(rf"ranks? ([0-9, ]*\b)?{rank}\b", last[-1]), f"rank {one.rank}: {last[-1]}"
+        assert not texts or any(text in last[-1] for text in texts), f"rank {one.rank}: {last[-1]}"
+    assert not shared_files()
+
+
+def _others(ended: list[Ended], rank: int) -> list[Ended]:
+    return [one for one in ended if one.rank != rank]
+
+
+@pytest.mark.parametrize("stage", ["agreement", "shared memory", "joined", "packing", "prompt", "decoding"])
+def test_killed_with_a_model(stage: str, folder: Path) -> None:
+    with RankProcesses(2, "fault_cases:killed", stage, 1, str(folder)) as ranks:
+        ended = ranks.wait(_STARTING)
+    assert ended[1].code in (-signal.SIGKILL, -signal.SIGALRM)
+    _names(ended[:1], 1)
+    assert ended[0].seconds < ended[1].seconds + 10 + _SLOW
+
+
+def test_killed_through_torch_distributed(folder: Path) -> None:
+    environment = {"CPUMOE_SHARED_MEMORY": "0"}
+    with RankProcesses(3, "fault_cases:in_layers", 1, "kill", 20.0, environment=environment) as ranks:
+        _names(_others(ranks.wait(_STARTING), 1), 1, "does not answer")
+    with RankProcesses(2, "fault_cases:killed", "decoding", 0, str(folder), environment=environment) as ranks:
+        _names(_others(ranks.wait(_STARTING), 0), 0, "does not answer")
+
+
+def test_killed_before_it_has_come() -> None:
+    """Nobody knows which one it is: that some did not come is all that can be said."""
+    with RankProcesses(2, "fault_cases:never_comes", 1) as ranks:
+        (one,) = _others(ranks.wait(_STARTING), 1)
+    assert one.code > 0
+    assert "RankError: the ranks did not come together" in one.output
+
+
+@pytest.mark.parametrize(
+    ("way", "texts"),
+    [
+        ("kill", ("rank 1 has ended",)),
+        ("sums", ("rank 1 has ended",)),
+        ("exit", ("rank 1 has ended",)),
+        ("raise", ("rank 1 has ended",)),
+        ("raise inside", ("rank 1 has failed: KeyError: 'a mistake of one rank",)),
+        ("interrupt", ("rank 1 has ended", "rank 1 has failed: KeyboardInterrupt")),
+    ],
+)
+def test_ended_in_a_layer(way: str, texts: tuple[str, ...]) -> None:
+    with RankProcesses(3, "fault_cases:in_layers", 1, way, 30.0) as ranks:
+        ended = ranks.wait(_STARTING)
+    _names(_others(ended, 1), 1, *texts)
+    assert max(one.seconds for one in ended) < ended[1].seconds + _SLOW  # nobody waits for the timeout
+
+
+@pytest.mark.parametrize("way", ["stop", "sleep"])
+@pytest.mark.parametrize("shared", ["1", "0"])
+def test_hangs_in_a_layer(way: str, shared: str) -> None:
+    if way == "sleep" and shared == "1":
+        pytest.skip("the same as a stopped one, where nothing is asked of it")
+    environment = {"CPUMOE_SHARED_MEMORY": shared}
+    with RankProcesses(3, "fault_cases:in_layers", 1, way, 3.0, environment=environment) as ranks:
+        ended = ranks.wait(_STARTING, without=(1,))
+        _names(ended, 1)
+
+
+def test_garbage_in_shared_memory() -> None:
+    with RankProcesses(2, "fault_cases:in_layers", 1, "garbage", 5.0) as ranks:
+        ended = ranks.wait(_STARTING)
+    _names(ended[:1], 1)
+    assert ended[1].code > 0
+
+
+@pytest.mark.parametrize(
+    ("way", "text"),
+    [
+        ("layout", "the version and layout of rank 1 is"),
+        ("size", "the version and layout of rank 1 is"),
+        ("version", "the version and layout of rank 1 is 'cpumoe 0.0.1"),
+        ("timeout", "the version and layout of rank 1 is"),
+        ("checkpoint", "the checkpoint of rank 1 is"),
+        ("missing", "rank 1 has failed: CheckpointError"),
+        ("scheme", "the way of loading of rank 1 is"),
+        ("linears", "the way of loading of rank 1 is"),
+        ("kv_cache", "the way of loading of rank 1 is"),
+        ("dtype", "the way of loading of rank 1 is"),
+    ],
+)
+def test_mismatch(way: str, text: str, folder: Path, other_folder: Path) -> None:
+    with RankProcesses(2, "fault_cases:mismatched", 1, way, str(folder), str(other_folder)) as ranks:
+        ended = ranks.wait(_STARTING)
+    _names(_others(ended, 1), 1, text)
+    assert ended[1].code > 0
+    assert not any("at loaded" in one.output for one in ended)  # before the first token
+
+
+def test_killed_under_torchrun(folder: Path) -> None:
+    """As a user starts them: the command ends with an error, and says why."""
+    _, output, code = run_torchrun(2, "fault_cases:killed", "decoding", 1, str(folder))
+    assert code != 0
+    assert "Signal 14 (SIGALRM) received" in output or "rank 1 has ended" in output
+    assert not shared_files()

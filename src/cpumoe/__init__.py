@@ -6,7 +6,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 import cpumoe_command.python_m  # noqa: F401  # must come before PyTorch: sets Ctrl-C for "python -m cpumoe"
-from cpumoe import cpu  # must be first: it guards oneDNN and sees whether PyTorch was imported before
+from cpumoe import (
+    cpu,  # must be first: it guards oneDNN and sees whether PyTorch was imported before
+    numa,
+)
 from cpumoe.cpu import get_num_threads, guard_onednn, instruction_sets, isa, set_num_threads
 from cpumoe.errors import CheckpointError, CpumoeError, NoBackend, UnsupportedScheme
 from cpumoe.integrations.transformers import hook
@@ -49,6 +52,7 @@ def __getattr__(name: str) -> Any:
 
 
 hook.install()
+numa.use(numa.read_topology())
 
 __all__ = [
     "Activation",

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cerrno>
 #include <mutex>
+#include <system_error>
 #include <thread>
 
 #include "check.h"
@@ -16,9 +17,11 @@ namespace {
 
 constexpr int kMoveFlag = 1 << 1;  // MPOL_MF_MOVE: pages of this process alone
 constexpr std::int64_t kHugePage = 2 << 20;
+constexpr std::uintptr_t kSmallestPage = 4096;
 constexpr int kPagesAtOnce = 512, kPlacingThreads = 4;
 
 std::atomic<const Nodes*> nodes_in_use{nullptr};
+std::atomic<bool> ever_several{false};  // whether a thread may be bound
 
 cpu_set_t set_of(const std::vector<int>& cpus) {
   cpu_set_t set;
@@ -76,24 +79,36 @@ class Placing {
     std::vector<std::thread> threads;
     for (int node = 0; begin_ < end_ && node < nodes_.count(); ++node) {
       const int count = std::min<int>(kPlacingThreads, static_cast<int>(nodes_.place(node).cpus.size()));
-      for (int i = 0; i < count; ++i) threads.emplace_back([this, node, i, count] { work(node, i, count); });
+      for (int i = 0; i < count; ++i) {
+        try {
+          threads.emplace_back([this, node, i, count] {
+            sched_setaffinity(0, sizeof(cpu_set_t), &nodes_.cpus(node));  // where it fails, pages are moved
+            work(node, i, count);
+          });
+        } catch (const std::system_error&) {  // no more threads
+          work(node, i, count);
+        }
+      }
     }
     for (std::thread& thread : threads) thread.join();
     return result_;
   }
 
  private:
+  // Every page belongs to one node: what is before an expert's blocks goes with the first one.
   PageRange pages_of(std::int64_t expert, int node) const {
-    const auto edge = [&](int n) {
-      const auto at = reinterpret_cast<std::uintptr_t>(m_.block(expert, nodes_.first(n, m_.blocks)));
-      return std::clamp((at - unit_ / 2 + unit_ - 1) / unit_ * unit_, begin_, end_);
+    const auto edge = [&](std::int64_t e, int n) {
+      if (n == 0 && e == 0) return begin_;
+      const auto at = reinterpret_cast<std::uintptr_t>(n == 0 ? m_.block(e, 0) - m_.input_bytes
+                                                              : m_.block(e, nodes_.first(n, m_.blocks)));
+      return std::clamp((at + unit_ / 2 - 1) / unit_ * unit_, begin_, end_);
     };
-    return {edge(node), edge(node + 1)};
+    if (node + 1 < nodes_.count()) return {edge(expert, node), edge(expert, node + 1)};
+    return {edge(expert, node), expert + 1 < m_.spec.experts ? edge(expert + 1, 0) : end_};
   }
 
   // The pages of a node, in turns with the other threads that place them.
   void work(int node, int index, int count) {
-    sched_setaffinity(0, sizeof(cpu_set_t), &nodes_.cpus(node));  // where it fails, pages are moved below
     Placement mine;
     std::vector<void*> pages;
     int turn = 0;
@@ -114,8 +129,13 @@ class Placing {
     if (result_.problem == 0) result_.problem = mine.problem;
   }
 
-  static void place(const std::vector<void*>& pages, int memory_node, Placement* result) {
-    for (void* page : pages) static_cast<std::atomic<std::uint8_t>*>(page)->fetch_or(0, std::memory_order_relaxed);
+  void place(const std::vector<void*>& pages, int memory_node, Placement* result) const {
+    for (void* page : pages) {  // all small pages of a huge one, which the system may not have given
+      for (std::uintptr_t i = 0; i < unit_; i += kSmallestPage) {
+        reinterpret_cast<std::atomic<std::uint8_t>*>(static_cast<std::uint8_t*>(page) + i)
+            ->fetch_or(0, std::memory_order_relaxed);
+      }
+    }
     result->pages += static_cast<std::int64_t>(pages.size());
     if (result->problem != 0) return;
     const std::vector<int> wanted(pages.size(), memory_node);
@@ -169,12 +189,14 @@ std::int64_t Nodes::first(int node, std::int64_t count) const {
 
 void set_nodes(std::vector<NodePlace> places) {
   const auto* fresh = places.size() < 2 ? nullptr : new Nodes(std::move(places));
+  if (fresh != nullptr) ever_several.store(true);
   nodes_in_use.store(fresh, std::memory_order_release);  // old ones stay: a call may still use them, and they are few
 }
 
 const Nodes* nodes() { return nodes_in_use.load(std::memory_order_acquire); }
 
 void settle_thread(int index, int count) {
+  if (!ever_several.load(std::memory_order_relaxed)) return;
   const Nodes* now = nodes();
   if (index == 0) {
     if (now != nullptr && count > 1) move_caller(*now, 0);

@@ -75,6 +75,7 @@ class WorkQueue {
   void add(int parts, int repeats = 1);
 
   int items() const { return items_; }
+  int node_count() const { return nodes_ == nullptr ? 1 : nodes_->count(); }
   // The node that a thread of a team takes items for.
   int node_of(int index, int count) const { return nodes_ == nullptr ? 0 : nodes_->of(index, count); }
   // The next item, or a number from items() on if there is none.

@@ -1,4 +1,4 @@
-"""Memory nodes: what is read from the kernel, and how threads are planned on invented machines."""
+"""Memory nodes: what is read from the kernel, and what threads and weights do on invented machines."""
 
 from __future__ import annotations
 
@@ -6,14 +6,18 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
+from random_layers import SCHEMES, fitting, linear_inputs, random_layer, routing
+from torch import Tensor
 
 import cpumoe
 from cpumoe import _core, cli, numa
+from cpumoe.layers.rounding import quantize_weight
 from cpumoe.numa import Node, Place, Topology, plan_threads, read_topology
 
 GB = 1 << 30
@@ -236,3 +240,161 @@ def test_doctor_on_several_nodes(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     told = json.loads(capsys.readouterr().out)
     assert told["numa_nodes"] == 4 and told["numa"]["placement"] == "nothing is placed, because CPUMOE_NUMA=0"
     assert "threads" not in told["numa"]["nodes"]["0"]
+
+
+# ---- computing and packing -------------------------------------------------------------------------------------------
+
+#: CPUs and memory node of each node. Those that are not here bind nothing and take no pages, but share out the work.
+LAYOUTS: dict[str, list[tuple[list[int], int]]] = {
+    "two": [([0], 0), ([1], 1)],
+    "unequal": [([0], 0), ([1, 2, 3, 4, 5], 1), ([6, 7], 2)],
+    "four": [([n], n) for n in range(4)],
+    "eight": [([2 * n, 2 * n + 1], n) for n in range(8)],
+}
+
+
+@pytest.fixture
+def several_nodes() -> Iterator[None]:
+    """Whatever nodes a test uses, it leaves none behind."""
+    yield
+    _core.set_nodes([])
+
+
+def on_each_layout(compute: Callable[[], Tensor], threads: Iterable[int]) -> None:
+    """The same bits with several nodes as with one, for any number of threads."""
+    _core.set_nodes([])
+    cpumoe.set_num_threads(1)
+    expected = compute()
+    for name, layout in LAYOUTS.items():
+        _core.set_nodes(layout)
+        for count in threads:
+            cpumoe.set_num_threads(count)
+            assert torch.equal(compute(), expected), f"{name}, {count} threads"
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_every_scheme_has_the_same_bits(scheme: str, several_nodes: None) -> None:
+    _core.set_nodes(LAYOUTS["two"])  # packed with nodes, too
+    experts = random_layer(scheme, hidden=384, inner=fitting(scheme, 192), bias=True).experts("native")
+    ids, weights = routing(9, 4, 2)
+    x = torch.randn(9, 384, dtype=torch.bfloat16)
+    on_each_layout(lambda: experts(x, ids, weights), [3])
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 64])
+def test_any_number_of_threads_has_the_same_bits(tokens: int, several_nodes: None) -> None:
+    experts = random_layer("w4a8-g32", experts=5, hidden=416, inner=352).experts("native")
+    ids, weights = routing(tokens, 5, 3)
+    x = torch.randn(tokens, 416)
+    on_each_layout(lambda: experts(x, ids, weights), range(1, 6))
+
+
+def test_whole_experts_have_the_same_bits(several_nodes: None) -> None:
+    """With one node a thread takes a whole expert here, with several it does not."""
+    experts = random_layer("w4a8-g32", experts=130, hidden=64, inner=96).experts("native")
+    ids, weights = routing(200, 130, 4)
+    x = torch.randn(200, 64)
+    on_each_layout(lambda: experts(x, ids, weights), [1, 2, 4])
+
+
+@pytest.mark.parametrize("scheme", ["w4a8-g32", "w8a8", "bf16", "fp8-block"])
+@pytest.mark.parametrize("rows", [1, 37])
+def test_linears_have_the_same_bits(scheme: str, rows: int, several_nodes: None) -> None:
+    weight = quantize_weight(torch.randn(1, 1056, 384) / 20, cpumoe.Scheme.parse(scheme))
+    scales = None if cpumoe.Scheme.parse(scheme).weights.scale == "none" else weight.scales[0]
+    linear = cpumoe.QuantizedLinear.from_quantized(weight.values[0], scales, scheme, **linear_inputs(scheme))
+    x = torch.randn(rows, 384)
+    on_each_layout(lambda: linear(x), range(1, 6))
+
+
+def masks_of_threads() -> list[str]:
+    lines = [line for path in Path("/proc/self/task").glob("*/status") for line in path.read_text().splitlines()]
+    return [line.split()[1] for line in lines if line.startswith("Cpus_allowed_list")]
+
+
+THREADS = """
+import os, torch, cpumoe
+from cpumoe import _core
+from test_numa import masks_of_threads
+torch.set_num_threads(2)
+experts = cpumoe.Experts.quantize(torch.randn(4, 512, 256), torch.randn(4, 256, 256), "w4a8-g32")
+x = torch.randn(40, 256)
+weights, ids = cpumoe.select_experts(torch.randn(40, 4), 2)
+first, second = sorted(os.sched_getaffinity(0))[:2]
+before = str(sorted(masks_of_threads()))
+_core.set_nodes([([first], 0), ([second], 1)])
+experts(x, ids, weights)
+masks = masks_of_threads()
+assert masks.count(str(second)) == 1 and str(first) not in masks, masks  # the caller's own thread is not bound
+assert len(os.sched_getaffinity(0)) >= 2 and cpumoe.get_num_threads() == 2
+_core.set_nodes([([first], 0), ([5000 % 1024], 1)])  # a CPU that is not here binds nobody
+experts(x, ids, weights)
+assert str(second) not in masks_of_threads()
+_core.set_nodes([([first], 0), ([second], 1)])
+experts(x, ids, weights)
+assert str(second) in masks_of_threads()
+_core.set_nodes([])
+experts(x, ids, weights)
+assert str(sorted(masks_of_threads())) >= before and str(second) not in masks_of_threads()
+child = os.fork()
+if child == 0:
+    _core.set_nodes([([first], 0), ([second], 1)])
+    experts(x, ids, weights)
+    os._exit(0 if str(second) in masks_of_threads() and len(os.sched_getaffinity(0)) >= 2 else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+print("ok")
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU")
+def test_threads_are_bound_and_the_caller_is_not() -> None:
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path}
+    done = subprocess.run([sys.executable, "-c", THREADS], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "ok", done.stderr
+
+
+def packed_spec(out_features: int, experts: int) -> _core.PackedSpec:
+    return _core.PackedSpec(
+        weights="int4",
+        group_size=32,
+        scales="float32",
+        experts=experts,
+        out_features=out_features,
+        in_features=1024,
+        gated=False,
+        has_bias=False,
+        has_zero_points=False,
+        activations="int8",
+    )
+
+
+@pytest.mark.parametrize(("out_features", "unit"), [(608, 4096), (16384, 2 << 20)])
+def test_every_page_is_placed_and_none_is_changed(out_features: int, unit: int, several_nodes: None) -> None:
+    spec = packed_spec(out_features, experts=3)
+    blob = torch.randint(0, 256, (spec.packed_bytes,), dtype=torch.uint8)
+    _core.write_packed_header(blob, spec)
+    before = blob.clone()
+    assert _core.place_packed(blob) == (0, 0, 0)  # one node
+    first = -(-blob.data_ptr() // unit)
+    pages = (blob.data_ptr() + blob.numel()) // unit - first
+    _core.set_nodes([([0], 0), ([1], 0)])  # node 0 is everywhere
+    placed, elsewhere, problem = _core.place_packed(blob)
+    assert placed == pages and (problem != 0 or elsewhere == 0)  # a sandbox may refuse to move pages
+    _core.set_nodes(LAYOUTS["eight"])
+    placed, _, _ = _core.place_packed(blob)
+    assert placed >= pages and torch.equal(blob, before)
+    with pytest.raises(ValueError, match="not weights packed by cpumoe"):
+        _core.place_packed(torch.zeros(4096, dtype=torch.uint8))
+
+
+def test_what_cannot_be_placed_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, several_nodes: None
+) -> None:
+    monkeypatch.setattr(numa, "_said_before", set())
+    caplog.set_level("INFO", logger="cpumoe")
+    _core.set_nodes([([0], 0), ([1], 63)])  # no such node
+    for _ in range(3):
+        random_layer("w4a8-g32", hidden=512, inner=512).experts("native")
+    said = [record.message for record in caplog.records if "nodes of their threads" in record.message]
+    assert len(said) == 1

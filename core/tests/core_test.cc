@@ -21,21 +21,36 @@ int main(int argc, char** argv) {
   for (const IsaEntry& e : instruction_sets()) {
     std::printf("%-12s %s\n", e.name, e.supported ? "tested" : e.reason.c_str());
   }
-  const std::vector<std::pair<std::string, std::function<void()>>> tests = {
-      {"rowwise", test_rowwise},         {"kernels", test_linear_kernels},
-      {"rows", test_many_rows},          {"meaning", test_linear_meaning},
-      {"layers", test_layers},           {"nan", test_nan_stays_in_its_token},
-      {"callers", test_callers},         {"packed", test_packed_bytes},
-      {"routing", test_routing},         {"attention", test_attention},
-      {"logits", test_router_logits},    {"norms", test_norms},
-      {"extremes", test_extremes},       {"mode", test_float_mode},
-      {"formats", test_formats},         {"unpacking", test_unpacking},
-      {"fp32", test_fp32_results},       {"measuring", test_measuring},
-      {"floats", test_float_rows},       {"refused", test_refused_weights},
-      {"order", test_order_of_tiles},    {"threads", test_threads_of_linears},
-      {"states", test_state_spaces},     {"recurrent", test_recurrent},
-      {"crowding", test_crowding},       {"latents", test_latent_attention},
-      {"cached", test_cached_attention}, {"records", test_cache_records}};
+  const std::vector<std::pair<std::string, std::function<void()>>> tests = {{"rowwise", test_rowwise},
+                                                                            {"kernels", test_linear_kernels},
+                                                                            {"rows", test_many_rows},
+                                                                            {"meaning", test_linear_meaning},
+                                                                            {"layers", test_layers},
+                                                                            {"nan", test_nan_stays_in_its_token},
+                                                                            {"callers", test_callers},
+                                                                            {"packed", test_packed_bytes},
+                                                                            {"routing", test_routing},
+                                                                            {"attention", test_attention},
+                                                                            {"logits", test_router_logits},
+                                                                            {"norms", test_norms},
+                                                                            {"extremes", test_extremes},
+                                                                            {"mode", test_float_mode},
+                                                                            {"formats", test_formats},
+                                                                            {"unpacking", test_unpacking},
+                                                                            {"fp32", test_fp32_results},
+                                                                            {"measuring", test_measuring},
+                                                                            {"floats", test_float_rows},
+                                                                            {"refused", test_refused_weights},
+                                                                            {"order", test_order_of_tiles},
+                                                                            {"threads", test_threads_of_linears},
+                                                                            {"states", test_state_spaces},
+                                                                            {"recurrent", test_recurrent},
+                                                                            {"crowding", test_crowding},
+                                                                            {"latents", test_latent_attention},
+                                                                            {"cached", test_cached_attention},
+                                                                            {"records", test_cache_records},
+                                                                            {"nodes", test_nodes},
+                                                                            {"queues", test_work_queues}};
   for (const auto& [name, test] : tests) {
     if (only.empty() || only == name) test();
   }

@@ -31,4 +31,6 @@ void test_measuring();
 void test_state_spaces();
 void test_recurrent();
 void test_crowding();
+void test_nodes();
+void test_work_queues();
 }  // namespace cpumoe::tests

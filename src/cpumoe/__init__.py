@@ -6,10 +6,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 import cpumoe_command.python_m  # noqa: F401  # must come before PyTorch: sets Ctrl-C for "python -m cpumoe"
-from cpumoe import (
-    cpu,  # must be first: it guards oneDNN and sees whether PyTorch was imported before
-    numa,
-)
+from cpumoe import cpu  # must be first: it guards oneDNN and sees whether PyTorch was imported before
 from cpumoe.cpu import get_num_threads, guard_onednn, instruction_sets, isa, set_num_threads
 from cpumoe.errors import CheckpointError, CpumoeError, NoBackend, UnsupportedScheme
 from cpumoe.integrations.transformers import hook
@@ -52,7 +49,6 @@ def __getattr__(name: str) -> Any:
 
 
 hook.install()
-numa.use(numa.read_topology())
 
 __all__ = [
     "Activation",

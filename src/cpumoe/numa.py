@@ -1,7 +1,7 @@
 """Memory nodes: what the machine has, and how threads and packed weights are placed on them.
 
-On a machine with several memory nodes every CPU reads the memory of its own node fastest. So the team's threads are kept
-on the CPUs of a node each, and the column blocks of packed weights lie on the node whose threads multiply with them
+On a machine with several memory nodes every CPU reads the memory of its own node fastest. So every thread of the team
+is kept on the CPUs of a node, and the column blocks of packed weights lie on the node whose threads multiply with them
 (core/numa.h). There is one copy of the weights. Where there is one node, nothing is done.
 """
 
@@ -300,3 +300,6 @@ def describe_nodes(topology: Topology, threads: int) -> dict[int, str]:
             parts.append(f"reads from node {places[index].memory_node}")
         texts[node.number] = ", ".join(parts)
     return texts
+
+
+use(read_topology())  # at once: weights are packed, and threads are used, by whoever comes first

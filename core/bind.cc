@@ -1,7 +1,9 @@
 // The Python seam: checks arrays once, releases the GIL, calls the core. Knows NumPy-style arrays, not PyTorch.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <iterator>
@@ -24,6 +26,7 @@
 #include "memory.h"
 #include "moe.h"
 #include "norm.h"
+#include "numa.h"
 #include "packed.h"
 #include "route.h"
 #include "threads.h"
@@ -613,6 +616,39 @@ void advise(nb::handle data_) {
   advise_huge_pages(data.data(), data.dim(0));
 }
 
+void set_node_places(const std::vector<std::pair<std::vector<int>, int>>& places) {
+  std::vector<NodePlace> wanted;
+  for (const auto& [cpus, memory_node] : places) wanted.push_back({cpus, memory_node});
+  set_nodes(std::move(wanted));
+}
+
+std::vector<int> node_shares(const std::vector<int>& cpus, int count) {
+  CPUMOE_REQUIRE(!cpus.empty(), "there are no nodes");
+  std::vector<NodePlace> places;
+  int next = 0;
+  for (const int own : cpus) {
+    places.emplace_back();
+    for (int i = 0; i < own; ++i) places.back().cpus.push_back(next++);
+  }
+  const Nodes nodes(std::move(places));
+  std::vector<int> out;
+  for (int i = 0; i < count; ++i) out.push_back(nodes.of(i, count));
+  return out;
+}
+
+nb::tuple place(nb::handle data_) {
+  const Array data(data_, "data");
+  data.contiguous(1).expect<std::uint8_t>("uint8");
+  auto* bytes = static_cast<std::uint8_t*>(data.data());
+  const PackedMatrix matrix = open_packed(bytes, data.dim(0), "data");
+  Placement placed;
+  {
+    const nb::gil_scoped_release released;
+    placed = place_packed(matrix, bytes);
+  }
+  return nb::make_tuple(placed.pages, placed.elsewhere, placed.problem);
+}
+
 }  // namespace
 }  // namespace cpumoe
 
@@ -662,6 +698,9 @@ NB_MODULE(_core, m) {
   m.def("amx_palette_hidden", &amx_palette_hidden);
   m.def("cpu_name", &cpu_name);
   m.def("advise_huge_pages", &advise, "data"_a);
+  m.def("set_nodes", &set_node_places, "places"_a);
+  m.def("node_shares", &node_shares, "cpus"_a, "count"_a);
+  m.def("place_packed", &place, "data"_a);
   m.def("guard_mapping", &guard_mapping, "address"_a, "bytes"_a, "path"_a);
   bind_read_runs(m);
 }

@@ -1,11 +1,11 @@
 #include "linear.h"
 
 #include <algorithm>
-#include <atomic>
 #include <vector>
 
 #include "check.h"
 #include "memory.h"
+#include "numa.h"
 #include "products.h"
 
 namespace cpumoe {
@@ -73,8 +73,7 @@ struct RowProducts::State {
   std::vector<Part> parts;
   std::vector<std::unique_ptr<Form>> forms;  // kept for their buffers
   std::size_t form_count = 0;
-  int items = 0;
-  alignas(64) std::atomic<int> queue{0};
+  WorkQueue queue;
 
   Form* form_for(const Matrix& matrix, RowFormat format) {
     for (std::size_t i = 0; i < form_count; ++i) {
@@ -109,7 +108,7 @@ struct RowProducts::State {
   }
 
   const std::uint8_t* weights_of(int index) const {
-    if (index >= items) return nullptr;
+    if (index >= queue.items()) return nullptr;
     const Item i = item(index);
     const Matrix& matrix = *parts[i.out].out.matrix;
     if (matrix.is_packed()) return matrix.packed.block(0, i.first);
@@ -229,15 +228,14 @@ void RowProducts::plan(const Kernels& kernels, const MatrixOut* outs, int count,
   s.row_scale = row_scale;
   s.form_count = 0;
   s.parts.clear();
-  s.queue.store(0, std::memory_order_relaxed);
+  s.queue.clear();
   std::int64_t bytes = 0;
   for (int i = 0; i < count; ++i) bytes += outs[i].matrix->bytes();
   // Enough items for the threads to end together, and each in one piece long enough to be read as a stream.
   const std::int64_t item_bytes = std::max<std::int64_t>(bytes / (16 * threads), 1);
-  int items = 0;
   for (int i = 0; i < count; ++i) {
     const Matrix& m = *outs[i].matrix;
-    State::Part part{outs[i], m.packed, nullptr, 0, 0, items};
+    State::Part part{outs[i], m.packed, nullptr, 0, 0, s.queue.items()};
     if (m.is_packed()) {
       part.packed.spec.rows = rows_for(m.packed.spec, type);
       part.units = m.packed.blocks;
@@ -249,10 +247,9 @@ void RowProducts::plan(const Kernels& kernels, const MatrixOut* outs, int count,
           std::clamp<std::int64_t>(std::min(item_bytes, kFloatItemBytes) / row_bytes / 16 * 16, 16, kMostColumnsOfItem);
     }
     part.form = s.form_for(m, part.packed.spec.rows);
-    items += static_cast<int>((part.units + part.step - 1) / part.step);
+    s.queue.add(static_cast<int>((part.units + part.step - 1) / part.step));
     s.parts.push_back(part);
   }
-  s.items = items;
 }
 
 void RowProducts::prepare(const Worker& worker) {
@@ -272,13 +269,14 @@ void RowProducts::prepare(const Worker& worker) {
   }
 }
 
-void RowProducts::multiply(const Worker&) {
+void RowProducts::multiply(const Worker& worker) {
   State& s = *state_;
   ThreadScratch& t = scratch_of_this_thread();
   s.k->thread_begin();
-  int index = s.queue.fetch_add(1, std::memory_order_relaxed);
-  while (index < s.items) {
-    const int next = s.queue.fetch_add(1, std::memory_order_relaxed);
+  const int node = s.queue.node_of(worker.index, worker.count);
+  int index = s.queue.take(node);
+  while (index < s.queue.items()) {
+    const int next = s.queue.take(node);
     const Item item = s.item(index);
     const State::Part& part = s.parts[item.out];
     if (part.out.matrix->is_packed()) {

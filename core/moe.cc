@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <memory>
@@ -12,6 +11,7 @@
 #include "check.h"
 #include "dispatch.h"
 #include "memory.h"
+#include "numa.h"
 #include "plan.h"
 #include "products.h"
 #include "threads.h"
@@ -58,6 +58,9 @@ struct Scratch {
   Plan plan;
   Buffer tokens, token_scale, token_record_scales, hidden, ranges, rows, row_scale, row_zero, row_record_scales;
   std::vector<std::unique_ptr<ThreadScratch>> threads;
+  // Work items of the products. Each thread holds one item more than it works on, so that it knows which weights to
+  // read ahead.
+  WorkQueue first_queue, second_queue;
 };
 
 Scratch& scratch_of_this_thread() {
@@ -65,19 +68,14 @@ Scratch& scratch_of_this_thread() {
   return scratch;
 }
 
-// A counter from which threads take work items. Each thread holds one item more than it works on, so that it knows
-// which weights to read ahead.
-class Queue {
- public:
-  int take() { return next_.fetch_add(1, std::memory_order_relaxed); }
-
- private:
-  alignas(64) std::atomic<int> next_{0};
-};
-
 // Where part `index` of `parts` nearly equal parts of `total` begins.
 int share(std::int64_t total, std::int64_t index, std::int64_t parts) {
   return static_cast<int>(total * index / parts);
+}
+
+// Into how many parts blocks are cut: so many, or a few more so that every memory node has as many of them.
+int parts_of(std::int64_t wanted, int blocks, int nodes) {
+  return static_cast<int>(std::min<std::int64_t>((wanted + nodes - 1) / nodes * nodes, blocks));
 }
 
 class Forward {
@@ -95,22 +93,31 @@ class Forward {
         second_layout_(call.down.spec),
         token_bytes_(first_layout_.row_bytes(call.gate_up.padded_depth)),
         first_row_bytes_(first_layout_.product_row_bytes(call.gate_up.padded_depth)),
-        second_row_bytes_(second_layout_.product_row_bytes(call.down.padded_depth)) {
+        second_row_bytes_(second_layout_.product_row_bytes(call.down.padded_depth)),
+        first_queue_(s->first_queue),
+        second_queue_(s->second_queue) {
     make_plan({call.ids, call.weights, call.tokens, call.topk}, call.gate_up.spec.experts, first_layout_.rows,
               second_layout_.rows, kernels.few_rows, &plan_);
     hidden_stride_ = call.down.padded_depth;
     const auto active = static_cast<std::int64_t>(plan_.experts.size());
+    first_queue_.clear();
+    second_queue_.clear();
+    const int nodes = first_queue_.node_count();
     // With many experts a thread takes a whole one: its intermediate rows stay in that thread's cache and are quantised
-    // at once. Otherwise threads share an expert and meet at a barrier in between.
-    whole_experts_ = active >= 32 * threads && plan_.most_pairs * hidden_stride_ * 4 <= 32 << 20 && !shares_ranges();
+    // at once. Otherwise threads share an expert and meet at a barrier in between; so they do where an expert lies on
+    // several memory nodes, because most of a whole one would be read from afar.
+    whole_experts_ =
+        active >= 32 * threads && plan_.most_pairs * hidden_stride_ * 4 <= 32 << 20 && !shares_ranges() && nodes == 1;
     // Few items make long streams of weights, which DRAM serves best; but there must be enough for the threads to end
     // together: at least 16 a thread for the first product and 4 for the second, all of nearly the same size.
     const std::int64_t wanted = active == 0 ? 1 : (16 * threads + active - 1) / active;
-    items_per_expert_ = whole_experts_ ? 1 : static_cast<int>(std::min<std::int64_t>(wanted, call.gate_up.blocks));
-    first_items_ = static_cast<int>(active) * items_per_expert_;
+    items_per_expert_ = whole_experts_ ? 1 : parts_of(wanted, call.gate_up.blocks, nodes);
+    first_queue_.add(items_per_expert_, static_cast<int>(active));
+    first_items_ = first_queue_.items();
     // A thread's slice of `out` stays in its L2 cache while all experts add to it.
     const int widest = call.tokens <= 64 ? 16 : 4;
-    slices_ = std::min(std::max(4 * threads, (call.down.blocks + widest - 1) / widest), call.down.blocks);
+    slices_ = parts_of(std::max(4 * threads, (call.down.blocks + widest - 1) / widest), call.down.blocks, nodes);
+    second_queue_.add(slices_);
     blocks_per_slice_ = (call.down.blocks + slices_ - 1) / slices_;
     order_.resize(plan_.experts.size());
     for (std::size_t i = 0; i < order_.size(); ++i) order_[i] = static_cast<int>(i);
@@ -154,18 +161,19 @@ class Forward {
   void run(Worker& worker) {
     ThreadScratch& t = *s_.threads[static_cast<std::size_t>(worker.index)];
     k_.thread_begin();
-    const int item = first_queue_.take(), slice = second_queue_.take();
+    const int node = first_queue_.node_of(worker.index, worker.count);
+    const int item = first_queue_.take(node), slice = second_queue_.take(node);
     read_ahead_of(item);
     prepare_tokens(worker);
     worker.barrier->wait();
-    first_product(item, slice, t);
+    first_product(node, item, slice, t);
     worker.barrier->wait();
     if (shares_ranges()) share_ranges(worker);
     if (!whole_experts_) {
       prepare_hidden_rows(worker, t);
       worker.barrier->wait();
     }
-    second_product(slice, t);
+    second_product(node, slice, t);
     k_.thread_end();
   }
 
@@ -307,12 +315,12 @@ class Forward {
     }
   }
 
-  void first_product(int index, int first_slice, ThreadScratch& t) {
+  void first_product(int node, int index, int first_slice, ThreadScratch& t) {
     const int block_outputs = c_.activation.gated ? kTileColumns : kBlockColumns;
     const ExpertRows* gathered_for = nullptr;
     const std::uint8_t* a = nullptr;
     while (index < first_items_) {
-      const int next_index = first_queue_.take();
+      const int next_index = first_queue_.take(node);
       const FirstItem item = first_item(index);
       const ExpertRows& e = *item.rows;
       const std::uint8_t* next = next_index < first_items_ ? first_weights(next_index) : second_weights(first_slice, 0);
@@ -444,10 +452,10 @@ class Forward {
 
   // Every slice of output columns belongs to one thread, which adds the experts in ascending order: no two threads
   // write one value, and the order of the sum never depends on the threads.
-  void second_product(int slice, ThreadScratch& t) {
+  void second_product(int node, int slice, ThreadScratch& t) {
     const std::int64_t hidden = c_.down.spec.columns;
     while (slice < slices_) {
-      const int next_slice = second_queue_.take();
+      const int next_slice = second_queue_.take(node);
       const int first = first_block(slice), last = first_block(slice + 1);
       const std::int64_t stride = blocks_per_slice_ * kBlockColumns;
       auto* out = t.slice.get<float>(c_.tokens * stride);
@@ -514,6 +522,7 @@ class Forward {
   const RowLayout first_layout_, second_layout_;
   // Of a prepared token, and of rows of the products.
   const std::int64_t token_bytes_, first_row_bytes_, second_row_bytes_;
+  WorkQueue &first_queue_, &second_queue_;
   std::int64_t token_stride_ = 0;   // from one prepared token to the next
   std::int64_t hidden_stride_ = 0;  // fp32 values of an intermediate row before it is prepared
   bool whole_experts_ = false;
@@ -528,7 +537,6 @@ class Forward {
   float* row_scale_ = nullptr;
   std::int32_t* row_zero_ = nullptr;
   float *token_record_scales_ = nullptr, *row_record_scales_ = nullptr;
-  Queue first_queue_, second_queue_;
 };
 
 // How rows are held is known with the type of the tokens.

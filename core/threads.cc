@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "check.h"
+#include "numa.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -93,6 +94,7 @@ const OpenMP* usable_open_mp() { return forked_child.load(std::memory_order_rela
 
 void run_body(Worker worker, void (*body)(void*, Worker&), void* context) {
   const IeeeArithmetic arithmetic;
+  settle_thread(worker.index, worker.count);
   body(context, worker);
 }
 

@@ -36,7 +36,8 @@ int main(int argc, char** argv) {
       {"states", test_state_spaces},     {"recurrent", test_recurrent},
       {"crowding", test_crowding},       {"latents", test_latent_attention},
       {"cached", test_cached_attention}, {"records", test_cache_records},
-      {"ranks", test_rank_exchange}};
+      {"ranks", test_rank_exchange},     {"nodes", test_nodes},
+      {"queues", test_work_queues}};
   for (const auto& [name, test] : tests) {
     if (only.empty() || only == name) test();
   }

@@ -32,4 +32,6 @@ void test_state_spaces();
 void test_recurrent();
 void test_crowding();
 void test_rank_exchange();
+void test_nodes();
+void test_work_queues();
 }  // namespace cpumoe::tests

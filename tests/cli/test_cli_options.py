@@ -42,6 +42,12 @@ SAMPLING = {
     "--seed": "tokens are sampled",
     "--stop": ALWAYS,
 }
+RANKS = {
+    **dict.fromkeys(("--tp", "--dp", "--pcp", "--rank-timeout"), ALWAYS),
+    **dict.fromkeys(("--ep", "--exchange"), "several ranks"),
+    "--sp": "several ranks that are tensor parallel",
+    "--ranks": "no layout",
+}
 OF_A_LAYER = ("--hidden", "--intermediate", "--experts", "--activation", "--not-gated", "--routing", "--scale-dtype")
 
 #: Command -> option -> when it means something. ``serve`` has a test file of its own.
@@ -49,6 +55,7 @@ MEANING: dict[str, dict[str, str]] = {
     "generate": {
         **LOADING,
         **SAMPLING,
+        **RANKS,
         "--prompt-file": "no PROMPT",
         "--chat": "a chat template",
         "--no-stream": "not --json",
@@ -141,6 +148,10 @@ GENERATE, EVAL = ["generate", FLOAT, "x"], ["eval", FLOAT, "--text", TEXT, "--sc
 OWN_SHAPE = ["--hidden", "64", "--intermediate", "32", "--experts", "4", "--topk", "2"]
 
 REFUSED: list[tuple[list[str], str]] = [
+    ([*GENERATE, "--scheme", "float", "--ep"], "--ep has no effect with one rank"),
+    ([*GENERATE, "--scheme", "float", "--exchange", "all_to_all"], "--exchange has no effect with one rank"),
+    ([*GENERATE, "--scheme", "float", "--sp"], "--sp has no effect with --tp 1"),
+    ([*GENERATE, "--ranks", "numa", "--tp", "2"], "--ranks numa with a layout"),
     (["generate", QUANTISED, "x", "--scheme", "w4a8-g32"], "--scheme w4a8-g32: {quantised} is quantised already"),
     (["chat", QUANTISED, "--scheme", "w4a8-g32"], "--scheme w4a8-g32: {quantised} is quantised already"),
     (

@@ -242,7 +242,7 @@ def _exchange_costs(wanted: _Wanted, timer: RankTimer) -> dict[str, Curve]:
             lambda _, part=half: ranks.gather_parts(part, [len(part)] * ranks.size),  # type: ignore[misc]
         )
         ids = torch.arange(wanted.topk, dtype=torch.int32).remainder(ranks.size).repeat(tokens, 1)
-        mine = Tokens(_as_sent(wanted, scheme, tokens), ids, torch.zeros((tokens, wanted.topk)))
+        mine = Tokens(_as_sent(wanted, scheme, tokens), ids, torch.zeros((tokens, wanted.topk)), torch.bfloat16)
 
         def to_all_ranks(_: int, mine: Tokens = mine, every: int = every) -> None:
             counts = gather_tokens(ranks, mine)[1]

@@ -22,7 +22,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from cpumoe import __version__, cpu
+from cpumoe import __version__, cpu, numa
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.mapped_file import map_file
 from cpumoe.checkpoints.tensor_file import TensorFile, TensorFileWriter, bytes_of
@@ -55,7 +55,10 @@ class PackedCache:
                 if file.metadata.get("fingerprint") != self._fingerprint:
                     _log.info("%s was made from another state of the checkpoint and will be replaced", self.path)
                     return None
-                return _checked(file)
+                tensors = _checked(file)
+                if numa.obstacle(numa.read_topology()) is None:
+                    _log.info("weights mapped from %s lie where the page cache has them, not on nodes", self.path)
+                return tensors
         except (CheckpointError, OSError) as problem:
             _log.warning("%s; it will be replaced", problem)
             return None

@@ -38,6 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Exit codes: 0 done, 1 the command found something wrong, 2 bad arguments, 130 ended by Ctrl-C.
     """
     arguments = _parser().parse_args(argv)
+    arguments.given = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, format="%(name)s: %(message)s")
     if getattr(arguments, "threads", None) is not None:
         use_threads(arguments.threads)

@@ -13,7 +13,8 @@ import numpy
 import torch
 
 import cpumoe
-from cpumoe import _core, cpu
+from cpumoe import _core, cpu, numa
+from cpumoe.errors import printable
 from cpumoe.evaluation.selftest import run_self_tests
 from cpumoe.tables import aligned
 
@@ -48,7 +49,7 @@ def _huge_pages() -> str:
 
 def facts() -> dict[str, Any]:
     """Everything that ``doctor`` shows."""
-    nodes = sorted(p.name for p in Path("/sys/devices/system/node").glob("node[0-9]*"))
+    topology, threads = numa.read_topology(), cpumoe.get_num_threads()
     return {
         "cpu": _core.cpu_name(),
         "architecture": platform.machine(),
@@ -57,13 +58,18 @@ def facts() -> dict[str, Any]:
             {"name": s.name, "supported": s.supported, "reason": s.reason} for s in cpumoe.instruction_sets()
         ],
         "threads": {
-            "used": cpumoe.get_num_threads(),
+            "used": threads,
             "available_cpus": _core.available_cpus(),
             "pool": "PyTorch's OpenMP threads" if _core.thread_source() == "openmp" else "own threads",
         },
         "memory": _memory(),
         "huge_pages": _huge_pages(),
-        "numa_nodes": max(1, len(nodes)),
+        "numa_nodes": len(topology.nodes),
+        "numa": {
+            "placement": numa.summary(topology, threads),
+            "nodes": {str(number): text for number, text in numa.describe_nodes(topology, threads).items()},
+            "remarks": list(topology.remarks),
+        },
         "onednn_guard": cpumoe.guard_onednn(),
         "versions": {
             "cpumoe": cpumoe.__version__,
@@ -75,6 +81,13 @@ def facts() -> dict[str, Any]:
             {"isa": test.isa, "passed": test.passed, "failed_schemes": list(test.failed)} for test in run_self_tests()
         ],
     }
+
+
+def _node_rows(found: dict[str, Any]) -> list[tuple[str, str]]:
+    """Every memory node, if there are several, and what was not understood."""
+    nodes = found["numa"]["nodes"] if found["numa_nodes"] > 1 else {}
+    rows = [(f"  node {number}", text) for number, text in nodes.items()]
+    return rows + [("  not understood", printable(remark)) for remark in found["numa"]["remarks"]]
 
 
 def _print(found: dict[str, Any]) -> None:
@@ -93,7 +106,8 @@ def _print(found: dict[str, Any]) -> None:
         ("threads", f"{threads['used']} of {threads['available_cpus']} CPUs, {threads['pool']}"),
         ("memory", f"{memory['available_gb']} GB available of {memory['total_gb']} GB"),
         ("huge pages", found["huge_pages"]),
-        ("NUMA nodes", str(found["numa_nodes"])),
+        ("NUMA nodes", found["numa"]["placement"]),
+        *_node_rows(found),
         ("oneDNN guard", found["onednn_guard"]),
         ("versions", ", ".join(f"{name} {version}" for name, version in found["versions"].items())),
     ]

@@ -12,6 +12,7 @@ import torch
 
 from cpumoe.cli.arguments import find_models, read_text, refuse_given
 from cpumoe.cli.model_arguments import add_model_arguments, is_decoded, load_chosen_model
+from cpumoe.cli.node_ranks import add_ranks, run_on_nodes
 from cpumoe.cli.rank_arguments import add_rank_arguments, join_ranks
 from cpumoe.cli.sampling_arguments import (
     add_sampling_arguments,
@@ -47,6 +48,7 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("--no-stream", action="store_true", help="print the text when it is complete")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
     add_rank_arguments(parser)
+    add_ranks(parser)
     parser.set_defaults(run=run)
 
 
@@ -77,6 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
         refuse_given(arguments, "with --json, which prints at the end", "no_stream")
     check_sampling_arguments(arguments)
     text = _prompt(arguments)
+    if (code := run_on_nodes(arguments, text)) is not None:
+        return code
     find_models(arguments, "model")
     check_folder(arguments.model)
     prepare_transformers()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from cpumoe.checkpoints.checkpoint import read_json
 from cpumoe.cli.arguments import find_models, positive, refuse_given
 from cpumoe.cli.model_arguments import add_model_arguments, load_chosen_model
+from cpumoe.cli.node_ranks import add_ranks, run_on_nodes
 from cpumoe.cli.rank_arguments import add_rank_arguments, join_ranks
 from cpumoe.generation.memory import BATCH_TOKENS, available_bytes, cache_size, model_bytes
 from cpumoe.generation.model_folder import check_folder, context_length, prepare_transformers
@@ -57,6 +58,7 @@ def add_command(commands: Commands) -> None:
     group.add_argument(
         "--spare-experts", type=positive, metavar="N", help="with --rebalance: room for N copies on every rank (0)"
     )
+    add_ranks(parser)
     parser.set_defaults(run=run)
 
 
@@ -99,6 +101,8 @@ def run(arguments: argparse.Namespace) -> int:
         raise RuntimeError(f"cpumoe serve needs {', '.join(missing)}: pip install 'cpumoe[serve]'")
     if arguments.sequential and arguments.memory_gb is not None:
         raise ValueError("--memory-gb has no effect with --sequential")
+    if (code := run_on_nodes(arguments)) is not None:
+        return code
     arguments.name = arguments.name or str(arguments.model)  # as it was typed
     find_models(arguments, "model")
     check_folder(arguments.model)

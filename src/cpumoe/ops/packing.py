@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpumoe import _core
+from cpumoe import _core, numa
 from cpumoe.ops.registration import aligned, register
 
 # How the rows of a first product lie in memory (core/packed.h).
@@ -42,6 +42,7 @@ def packed_like(blob: Tensor, experts: int) -> Tensor:
     out = torch.empty(changed.packed_bytes, dtype=torch.uint8, device="cpu")
     _core.advise_huge_pages(out)
     _core.write_packed_header(out, changed)
+    numa.place(out)
     return out
 
 
@@ -86,6 +87,7 @@ class PackedBuilder:
         self._blob = torch.empty(spec.packed_bytes, dtype=torch.uint8, device="cpu")
         _core.advise_huge_pages(self._blob)
         _core.write_packed_header(self._blob, spec)
+        numa.place(self._blob)  # before it is filled: pages that nobody has touched need not be moved
         self._missing = set(range(spec.experts))
 
     def put(

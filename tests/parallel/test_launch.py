@@ -1,0 +1,149 @@
+"""One rank for every memory node: real processes on an invented machine of two nodes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+from tiny_models import write_tiny_model
+
+from cpumoe import cli, numa
+from cpumoe.numa import Node, Topology
+from cpumoe.parallel import launch
+from cpumoe.parallel.launch import launch_on_nodes
+
+CPUS = sorted(os.sched_getaffinity(0))
+TWO = Topology((Node(0, tuple(CPUS[:1]), 1 << 30), Node(1, tuple(CPUS[1:2]), 1 << 30)))
+
+pytestmark = pytest.mark.skipif(len(CPUS) < 2, reason="one CPU")
+
+
+def python(code: str, *arguments: str) -> list[str]:
+    return [sys.executable, "-c", textwrap.dedent(code), *arguments]
+
+
+def test_masks_environment_and_input(tmp_path: Path) -> None:
+    code = """
+        import json, os, sys
+        told = {"cpus": sorted(os.sched_getaffinity(0)), "input": sys.stdin.read(), "parent": os.getppid()}
+        names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "CPUMOE_RANK_OF_NODE")
+        told |= {name: os.environ[name] for name in names}
+        maps = "/proc/self/numa_maps"
+        told["policy"] = "bind:0" in open(maps).read() if os.path.exists(maps) else None
+        open(sys.argv[1] + os.environ["RANK"], "w").write(json.dumps(told))
+    """
+    assert launch_on_nodes(TWO, python(code, str(tmp_path / "rank")), "é\n".encode()) == 0
+    for rank in range(2):
+        told = json.loads((tmp_path / f"rank{rank}").read_text())
+        assert told["cpus"] == [CPUS[rank]] and told["input"] == "é\n" and told["parent"] == os.getpid()
+        assert (told["RANK"], told["LOCAL_RANK"]) == (str(rank), str(rank))
+        assert (told["WORLD_SIZE"], told["LOCAL_WORLD_SIZE"]) == ("2", "2")
+        assert (told["OMP_NUM_THREADS"], told["CPUMOE_RANK_OF_NODE"]) == ("1", "1")
+        if rank == 0 and told["policy"] is not None:  # the second node is not there
+            assert told["policy"]
+
+
+def test_they_are_ranks_of_one_group() -> None:
+    code = """
+        import torch
+        from cpumoe.parallel.ranks import Ranks
+        ranks = Ranks.join()
+        assert ranks.size == 2 and ranks.sum_(torch.tensor([ranks.rank + 1.0])).item() == 3.0
+    """
+    assert launch_on_nodes(TWO, python(code)) == 0
+
+
+@pytest.mark.parametrize(("codes", "expected"), [((0, 0), 0), ((3, 0), 3), ((0, 4), 4), ((5, 6), 5)])
+def test_exit_codes(codes: tuple[int, int], expected: int) -> None:
+    code = "import os, sys; sys.exit(int(sys.argv[1 + int(os.environ['RANK'])]))"
+    assert launch_on_nodes(TWO, python(code, *map(str, codes))) == expected
+
+
+def test_nobody_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank fails, and the other waits for ever and does not heed SIGTERM."""
+    monkeypatch.setattr(launch, "_GRACE_SECONDS_OF_FAILURE", 0.2)
+    monkeypatch.setattr(launch, "_SECONDS_TO_KILL", 0.5)
+    code = """
+        import os, signal, sys, time
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(7) if os.environ["RANK"] == "1" else time.sleep(1000)
+    """
+    started = time.monotonic()
+    assert launch_on_nodes(TWO, python(code)) == 128 + signal.SIGKILL
+    assert time.monotonic() - started < 30
+
+
+LAUNCHER = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from test_launch import TWO, python
+from cpumoe.parallel.launch import launch_on_nodes
+print("go", flush=True)
+code = "import os, sys, time; open(sys.argv[1] + os.environ['RANK'], 'w').write(str(os.getpid())); time.sleep(1000)"
+sys.exit(launch_on_nodes(TWO, python(code, sys.argv[2])))
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_signals_end_all(tmp_path: Path, number: signal.Signals) -> None:
+    command = [sys.executable, "-c", LAUNCHER, str(Path(__file__).parent), str(tmp_path / "rank")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as running:
+        files = [tmp_path / "rank0", tmp_path / "rank1"]
+        _wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+        running.send_signal(number)
+        assert running.wait(60) != 0
+    pids = [int(file.read_text()) for file in files]
+    _wait_until(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() and _runs(pid) for pid in pids))
+
+
+def _runs(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def _wait_until(condition: object) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+# ---- the option ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    pytest.importorskip("transformers")
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def test_generate(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ["generate", str(folder), "The experts", "--scheme", "w4a8-g32", "--max-new-tokens", "12", "--greedy"]
+    assert cli.main(arguments) == 0
+    alone = capfd.readouterr().out
+    monkeypatch.setattr(numa, "read_topology", lambda: Topology((Node(0, tuple(CPUS), 1 << 30),)))
+    assert cli.main([*arguments, "--ranks", "numa"]) == 0
+    one = capfd.readouterr()
+    assert one.out == alone and "one memory node: --ranks numa changes nothing" in one.err
+    monkeypatch.setattr(numa, "read_topology", lambda: TWO)
+    assert cli.main([*arguments, "--ranks", "numa"]) == 0
+    two = capfd.readouterr()
+    assert two.out == alone and two.err.count("tokens/s, decode") == 1
+
+
+def test_refusals(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    for command in (["generate", str(folder), "x"], ["serve", str(folder)]):
+        assert cli.main([*command, "--ranks", "numa", "--tp", "2"]) == 2
+        assert "--ranks numa with a layout" in capfd.readouterr().err
+    monkeypatch.setenv("RANK", "0")
+    assert cli.main(["generate", str(folder), "x", "--ranks", "numa"]) == 2
+    assert "--ranks numa starts the ranks itself" in capfd.readouterr().err

@@ -14,7 +14,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -30,24 +30,27 @@ from cpumoe.parallel.ranks import Ranks
 _EXPERTS, _HIDDEN, _INNER, _TOPK = 128, 2048, 768, 8  # Qwen3-30B-A3B
 
 
-def _median(call: Callable[[], object], ranks: Ranks, seconds: float) -> float:
-    """Median time of a call that all ranks make as often; the first one says how often."""
+def _medians(calls: Sequence[Callable[[], object]], ranks: Ranks, seconds: float) -> list[float]:
+    """Median time of each call, on the slowest rank. They take turns: the machine is not the same all the time."""
     started = time.perf_counter()
-    call()
+    for call in calls:
+        call()
     once = time.perf_counter() - started
     rounds = ranks.gather_numbers([max(5, min(200, int(seconds / once)))])[0][0]
-    times = []
+    times: list[list[float]] = [[] for _ in calls]
     for _ in range(rounds):
-        ranks.gather_numbers([0])
-        started = time.perf_counter()
-        call()
-        times.append(time.perf_counter() - started)
-    return statistics.median(times)
+        for call, taken in zip(calls, times, strict=True):
+            ranks.gather_numbers([0])
+            started = time.perf_counter()
+            call()
+            taken.append(time.perf_counter() - started)
+    of_ranks = ranks.gather_numbers([int(statistics.median(taken) * 1e9) for taken in times])
+    return [max(of_call) / 1e9 for of_call in zip(*of_ranks, strict=True)]
 
 
 def _alone(call: Callable[[], object], ranks: Ranks, seconds: float) -> float:
     """The same on the first rank, while the others wait."""
-    taken = _median(call, Ranks.alone(), seconds) if ranks.rank == 0 else 0.0
+    (taken,) = _medians([call], Ranks.alone(), seconds) if ranks.rank == 0 else (0.0,)
     return ranks.gather_numbers([int(taken * 1e9)])[0][0] / 1e9
 
 
@@ -88,8 +91,8 @@ def _layers(world: Ranks, counts: list[int], seconds: float) -> None:
             mine = tuple(part[first : first + each] for part in everything)
             local = (everything[0], spread._places[everything[1].long()] if spread.placement else everything[1])
             alone = _alone(partial(whole, *everything), world, seconds)
-            together = _median(partial(spread, *mine), world, seconds)
-            part = _median(partial(own, *local, everything[2], fp32_out=True), world, seconds)
+            calls = [partial(spread, *mine), partial(own, *local, everything[2], fp32_out=True)]
+            together, part = _medians(calls, world, seconds)
             if world.rank == 0:
                 figures = (
                     *(f"{count}", f"{alone * 1e3:.2f}", f"{together * 1e3:.2f}", f"{alone / together:.2f}"),
@@ -107,18 +110,25 @@ def _model(world: Ranks, folder: str, tokens: int) -> None:
         model = cpumoe.load_model(folder, ranks=ranks, linears="w8a8")
         native = native_with_head(model)
         assert native is not None, "its steps are not one call of the core"
+        assert ranks.exchange is not None
         prompt = torch.arange(8).unsqueeze(0)
         with torch.no_grad():
             model.generate(prompt, max_new_tokens=4, do_sample=False)
             native.decoder.take_seconds()
+            waited = ranks.exchange.waited_seconds
             started = time.perf_counter()
             model.generate(prompt, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False)
             passed = time.perf_counter() - started
         parts = native.decoder.take_seconds()
         layers = len(native.decoder.model.layers)
         if world.rank == 0:
-            exchange = parts["exchange"] / tokens / layers * 1e6
-            print(f"{name}: {tokens / passed:.1f} tokens/s; exchange {exchange:.1f} us a layer and token", flush=True)
+            each = 1e6 / tokens / layers
+            exchange, waited = parts["exchange"] * each, (ranks.exchange.waited_seconds - waited) * each
+            print(
+                f"{name}: {tokens / passed:.1f} tokens/s; exchange {exchange:.1f} us a layer and token, of which "
+                f"{waited:.1f} are waiting for the slower rank",
+                flush=True,
+            )
         del model, native
 
 

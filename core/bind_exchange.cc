@@ -140,6 +140,45 @@ void largest(RankExchange& exchange, nb::handle values_) {
   exchange.rethrow();
 }
 
+// Counts which experts tokens have chosen, and puts in the place of each the slot that has it. Copies of an expert are
+// slots[begins[e]] to slots[begins[e + 1] - 1] and take turns by token; without `begins` an expert is its own slot.
+void choose_slots(nb::handle ids_, nb::handle begins_, nb::handle slots_, std::int64_t first_token, nb::handle loads_,
+                  nb::handle out_) {
+  const Array ids(ids_, "topk_ids"), loads(loads_, "loads"), out(out_, "out");
+  const bool narrow = ids.contiguous(2).is<std::int32_t>();
+  if (!narrow) ids.expect<std::int64_t>("int32 or int64");
+  auto* counts = loads.writable().contiguous(1).expect<std::int64_t>("int64").data<std::int64_t>();
+  auto* chosen = out.writable().contiguous(2).expect<std::int32_t>("int32").data<std::int32_t>();
+  CPUMOE_REQUIRE(out.dim(0) == ids.dim(0) && out.dim(1) == ids.dim(1) && first_token >= 0,
+                 "out must have the shape of topk_ids");
+  const std::int64_t experts = loads.dim(0), topk = ids.dim(1);
+  const std::int32_t *begins = nullptr, *slots = nullptr;
+  if (!begins_.is_none()) {
+    const Array of_begins(begins_, "begins"), of_slots(slots_, "slots");
+    begins = of_begins.contiguous(1).expect<std::int32_t>("int32").data<std::int32_t>();
+    slots = of_slots.contiguous(1).expect<std::int32_t>("int32").data<std::int32_t>();
+    CPUMOE_REQUIRE(of_begins.dim(0) == experts + 1 && begins[experts] == of_slots.dim(0),
+                   "begins and slots do not fit");
+  }
+  const auto id_at = [&](std::int64_t i) -> std::int64_t {
+    return narrow ? ids.data<std::int32_t>()[i] : ids.data<std::int64_t>()[i];
+  };
+  for (std::int64_t i = 0; i < ids.size(); ++i) {  // all of them, before anything is counted
+    CPUMOE_REQUIRE(id_at(i) >= -1 && id_at(i) < experts, "topk_ids hold ", id_at(i), "; 0 to ", experts - 1,
+                   " are experts and -1 means none");
+  }
+  for (std::int64_t i = 0; i < ids.size(); ++i) {
+    const std::int64_t id = id_at(i);
+    chosen[i] = static_cast<std::int32_t>(id);
+    if (id < 0) continue;
+    ++counts[id];
+    if (begins == nullptr) continue;
+    const std::int64_t copies = begins[id + 1] - begins[id];
+    CPUMOE_REQUIRE(copies > 0, "expert ", id, " has no copy");
+    chosen[i] = slots[begins[id] + (first_token + i / topk) % copies];
+  }
+}
+
 }  // namespace
 
 void bind_exchange(nb::module_& m) {
@@ -155,9 +194,12 @@ void bind_exchange(nb::module_& m) {
       PyErr_SetObject(error.ptr(), nb::steal(message).ptr());
     }
   });
+  m.def("choose_slots", &choose_slots, "ids"_a, "begins"_a.none(), "slots"_a.none(), "first_token"_a, "loads"_a,
+        "out"_a);
   nb::class_<RankExchange>(m, "RankExchange", nb::is_weak_referenceable())
       .def_prop_ro("rank", &RankExchange::rank)
       .def_prop_ro("ranks", &RankExchange::ranks)
+      .def_prop_ro("waited_seconds", &RankExchange::waited_seconds)
       .def("gather", &gather, "mine"_a, "sizes"_a, "all"_a)
       .def("trade", &trade, "mine"_a, "sizes"_a, "all"_a, "given"_a)
       .def("sum", &sum, "values"_a)

@@ -206,7 +206,10 @@ struct SharedExchange::Region {
       // As long as an exchange takes, the core is kept; then it is left to others, such as the rank that is waited for.
       for (int i = 0; i < 64; ++i) {
         const std::uint64_t found = theirs.turn.load(std::memory_order_acquire);
-        if (found == turn) return;
+        if (found == turn) {
+          waited_seconds += std::chrono::duration<double>(Clock::now() - started).count();
+          return;
+        }
         if (found != 0 && found != turn - 2) {  // what a slot holds before
           throw RankFailure(concat("what rank ", other, " gives is not readable: its turn is ", found, " where rank ",
                                    rank, " is at ", turn));
@@ -292,6 +295,7 @@ struct SharedExchange::Region {
   double seconds;
   std::uint8_t* data = nullptr;
   std::uint64_t turn = 0;
+  double waited_seconds = 0.0;
 };
 
 std::int64_t SharedExchange::file_bytes(int ranks, std::int64_t slot_bytes) {
@@ -302,6 +306,8 @@ SharedExchange::SharedExchange(int file, int rank, int ranks, std::int64_t slot_
     : RankExchange(rank, ranks), region_(std::make_unique<Region>(file, rank, ranks, slot_bytes, seconds)) {}
 
 SharedExchange::~SharedExchange() = default;
+
+double SharedExchange::waited_seconds() const { return region_->waited_seconds; }
 
 void SharedExchange::check() const {
   region_->refuse_failed();

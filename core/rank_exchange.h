@@ -46,6 +46,10 @@ class RankExchange {
   bool has_failed() const { return failure_ != nullptr; }
   void rethrow() const;
 
+  // Seconds that were spent waiting for ranks that came later, as far as that is known: what they lack in speed, and
+  // not what messages cost.
+  virtual double waited_seconds() const { return 0.0; }
+
   // Raises if it is known, without waiting, that another rank will not go on.
   virtual void check() const {}
 
@@ -77,6 +81,7 @@ class SharedExchange : public RankExchange {
   SharedExchange(int file, int rank, int ranks, std::int64_t slot_bytes, double seconds);
   ~SharedExchange() override;
 
+  double waited_seconds() const override;
   void check() const override;
   // The first reason is the one that counts: what follows from it does not.
   void fail(const std::string& reason) noexcept override;

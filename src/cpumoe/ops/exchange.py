@@ -16,6 +16,7 @@ __all__ = [
     "CarriedExchange",
     "RankExchange",
     "SharedExchange",
+    "choose_slots",
     "expert_sums",
     "number_exchange",
     "prepare_tokens",
@@ -50,6 +51,25 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 def prepared_token_bytes(gate_up: Tensor, dtype: torch.dtype) -> int:
     """Bytes of a token of ``dtype`` as the first product wants it; 0 where it is prepared for each expert anew."""
     return int(_core.prepared_token_bytes(gate_up, _DTYPES[dtype]))
+
+
+def choose_slots(topk_ids: Tensor, copies: tuple[Tensor, Tensor] | None, first_token: int, loads: Tensor) -> Tensor:
+    """int32 [tokens, K]: the slots that tokens go to; counts the experts that they have chosen in ``loads``.
+
+    What :func:`cpumoe.parallel.placement.physical_ids` does, in one call: a dozen operators would take longer than the
+    messages.
+
+    Args:
+        topk_ids: int32 or int64 [tokens, K], experts or -1.
+        copies: int32 [experts + 1] and int32 [slots]: where the slots of each expert begin, and all slots by expert;
+            None where an expert is its own slot.
+        first_token: the number of the first token; copies take turns.
+        loads: int64 [experts].
+    """
+    out = torch.empty(topk_ids.shape, dtype=torch.int32)
+    begins, slots = (None, None) if copies is None else copies
+    _core.choose_slots(topk_ids.contiguous(), begins, slots, first_token, loads, out)
+    return out
 
 
 def _prepare_tokens(hidden_states: Tensor, gate_up: Tensor) -> Tensor:

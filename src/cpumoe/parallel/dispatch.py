@@ -40,9 +40,8 @@ class Tokens:
         """uint8 [tokens, bytes]: everything of a token side by side."""
         parts = [_bytes_of(tensor) for tensor in (self.rows, self.ids, self.weights)]
         width = sum(part.shape[1] for part in parts)
-        message = torch.zeros((len(self.rows), -(-width // _LINE) * _LINE), dtype=torch.uint8)
-        torch.cat(parts, 1, out=message[:, :width])
-        return message
+        rest = torch.zeros((len(self.rows), -width % _LINE), dtype=torch.uint8)
+        return torch.cat([*parts, rest], 1)
 
     def from_message(self, message: Tensor) -> Tokens:
         """The tokens of a message from a rank whose tokens are of the same kind as these."""

@@ -21,7 +21,7 @@ from cpumoe.layers.experts import Experts
 from cpumoe.layers.parallel_layout import Exchange, ExpertsPart
 from cpumoe.layers.quantized_experts import QuantizedExperts
 from cpumoe.ops.decoder import Copies
-from cpumoe.ops.exchange import expert_sums, prepare_tokens, prepared_token_bytes
+from cpumoe.ops.exchange import choose_slots, expert_sums, prepare_tokens, prepared_token_bytes
 from cpumoe.parallel.dispatch import (
     Tokens,
     gather_tokens,
@@ -31,7 +31,7 @@ from cpumoe.parallel.dispatch import (
     send_tokens,
     share_in_group,
 )
-from cpumoe.parallel.placement import Placement, physical_ids
+from cpumoe.parallel.placement import Placement
 from cpumoe.parallel.ranks import Ranks
 
 
@@ -73,6 +73,7 @@ class ParallelExperts(Experts):
         self._tokens = 0  # that have come, so that copies take turns
         self._quantized_dispatch = quantized_dispatch
         self.placement: Placement | None = None
+        self._copies: tuple[Tensor, Tensor] | None = None
         layout = ranks.layout
         if layout.experts_tp_size > 1:
             if placement is not None:
@@ -91,7 +92,9 @@ class ParallelExperts(Experts):
             )
         rank = self.ranks.rank
         self.placement = placement
-        self._in_order = placement.logical == tuple(range(placement.expert_count))  # slots are the experts themselves
+        # None where slots are the experts themselves.
+        in_order = placement.logical == tuple(range(placement.expert_count))
+        self._copies = None if in_order else self._slots_by_expert()
         self.held = ExpertsPart(placement.experts_of(rank))
         first = sum(len(placement.experts_of(before)) for before in range(rank))
         places = [slot - first if of == rank else -1 for slot, of in enumerate(placement.rank_of)]
@@ -117,10 +120,16 @@ class ParallelExperts(Experts):
         """Where the experts are, for the core; None for slices of all of them."""
         if self.placement is None:
             return None
+        begins, slots = self._slots_by_expert()
+        return Copies(begins, self._places[slots.long()])
+
+    def _slots_by_expert(self) -> tuple[Tensor, Tensor]:
+        """int32 [experts + 1] and int32 [slots]: where those of each expert begin, and all of them by expert."""
+        assert self.placement is not None
         by_expert = self.placement.physical
         begins = [0, *itertools.accumulate(map(len, by_expert))]
         slots = [slot for slots in by_expert for slot in slots]
-        return Copies(torch.tensor(begins, dtype=torch.int32), self._places[slots])
+        return torch.tensor(begins, dtype=torch.int32), torch.tensor(slots, dtype=torch.int32)
 
     def quantized(self, first: int = 0, count: int | None = None) -> QuantizedExperts:
         raise ValueError(f"rank {self.ranks.rank} has {self.held} of this layer, which cannot be read back as a whole")
@@ -172,15 +181,9 @@ class ParallelExperts(Experts):
 
     def _slots(self, ids: Tensor) -> Tensor:
         """int32 [tokens, K]: the slots that tokens go to, or the experts themselves where each rank has its slice."""
-        last = self.config.experts - 1
-        if ids.numel() and not -1 <= int(ids.min()) <= int(ids.max()) <= last:
-            wrong = ids[(ids < -1) | (ids > last)][0]
-            raise ValueError(f"topk_ids hold {int(wrong)}; 0 to {last} are experts and -1 means none")
-        self.loads += torch.bincount(ids[ids >= 0], minlength=last + 1)
-        if self.placement is not None:
-            ids = physical_ids(ids, self.placement, self._tokens)
+        slots = choose_slots(ids, self._copies, self._tokens, self.loads)
         self._tokens += len(ids)
-        return ids.to(torch.int32)
+        return slots
 
     def _as_sent(self, rows: Tensor) -> Tensor:
         if not self._may_prepare():

@@ -60,6 +60,19 @@ def test_whole_experts(ranks: int, held: list[int]) -> None:
     assert {rank.other_bytes for rank in found} == {plan(ParallelLayout()).ranks[0].other_bytes}
 
 
+def test_linears_are_split_where_all_ranks_have_the_same_tokens() -> None:
+    with Checkpoint.open(PACKED) as checkpoint:
+        survey = Survey(checkpoint, describe)
+        assert survey.layout is not None
+        places = [place for name, place in survey.layout.linears.items() if name not in survey.linears]
+        quantized = sum(source.packed_bytes for source in survey.linears.values())
+    floats = sum(place.rows * place.columns for place in places if place.may_be_packed and not place.is_tied)
+    split = quantized + floats * cpu.float_dtype()[0].itemsize
+    assert split > 0
+    whole, *ranks = (plan(layout).ranks[0].other_bytes for layout in (ParallelLayout(), ParallelLayout(tp_size=2)))
+    assert ranks == [whole - split // 2]
+
+
 def test_slices() -> None:
     found = plan(ParallelLayout(tp_size=2))
     assert [rank.held for rank in found.ranks] == [f"experts 0..7, slice {i} of 2" for i in range(2)]

@@ -67,7 +67,7 @@ def report(folder: str, plan: ModelPlan) -> str:
         ),
     ]
     if plan.exchange is not None:
-        heading.append(("sent", "by a rank for a token in a layer, if all experts are equally likely"))
+        heading.append(("sent", "by a rank for the experts of a token in a layer, if all are equally likely"))
     return "\n".join(map(printable, [*aligned(heading), "", *_table(plan), "", _summary(plan)]))
 
 
@@ -89,10 +89,8 @@ def _summary(plan: ModelPlan) -> str:
     if plan.exchange is None:
         return text
     busiest = max(plan.ranks, key=lambda rank: rank.traffic.bytes)
-    text += (
-        f"; {size_text(plan.ranks[0].other_bytes)} beside experts are on every rank; a rank sends up to "
-        f"{size_text(busiest.layer_traffic.bytes)} per token and layer, {size_text(busiest.traffic.bytes)} per token"
-    )
+    layer, all_layers = (size_text(sent.bytes) for sent in (busiest.layer_traffic, busiest.traffic))
+    text += f"; a rank sends up to {layer} per token and layer, {all_layers} per token"
     empty = [number for number, rank in enumerate(plan.ranks) if rank.is_empty]  # the last ones
     return text + (f"; no experts for ranks from {empty[0]} on" if empty else "")
 

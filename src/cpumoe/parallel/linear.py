@@ -5,8 +5,40 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from cpumoe.checkpoints.linear_sources import LinearSource
+from cpumoe.checkpoints.model_layout import LinearPlace
 from cpumoe.layers.linear import QuantizedLinear
+from cpumoe.layers.parallel_layout import ParallelLayout
+from cpumoe.layers.rounding import scales_span_rows
+from cpumoe.layers.scheme import Scheme
 from cpumoe.parallel.ranks import Ranks
+
+#: Linears whose weight is taken without a call where attention is over latents: they stay whole.
+_EXPANSION = "kv_b_proj"
+
+
+def is_split(place: LinearPlace, quantized: LinearSource | None, scheme: Scheme | None, layout: ParallelLayout) -> bool:
+    """Whether every rank of a layout has some outputs of a linear, and not all of them.
+
+    They have all where ranks have tokens of their own, where the outputs do not divide, and where scales depend on
+    those of other ranks.
+
+    Args:
+        place: the linear.
+        quantized: where it is quantised in the files; None if it is float there.
+        scheme: that floats are quantised to; None leaves them in float.
+    """
+    parts = layout.flat_size
+    if parts == 1 or not layout.has_all_tokens or not place.may_be_packed:
+        return False
+    if place.module.rpartition(".")[2] == _EXPANSION:
+        return False
+    if quantized is not None:
+        return quantized.divides(parts)
+    if scheme is None:
+        return place.rows % parts == 0
+    form = scheme.weights
+    return not scales_span_rows(form) and place.rows % (parts * (form.group.rows or place.rows)) == 0
 
 
 class SplitLinear(nn.Module):

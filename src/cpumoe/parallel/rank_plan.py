@@ -19,6 +19,7 @@ from cpumoe.checkpoints.inspection import Survey
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers.parallel_layout import Exchange, ExpertsPart, ParallelLayout
 from cpumoe.layers.scheme import PER_TOKEN_INT8, Scheme
+from cpumoe.parallel.linear import is_split
 
 _SUM_BYTES = 4  # sums of experts travel in fp32 and are rounded once
 _SCALE_AND_ZERO_POINT = 8  # of a token in int8
@@ -54,7 +55,7 @@ class RankPlan:
         node: that it is on.
         parts: what it holds of each layer's experts.
         experts_bytes: of its packed experts.
-        other_bytes: of everything else, which every rank holds whole.
+        other_bytes: of everything else; of linears whose outputs are split, those of this rank.
         traffic: what it sends for one token in all layers.
     """
 
@@ -167,6 +168,7 @@ def plan_ranks(survey: Survey, layout: ParallelLayout, nodes: int = 1) -> ModelP
     sources = list(survey.sources.values())
     stored_once = {source.layout.stored: layer for layer, source in enumerate(sources)}.values()  # some share theirs
     other = total([part.memory_bytes for part in survey.parts if part.kind != "experts"]) or 0
+    other -= _elsewhere(survey, layout)
     parts = [tuple(_part(source, rank) for source in sources) for rank in layout.ranks()]
     sent = [
         _sent_by_rank(source, layout, nodes, [len(of_rank[layer].experts) for of_rank in parts])
@@ -193,6 +195,19 @@ def plan_ranks(survey: Survey, layout: ParallelLayout, nodes: int = 1) -> ModelP
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------
+
+
+def _elsewhere(survey: Survey, layout: ParallelLayout) -> int:
+    """Bytes of linears that a rank does not hold, because their outputs are split."""
+    assert survey.layout is not None
+    float_bytes, missing = cpu.float_dtype()[0].itemsize, 0
+    for name, place in survey.layout.linears.items():
+        quantized = survey.linears.get(name)
+        if is_split(place, quantized, None, layout):
+            own = place.rows * place.columns * float_bytes if quantized is None else quantized.packed_bytes
+            # One that is tied has no weight of its own until it is split.
+            missing += (0 if place.is_tied and quantized is None else own) - own // layout.flat_size
+    return missing
 
 
 def _part(source: ExpertSource, layout: ParallelLayout) -> ExpertsPart:

@@ -19,19 +19,16 @@ from cpumoe.checkpoints.tensor_file import DTYPES
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.layers.quantized_experts import QuantizedWeight
-from cpumoe.layers.rounding import quantize_weight, scales_span_rows
+from cpumoe.layers.rounding import quantize_weight
 from cpumoe.layers.scheme import Scheme
 from cpumoe.parallel.experts import ParallelExperts
-from cpumoe.parallel.linear import SplitLinear
+from cpumoe.parallel.linear import SplitLinear, is_split
 from cpumoe.parallel.ranks import Ranks
 
 _ELEMENTS_AT_ONCE = 4 << 20  # weights that are quantised together: they go through several fp32 temporaries
 
 LINEAR_TENSORS = frozenset({"weight_packed"})
 _SPLIT_TENSORS = frozenset({"own.weight_packed"})
-
-#: Linears whose weight is taken without a call where attention is over latents: they stay whole.
-_EXPANSION = "kv_b_proj"
 
 
 @dataclass(frozen=True)
@@ -126,24 +123,17 @@ def split_linear(
         quantized: where it is quantised in the files; else ``floats`` are read.
         scheme: to quantise floats to; None leaves them in ``dtype``.
 
-    Returns None for a linear that stays whole on every rank: where ranks have tokens of their own, where its outputs do
-    not divide, and where their scales depend on those of other ranks.
+    Returns None for a linear that stays whole on every rank (:func:`cpumoe.parallel.linear.is_split`).
     """
-    parts, index, place = ranks.size, ranks.rank, floats.place
-    if not ranks.layout.has_all_tokens or place.module.rpartition(".")[2] == _EXPANSION:
+    if not is_split(floats.place, quantized, scheme, ranks.layout):
         return None
+    parts, index = ranks.size, ranks.rank
 
     def restore(tensors: dict[str, Tensor]) -> nn.Module:
         return SplitLinear(QuantizedLinear(tensors["own.weight_packed"]), ranks)
 
     if quantized is not None:
-        if not quantized.divides(parts):
-            return None
         return PackedModule(lambda: SplitLinear(quantized.load(parts, index), ranks), restore, _SPLIT_TENSORS)
-    form = None if scheme is None else scheme.weights
-    block = 1 if form is None else form.group.rows or place.rows
-    if place.rows % (parts * block) != 0 or (form is not None and scales_span_rows(form)):
-        return None
     own = floats.part(parts, index)
     if scheme is not None:
         return PackedModule(lambda: SplitLinear(own.packed(scheme), ranks), restore, _SPLIT_TENSORS)

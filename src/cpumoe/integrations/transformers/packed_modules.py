@@ -87,7 +87,7 @@ def find_packed_modules(
         wanted = linears if linears is not None and linear.may_be_packed and _fits(linears, linear, name) else None
         floats = FloatLinear(checkpoint, name, linear)
         split = None
-        if ranks is not None and linear.may_be_packed:
+        if ranks is not None:
             dtype = model.get_submodule(linear.module).weight.dtype
             split = split_linear(quantized.get(name), floats, wanted, dtype, ranks)
         if split is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rank_processes import run_ranks
 
 from cpumoe import ParallelLayout
 from cpumoe.layers.parallel_layout import Exchange, ExpertsPart
@@ -95,3 +96,13 @@ def test_printed() -> None:
     assert str(ExpertsPart((4, 5, 6))) == "experts 4..6"
     assert str(ExpertsPart((4, 5, 4), 2, 1)) == "experts 4,5,4, slice 1 of 2"
     assert str(ExpertsPart(())) == "experts none"
+
+
+def test_layouts_of_device_meshes() -> None:
+    refused = run_ranks(4, "mesh_cases:run")
+    assert refused[0] == refused[3]
+    order, unknown, unnamed, descending = refused[0]
+    assert "dimensions ('tp', 'dp'); some of ('dp', 'pcp', 'tp') in this order" in order
+    assert "dimensions ('pp',)" in unknown
+    assert "dimensions ()" in unnamed
+    assert "[3, 2, 1, 0]; the ranks in ascending order are accepted" in descending

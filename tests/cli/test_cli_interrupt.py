@@ -165,7 +165,7 @@ def test_sigterm_ends_a_command_at_once(folder: Path) -> None:
 def test_called_from_python(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody's process is ended who calls main() himself."""
 
-    def interrupt(*_: object) -> None:
+    def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("cpumoe.cli.generate.load_chosen_model", interrupt)

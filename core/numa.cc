@@ -188,9 +188,16 @@ std::int64_t Nodes::first(int node, std::int64_t count) const {
 }
 
 void set_nodes(std::vector<NodePlace> places) {
-  const auto* fresh = places.size() < 2 ? nullptr : new Nodes(std::move(places));
-  if (fresh != nullptr) ever_several.store(true);
-  nodes_in_use.store(fresh, std::memory_order_release);  // old ones stay: a call may still use them, and they are few
+  // Old ones stay: a call may still use them, and they are few. They outlive all threads of the process.
+  static std::mutex changing;
+  static auto& all = *new std::vector<std::unique_ptr<const Nodes>>();
+  const std::lock_guard lock(changing);
+  const Nodes* fresh = nullptr;
+  if (places.size() >= 2) {
+    fresh = all.emplace_back(std::make_unique<const Nodes>(std::move(places))).get();
+    ever_several.store(true);
+  }
+  nodes_in_use.store(fresh, std::memory_order_release);
 }
 
 const Nodes* nodes() { return nodes_in_use.load(std::memory_order_acquire); }

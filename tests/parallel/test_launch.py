@@ -94,7 +94,8 @@ sys.exit(launch_on_nodes(TWO, python(code, sys.argv[2])))
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_signals_end_all(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-c", LAUNCHER, str(Path(__file__).parent), str(tmp_path / "rank")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as running:
+    paths = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with subprocess.Popen(command, env=paths, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as running:
         files = [tmp_path / "rank0", tmp_path / "rank1"]
         _wait_until(lambda: all(file.exists() and file.read_text() for file in files))
         running.send_signal(number)

@@ -437,7 +437,7 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
             self.quantization_config.section is None or self._options.linears is not None
         ) and not self._options.ranks:
             self.describe(model)
-        self._packed = {}  # lets go of the sources, which keep the files open
+        self._packed, self._checkpoint = {}, None  # lets go of the files, which a copy of the model must not copy
 
     def describe(self, model: PreTrainedModel) -> None:
         """Makes the configuration that of the model as it is. A float model whose experts are packed has none."""

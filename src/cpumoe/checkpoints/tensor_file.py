@@ -94,11 +94,12 @@ class TensorFile:
     ``bytes_read`` counts those of tensors.
     """
 
+    _fd = -1  # also of one whose making has failed half way
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.bytes_read = 0
         self._counting = threading.Lock()
-        self._fd = -1
         try:
             self._fd = open_regular(path, _KIND)
             self._opened = identity(os.fstat(self._fd))

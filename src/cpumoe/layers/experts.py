@@ -267,17 +267,16 @@ class Experts(nn.Module):
         c = self.config
         if not part.experts:
             raise ValueError(f"{part}; one or more of {c.local_experts} are accepted")
-        held = part_of_experts(self.quantized(), part, gated=bool(c.activation.gated))
+        whole = self.quantized()
+        regroups = part.slices > 1 and whole.down.input_order is not None
+        held = part_of_experts(whole, part, gated=bool(c.activation.gated))
         config = replace(
             c,
-            scheme=c.scheme if self._keeps_groups(part) else regrouped_scheme(c.scheme),
+            scheme=regrouped_scheme(c.scheme) if regroups else c.scheme,
             intermediate_size=held.down.plain().values.shape[-1],
             held_experts=None if part.experts == tuple(range(c.experts)) else len(part.experts),
         )
         return Experts.from_chunks([held], config, backend=self.backend.name)
-
-    def _keeps_groups(self, part: ExpertsPart) -> bool:
-        return part.slices == 1 or self.quantized(0, 1).down.input_order is None
 
     def reference(
         self,

@@ -56,8 +56,7 @@ def prepared_token_bytes(gate_up: Tensor, dtype: torch.dtype) -> int:
 def choose_slots(topk_ids: Tensor, copies: tuple[Tensor, Tensor] | None, first_token: int, loads: Tensor) -> Tensor:
     """int32 [tokens, K]: the slots that tokens go to; counts the experts that they have chosen in ``loads``.
 
-    What :func:`cpumoe.parallel.placement.physical_ids` does, in one call: a dozen operators would take longer than the
-    messages.
+    One call, because a dozen operators would take longer than the messages.
 
     Args:
         topk_ids: int32 or int64 [tokens, K], experts or -1.

@@ -7,7 +7,6 @@ theirs: results differ from those of one process in the last bits of fp32 (1e-6)
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -94,7 +93,7 @@ class ParallelExperts(Experts):
         self.placement = placement
         # None where slots are the experts themselves.
         in_order = placement.logical == tuple(range(placement.expert_count))
-        self._copies = None if in_order else self._slots_by_expert()
+        self._copies = None if in_order else placement.slots_by_expert
         self.held = ExpertsPart(placement.experts_of(rank))
         first = sum(len(placement.experts_of(before)) for before in range(rank))
         places = [slot - first if of == rank else -1 for slot, of in enumerate(placement.rank_of)]
@@ -120,16 +119,8 @@ class ParallelExperts(Experts):
         """Where the experts are, for the core; None for slices of all of them."""
         if self.placement is None:
             return None
-        begins, slots = self._slots_by_expert()
+        begins, slots = self.placement.slots_by_expert
         return Copies(begins, self._places[slots.long()])
-
-    def _slots_by_expert(self) -> tuple[Tensor, Tensor]:
-        """int32 [experts + 1] and int32 [slots]: where those of each expert begin, and all of them by expert."""
-        assert self.placement is not None
-        by_expert = self.placement.physical
-        begins = [0, *itertools.accumulate(map(len, by_expert))]
-        slots = [slot for slots in by_expert for slot in slots]
-        return torch.tensor(begins, dtype=torch.int32), torch.tensor(slots, dtype=torch.int32)
 
     def quantized(self, first: int = 0, count: int | None = None) -> QuantizedExperts:
         raise ValueError(f"rank {self.ranks.rank} has {self.held} of this layer, which cannot be read back as a whole")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass
 from functools import cached_property
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 
 from cpumoe.layers.parallel_layout import ParallelLayout
+from cpumoe.ops.exchange import choose_slots
 
 
 @dataclass(frozen=True)
@@ -84,11 +86,11 @@ class Placement:
         return tuple(map(tuple, slots))
 
     @cached_property
-    def turns(self) -> tuple[Tensor, Tensor]:
-        """:attr:`physical` as tensors: how many slots an expert has, [experts], and which, [experts, most of them]."""
-        most = max(map(len, self.physical))
-        slots = [[*slots, *[-1] * (most - len(slots))] for slots in self.physical]
-        return torch.tensor(list(map(len, self.physical))), torch.tensor(slots)
+    def slots_by_expert(self) -> tuple[Tensor, Tensor]:
+        """:attr:`physical` for the core: where the slots of each expert begin, int32 [experts + 1], and all, int32."""
+        begins = [0, *itertools.accumulate(map(len, self.physical))]
+        slots = list(itertools.chain.from_iterable(self.physical))
+        return torch.tensor(begins, dtype=torch.int32), torch.tensor(slots, dtype=torch.int32)
 
     def __str__(self) -> str:
         spare = len(self.logical) - self.expert_count
@@ -111,11 +113,9 @@ def physical_ids(topk_ids: Tensor, placement: Placement, first_token: int = 0) -
         raise ValueError(
             f"topk_ids is {topk_ids.dtype} with {topk_ids.dim()} dimensions; int32 or int64 [tokens, K] is accepted"
         )
-    copies, slots = (table.to(topk_ids.device) for table in placement.turns)
     known = (topk_ids >= 0) & (topk_ids < placement.expert_count)
-    logical = topk_ids.long().where(known, 0)
-    tokens = torch.arange(first_token, first_token + len(topk_ids), device=topk_ids.device).unsqueeze(1)
-    return slots[logical, tokens % copies[logical]].where(known, -1).to(topk_ids.dtype)
+    counted = torch.zeros(placement.expert_count, dtype=torch.int64)
+    return choose_slots(topk_ids.where(known, -1), placement.slots_by_expert, first_token, counted).to(topk_ids.dtype)
 
 
 def rank_loads(placement: Placement, loads: Sequence[float]) -> list[float]:

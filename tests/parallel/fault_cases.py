@@ -18,8 +18,8 @@ from random_layers import random_layer
 
 import cpumoe
 from cpumoe import ParallelLayout
-from cpumoe.parallel import ranks as ranks_module
 from cpumoe.parallel.experts import ParallelExperts
+from cpumoe.parallel.joining import Meeting
 from cpumoe.parallel.ranks import Ranks
 
 _RANK = int(os.environ.get("RANK", "0"))
@@ -39,9 +39,9 @@ def killed(stage: str, doomed: int, folder: str) -> None:
 
     _stage("start", doomed, stage)
     if stage == "agreement":
-        _before(ranks_module, "_agree_on_layout", "agreement", doomed)
+        _before(Meeting, "agree_on_layout", "agreement", doomed)
     if stage == "shared memory":
-        _before(ranks_module, "_shared_exchange", "shared memory", doomed)
+        _before(Meeting, "shared_exchange", "shared memory", doomed)
     ranks = Ranks.join(ParallelLayout(tp_size=_SIZE, expert_parallel=True), timeout=10)
     _stage("joined", doomed, stage)
     if stage == "packing":

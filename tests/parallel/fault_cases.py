@@ -20,6 +20,7 @@ import cpumoe
 from cpumoe import ParallelLayout
 from cpumoe.parallel.experts import ParallelExperts
 from cpumoe.parallel.joining import Meeting
+from cpumoe.parallel.linear import SplitLinear
 from cpumoe.parallel.ranks import Ranks
 
 _RANK = int(os.environ.get("RANK", "0"))
@@ -131,6 +132,21 @@ def _write_garbage() -> None:
         if name.startswith("/dev/shm/cpumoe-"):
             with mmap.mmap(int(link.name), 0) as shared:
                 shared[:8192] = b"\xa5" * 8192
+
+
+def in_groups(doomed: int, way: str, where: str, timeout: float) -> None:
+    """Messages without end in tensor parallel groups and among all ranks; the doomed one goes wrong before either."""
+    ranks = Ranks.join(ParallelLayout(tp_size=2, dp_size=_SIZE // 2, expert_parallel=True), timeout=timeout)
+    linear = SplitLinear(torch.nn.Linear(8, 4), ranks.group)
+    for call in range(1_000_000):
+        wrong = call == 20 and doomed == _RANK
+        if wrong and where == "group":
+            _go_wrong(way, ranks.group)
+        with torch.no_grad():
+            linear(torch.randn(3, 8))
+        if wrong and where == "all":
+            _go_wrong(way, ranks)
+        ranks.gather_numbers([call])
 
 
 def mismatched(odd: int, way: str, folder: str, other: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import cpumoe
 from cpumoe import ParallelLayout
 from cpumoe.checkpoints.tensor_file import TensorFile
 from cpumoe.integrations.transformers.native_decoder import explanation
+from cpumoe.layers.parallel_layout import Exchange
 from cpumoe.parallel.ranks import Ranks
 
 TOLERANCE = 1e-5
@@ -100,6 +101,10 @@ def write_models(folder: Path) -> None:
 FOR_FOUR = ["qwen3_moe", "qwen3_moe, one expert", "gpt_oss", "deepseek_v3", "qwen3_next", "qwen3_next, w8a16"]
 
 
+#: Tried with tokens of their own on groups of ranks too: attention with heads, with latents, and states.
+WITH_OWN_TOKENS = ["qwen3_moe", "deepseek_v3", "qwen3_next"]
+
+
 def _load(folder: Path, **options: Any) -> Any:
     return cpumoe.load_model(folder, dtype=torch.float32, **options).eval()
 
@@ -150,8 +155,19 @@ class _Reading:
         return total
 
 
-def layouts(size: int) -> dict[str, ParallelLayout]:
-    return {"tp": ParallelLayout(tp_size=size), "tp ep": ParallelLayout(tp_size=size, expert_parallel=True)}
+def layouts(size: int, name: str) -> dict[str, ParallelLayout]:
+    """Those that a model is tried in: ranks with the same tokens, and for some models with tokens of their own."""
+    found = {"tp": ParallelLayout(tp_size=size), "tp ep": ParallelLayout(tp_size=size, expert_parallel=True)}
+    if name not in WITH_OWN_TOKENS:
+        return found
+    inside = ParallelLayout(tp_size=size // 2, dp_size=2, expert_parallel=True)
+    found |= {
+        "dp ep": inside,
+        "dp ep by expert": replace(inside, exchange=Exchange.ALL_TO_ALL),
+        "dp": replace(inside, expert_parallel=False),
+        "sp ep": ParallelLayout(tp_size=size, expert_parallel=True, sequence_parallel=True),
+    }
+    return found
 
 
 def every_model(folder: str, names: list[str]) -> dict[str, str | None]:
@@ -163,7 +179,7 @@ def every_model(folder: str, names: list[str]) -> dict[str, str | None]:
         saved = torch.load(Path(folder) / f"{name}.pt", weights_only=True)
         bytes_alone = saved.pop("read")
         alone = Seen(**saved)
-        for layout_name, layout in layouts(size).items():
+        for layout_name, layout in layouts(size, name).items():
             cases.run(
                 f"{name}, {layout_name}, {size} ranks",
                 _compare, Path(folder) / name, model, layout, alone, bytes_alone, reading,
@@ -190,7 +206,8 @@ def _compare(
     assert found.tokens == alone.tokens
     assert found.steps == alone.steps
     for own, whole in zip(found.key_heads, alone.key_heads, strict=True):
-        expected = whole // ranks.size if whole % ranks.size == 0 and "one call" in found.steps else whole
+        parts = ranks.group.size
+        expected = whole // parts if whole % parts == 0 and "one call" in found.steps else whole
         assert own == expected, f"the cache has {own} heads of {whole}"
     if model.left_bytes is not None:
         whole = bytes_alone + model.left_bytes

@@ -93,6 +93,19 @@ def test_hangs_in_a_layer(way: str, shared: str) -> None:
         _names(ended, 1)
 
 
+@pytest.mark.parametrize("where", ["group", "all"])
+@pytest.mark.parametrize(("way", "shared"), [("kill", "1"), ("raise inside", "1"), ("stop", "1"), ("kill", "0")])
+def test_in_a_group_of_some_ranks(way: str, shared: str, where: str) -> None:
+    """Those outside of its group name it too, by its number among all ranks."""
+    environment = {"CPUMOE_SHARED_MEMORY": shared}
+    timeout = 5.0 if way == "stop" else 30.0
+    with RankProcesses(4, "fault_cases:in_groups", 3, way, where, timeout, environment=environment) as ranks:
+        ended = ranks.wait(_STARTING, without=(3,) if way == "stop" else ())
+        _names(_others(ended, 3), 3)
+    if way != "stop":
+        assert max(one.seconds for one in ended) < ended[3].seconds + _SLOW  # nobody waits for the timeout
+
+
 def test_garbage_in_shared_memory() -> None:
     with RankProcesses(2, "fault_cases:in_layers", 1, "garbage", 5.0) as ranks:
         ended = ranks.wait(_STARTING)

@@ -230,6 +230,7 @@ RoutedExperts read_experts(nb::handle object, DType type) {
   const std::int64_t experts = e.router.weight.columns;
   if (const nb::object copies = object.attr("copies"); !copies.is_none()) {
     const Array begins(copies.attr("begins"), "begins"), places(copies.attr("places"), "places");
+    const Array ranks(copies.attr("ranks"), "ranks");
     e.copy_begins = begins.contiguous(1).expect<std::int32_t>("int32").data<std::int32_t>();
     e.copy_places = places.contiguous(1).expect<std::int32_t>("int32").data<std::int32_t>();
     CPUMOE_REQUIRE(e.spread && begins.dim(0) == experts + 1, "begins of copies are ", begins.shape_text(), "; [",
@@ -237,8 +238,11 @@ RoutedExperts read_experts(nb::handle object, DType type) {
     for (std::int64_t i = 0; i < experts; ++i) {
       CPUMOE_REQUIRE(e.copy_begins[0] == 0 && e.copy_begins[i] < e.copy_begins[i + 1], "expert ", i, " has no copy");
     }
-    CPUMOE_REQUIRE(places.dim(0) == e.copy_begins[experts], "places of copies are ", places.shape_text(), "; [",
-                   e.copy_begins[experts], "] is accepted");
+    e.copy_ranks = ranks.contiguous(1).expect<std::int32_t>("int32").data<std::int32_t>();
+    for (const Array* array : {&places, &ranks}) {
+      CPUMOE_REQUIRE(array->dim(0) == e.copy_begins[experts], array->name(), " of copies are ", array->shape_text(),
+                     "; [", e.copy_begins[experts], "] is accepted");
+    }
   }
   if (const nb::object loads = object.attr("loads"); !loads.is_none()) {
     const Array array(loads, "loads");
@@ -246,6 +250,11 @@ RoutedExperts read_experts(nb::handle object, DType type) {
                    "] is accepted");
     e.loads = array.expect<std::int64_t>("int64").data<std::int64_t>();
   }
+  const int travel = value_of<int>(object, "travel");
+  CPUMOE_REQUIRE(travel >= 0 && travel <= static_cast<int>(RowTravel::kToExperts), "travel=", travel,
+                 "; 0 to 2 are accepted");
+  e.travel = static_cast<RowTravel>(travel);
+  e.prepared_rows = value_of<bool>(object, "prepared_rows");
   e.activation = read_activation(object.attr("activation"));
   e.weight_on_input = value_of<bool>(object, "weight_on_input");
   return e;
@@ -302,9 +311,12 @@ DecoderModel read_model(nb::handle object) {
   for (const nb::handle layer : object.attr("layers")) model.layers.push_back(read_layer(layer, model.type));
   model.norm = read_norm(object.attr("norm"), model.type, "norm");
   model.head = read_matrix(object.attr("head"), "head");
-  if (const nb::object exchange = object.attr("exchange"); !exchange.is_none()) {
-    model.exchange = nb::cast<RankExchange*>(exchange);
-  }
+  const auto exchange_of = [&](const char* name) {
+    const nb::object exchange = object.attr(name);
+    return exchange.is_none() ? nullptr : nb::cast<RankExchange*>(exchange);
+  };
+  model.exchange = exchange_of("exchange");
+  model.group = exchange_of("group");
   return model;
 }
 
@@ -515,6 +527,12 @@ class DecoderObject {
     decoder_.step(active_kernels(), step);
   }
 
+  // A step in which this rank has no rows.
+  std::int64_t help() {
+    const Computation computation;
+    return decoder_.step(active_kernels(), {});
+  }
+
   nb::list take_seconds() {
     double seconds[kStepParts];
     decoder_.take_seconds(seconds);
@@ -549,6 +567,7 @@ void bind_decoder(nb::module_& m) {
   nb::class_<DecoderObject>(m, "Decoder")
       .def(nb::init<nb::object>(), "model"_a)
       .def_prop_ro("vocabulary", &DecoderObject::vocabulary)
+      .def("help", &DecoderObject::help)
       .def("step", &DecoderObject::step, "tokens"_a, "caches"_a, "past"_a, "positions"_a.none(), "padding"_a.none(),
            "kept"_a, "hidden_out"_a.none(), "logits_out"_a.none())
       .def("step_rows", &DecoderObject::step_rows, "tokens"_a, "sequences"_a, "places"_a, "pages"_a, "page_tokens"_a,

@@ -3,9 +3,12 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <exception>
 #include <iterator>
+#include <numeric>
 #include <utility>
 
+#include "check.h"
 #include "decoder_check.h"
 #include "decoder_round.h"
 
@@ -73,19 +76,21 @@ std::int64_t DeltaPart::width() const {
   return width;
 }
 
-Decoder::Round::Round(const Kernels& kernels, const Step& step, State& state, std::int64_t first, std::int64_t count,
-                      int threads)
+Decoder::Round::Round(const Kernels& kernels, const Step& step, State& state, std::int64_t first,
+                      const std::vector<std::int64_t>& counts, int threads)
     : k_(kernels),
       step_(step),
       s_(state),
       m_(state.model),
       type_(state.model.type),
+      counts_(counts),
       first_(first),
-      count_(count),
+      count_(counts[static_cast<std::size_t>(m_.exchange == nullptr ? 0 : m_.exchange->rank())]),
       hidden_(state.model.hidden),
       threads_(threads) {
   std::int64_t projected = 0, attended = 0, inner = 0, experts = 0, topk = 0, latent = 0, latent_sums = 0, down = 0;
   std::int64_t narrow = 0, all_attended = 0;
+  const std::int64_t count = count_;
   bool spread = false;
   for (const DecoderLayer& layer : m_.layers) {
     const AttentionPart& a = layer.attention;
@@ -143,11 +148,12 @@ Decoder::Round::Round(const Kernels& kernels, const Step& step, State& state, st
     sums_ = s_.sums.get<float>(count * hidden_);
   }
   find_sequences();
-  if (!m_.layers.empty()) plan_projections(0);
+  if (!m_.layers.empty() && count_ > 0) plan_projections(0);
 }
 
 void Decoder::Round::run(Worker& worker) {
   start(worker);
+  if (count_ == 0) return serve_others(worker);
   embed(worker);
   const DecoderLayer* before = nullptr;
   for (std::size_t i = 0; i < m_.layers.size(); ++i) {
@@ -206,7 +212,10 @@ void Decoder::Round::start(const Worker& worker) {
 
 void Decoder::Round::end_stage(Worker& worker, StepPart part) {
   worker.barrier->wait();
-  if (worker.index != 0) return;
+  if (worker.index == 0) note_time(part);
+}
+
+void Decoder::Round::note_time(StepPart part) {
   const Clock::time_point now = Clock::now();
   s_.seconds[static_cast<int>(part)] += std::chrono::duration<double>(now - time_).count();
   time_ = now;
@@ -222,7 +231,7 @@ void Decoder::Round::gather_heads(Worker& worker, const AttentionPart& a) {
   if (a.ranks == 1) return;
   worker.barrier->wait();  // gates are applied in shares of rows
   const std::int64_t width = a.heads * a.value_depth * size_of(type_);
-  if (worker.index == 0) m_.exchange->gather(attended_, count_ * width, gathered_);
+  if (worker.index == 0) m_.group->gather(attended_, count_ * width, gathered_);
   end_stage(worker, StepPart::kExchange);
   each_row(worker, [&](std::int64_t r) {
     for (int rank = 0; rank < a.ranks; ++rank) {
@@ -312,13 +321,13 @@ void Decoder::Round::plan_projections(std::size_t index) {
     }
     if (a.latent.has_value() && a.latent->down) {
       outs.push_back({&a.latent->down, down_, a.latent->down.columns, type_});
-      s_.queries.plan(k_, &queries, 1, down_, type_, count_, threads_, m_.exchange);
+      s_.queries.plan(k_, &queries, 1, down_, type_, count_, threads_, m_.group);
     } else {
       outs.push_back(queries);
     }
     if (a.gate) outs.push_back({&a.gate, gates_, a.gate.columns, type_});
   }
-  s_.projections.plan(k_, outs.data(), static_cast<int>(outs.size()), normed_, type_, count_, threads_, m_.exchange);
+  s_.projections.plan(k_, outs.data(), static_cast<int>(outs.size()), normed_, type_, count_, threads_, m_.group);
 }
 
 void Decoder::Round::plan_layer(std::size_t index) {
@@ -338,11 +347,11 @@ void Decoder::Round::plan_layer(std::size_t index) {
                             : layer.convolution.has_value() ? &layer.convolution->out
                                                             : &a.out;
   const MatrixOut out{mixer_out, mixed_, hidden_, type_};
-  s_.output.plan(k_, &out, 1, attended_by(layer), type_, count_, threads_, m_.exchange);
+  s_.output.plan(k_, &out, 1, attended_by(layer), type_, count_, threads_, m_.group);
   if (layer.experts.has_value()) {
     const Matrix& router = layer.experts->router.weight;
     const MatrixOut logits{&router, logits_, router.columns, DType::kF32};
-    s_.router.plan(k_, &logits, 1, normed_, type_, count_, threads_, m_.exchange);
+    s_.router.plan(k_, &logits, 1, normed_, type_, count_, threads_, m_.group);
   }
   if (layer.dense.has_value()) {
     const DenseBlock& d = *layer.dense;
@@ -352,9 +361,9 @@ void Decoder::Round::plan_layer(std::size_t index) {
     outs[outs_count++] = {&d.up, d.has_both() ? dense_in_ : at(dense_in_, inner, type_), 2 * inner, type_};
     if (d.gate) outs[outs_count++] = {&d.gate, dense_in_, 2 * inner, type_};
     if (d.share) outs[outs_count++] = {&d.share, share_, 1, DType::kF32};
-    s_.dense_first.plan(k_, outs, outs_count, normed_, type_, count_, threads_, m_.exchange);
+    s_.dense_first.plan(k_, outs, outs_count, normed_, type_, count_, threads_, m_.group);
     const MatrixOut down{&d.down, dense_out_, hidden_, type_};
-    s_.dense_second.plan(k_, &down, 1, dense_hidden_, type_, count_, threads_, m_.exchange);
+    s_.dense_second.plan(k_, &down, 1, dense_hidden_, type_, count_, threads_, m_.group);
   }
 }
 
@@ -373,7 +382,7 @@ void Decoder::Round::plan_head() {
   if (step_.logits_out == nullptr) return;
   const std::int64_t columns = m_.head.columns;
   const MatrixOut out{&m_.head, at(step_.logits_out, first_wanted() * columns, type_), columns, type_};
-  s_.head.plan(k_, &out, 1, result_, type_, wanted, threads_, m_.exchange);
+  s_.head.plan(k_, &out, 1, result_, type_, wanted, threads_, m_.group);
 }
 
 void Decoder::Round::finish(Worker& worker) {
@@ -406,6 +415,8 @@ Decoder::Decoder(DecoderModel model) : state_(std::make_unique<State>()) {
     const bool unequal = e.spread && (e.copy_begins == nullptr || e.router.weight.columns < model.exchange->ranks());
     state_->most_rows = std::min(state_->most_rows, unequal ? kSpreadTokens : tokens_at_once(e.down, e.router.topk));
   }
+  // The experts of a round have the rows of all groups.
+  state_->most_rows = std::max<std::int64_t>(1, state_->most_rows * model.group_ranks() / model.ranks());
   state_->model = std::move(model);
 }
 
@@ -413,26 +424,54 @@ Decoder::~Decoder() = default;
 
 const DecoderModel& Decoder::model() const { return state_->model; }
 
-void Decoder::step(const Kernels& kernels, const Step& step) {
-  check_step(state_->model, step);
-  if (step.clears_states) clear_states(step);
+std::vector<std::int64_t> Decoder::rows_of_ranks(const Step& step) const {
+  const DecoderModel& model = state_->model;
   const auto rows = static_cast<std::int64_t>(step.rows.size());
-  if (rows == 0) return;
-  const int wanted = threads_for(work_of(state_->model, rows));
-  if (rows <= kCrowdedRows) {
-    const int threads = state_->crowding.threads(wanted);
-    Round round(kernels, step, *state_, 0, rows, threads);
-    state_->crowding.run(threads, [&](Worker& worker) { round.run(worker); });
-    if (state_->model.exchange != nullptr) state_->model.exchange->rethrow();
-    state_->rows_done += rows;
-    return;
+  std::vector<std::int64_t> found(static_cast<std::size_t>(model.ranks()), rows);
+  if (!model.has_own_rows()) {
+    check_step(model, step);
+    return found;
   }
-  for (std::int64_t first = 0; first < rows; first += state_->most_rows) {
-    Round round(kernels, step, *state_, first, std::min(state_->most_rows, rows - first), wanted);
-    run_on_threads(wanted, [&](Worker& worker) { round.run(worker); });
-    if (state_->model.exchange != nullptr) state_->model.exchange->rethrow();
+  // A rank that refuses its rows says so: the others would wait for it.
+  std::exception_ptr problem;
+  try {
+    check_step(model, step);
+  } catch (...) {
+    problem = std::current_exception();
   }
-  state_->rows_done += rows;
+  const std::int64_t mine = problem == nullptr ? rows : -1;
+  model.exchange->gather(&mine, sizeof(mine), found.data());
+  if (problem != nullptr) std::rethrow_exception(problem);
+  model.exchange->rethrow();
+  for (std::size_t r = 0; r < found.size(); ++r) CPUMOE_REQUIRE(found[r] >= 0, "rank ", r, " has refused its rows");
+  return found;
+}
+
+std::int64_t Decoder::step(const Kernels& kernels, const Step& step) {
+  const DecoderModel& model = state_->model;
+  const std::vector<std::int64_t> rows = rows_of_ranks(step);
+  const std::int64_t all = std::accumulate(rows.begin(), rows.end(), std::int64_t{0}) / model.group_ranks();
+  const std::int64_t most = *std::max_element(rows.begin(), rows.end());
+  if (step.clears_states) clear_states(step);
+  const int wanted = threads_for(work_of(model, most));
+  std::vector<std::int64_t> counts(rows.size());
+  for (std::int64_t first = 0; first < most; first += state_->most_rows) {
+    std::transform(rows.begin(), rows.end(), counts.begin(),
+                   [&](std::int64_t count) { return std::clamp<std::int64_t>(count - first, 0, state_->most_rows); });
+    const bool few = most <= kCrowdedRows;
+    const int threads = few ? state_->crowding.threads(wanted) : wanted;
+    Round round(kernels, step, *state_, first, counts, threads);
+    if (few) {
+      state_->crowding.run(threads, [&](Worker& worker) { round.run(worker); });
+    } else {
+      run_on_threads(threads, [&](Worker& worker) { round.run(worker); });
+    }
+    for (const RankExchange* exchange : {model.exchange, model.group}) {
+      if (exchange != nullptr) exchange->rethrow();
+    }
+  }
+  state_->rows_done += static_cast<std::int64_t>(step.rows.size());
+  return all;
 }
 
 void Decoder::clear_states(const Step& step) const {

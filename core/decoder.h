@@ -16,6 +16,7 @@
 #include "packed.h"
 #include "rank_exchange.h"
 #include "route.h"
+#include "row_traffic.h"
 
 namespace cpumoe {
 
@@ -126,15 +127,26 @@ struct RoutedExperts {
   // Experts are spread over ranks: each has some, or a slice of all of them. The sums of all ranks are added.
   bool spread = false;
   // Where ranks have whole experts, of which there may be copies: those of expert e are copy_begins[e] to
-  // copy_begins[e + 1] - 1, and copy_places has for each its place among those that are here, or -1. Null for slices.
-  const std::int32_t *copy_begins = nullptr, *copy_places = nullptr;
+  // copy_begins[e + 1] - 1, and copy_places has for each its place among those that are here, or -1; copy_ranks has the
+  // rank that it is on. Null for slices, where an expert is its own copy.
+  const std::int32_t *copy_begins = nullptr, *copy_places = nullptr, *copy_ranks = nullptr;
   std::int64_t* loads = nullptr;  // [experts] or null: how often each has been chosen
+  // Where ranks do not have the same rows, or each computes the experts of its share of them.
+  RowTravel travel = RowTravel::kStay;
+  bool prepared_rows = false;  // rows travel as the first product wants them, which every rank knows then
 
-  // Where a row goes that has chosen an expert: copies take turns.
-  std::int32_t place(std::int32_t expert, std::int64_t turn) const {
+  // The copy of an expert that a row takes: they take turns.
+  std::int32_t copy(std::int32_t expert, std::int64_t turn) const {
+    if (copy_begins == nullptr) return expert;
     const std::int32_t first = copy_begins[expert];
-    return copy_places[first + turn % (copy_begins[expert + 1] - first)];
+    return first + static_cast<std::int32_t>(turn % (copy_begins[expert + 1] - first));
   }
+  std::int32_t copies() const {
+    const std::int64_t experts = router.weight.columns;
+    return copy_begins == nullptr ? static_cast<std::int32_t>(experts) : copy_begins[experts];
+  }
+  // Where a copy is among the experts that are here, or -1.
+  std::int32_t place(std::int32_t copy) const { return copy_places == nullptr ? copy : copy_places[copy]; }
 };
 
 // A feed-forward block of linears: that of a layer without experts, or one that all tokens take beside them.
@@ -173,8 +185,16 @@ struct DecoderModel {
   std::vector<DecoderLayer> layers;
   Norm norm;
   Matrix head;  // or none
-  // Of the ranks that parts are spread over, or null. All of them run the same steps.
+  // Of the ranks that experts are spread over, or null.
   RankExchange* exchange = nullptr;
+  // Of those that heads and columns are spread over, or null: some of the former, side by side, with the same rows.
+  // Where these are not all of them, every group has rows of its own, and all groups run the same number of steps.
+  RankExchange* group = nullptr;
+
+  int ranks() const { return exchange == nullptr ? 1 : exchange->ranks(); }
+  int group_ranks() const { return group == nullptr ? 1 : group->ranks(); }
+  // Whether a rank may have rows while others have none.
+  bool has_own_rows() const { return group_ranks() < ranks(); }
 };
 
 // Keys or values of all sequences in one layer. Those of sequence s, head h and the token at place p are at
@@ -235,8 +255,10 @@ class Decoder {
   ~Decoder();
 
   const DecoderModel& model() const;
-  // Refuses rows and caches that do not belong together, naming them.
-  void step(const Kernels& kernels, const Step& step);
+  // Refuses rows and caches that do not belong together, naming them. Where groups of ranks have rows of their own,
+  // each of them runs every step, also one in which it has none: others need its experts. Returns how many rows the
+  // groups had, all together.
+  std::int64_t step(const Kernels& kernels, const Step& step);
   // Seconds of each part since the last call.
   void take_seconds(double (&seconds)[kStepParts]);
 
@@ -244,6 +266,7 @@ class Decoder {
   struct State;
   class Round;
 
+  std::vector<std::int64_t> rows_of_ranks(const Step& step) const;
   void clear_states(const Step& step) const;
 
   std::unique_ptr<State> state_;

@@ -5,13 +5,6 @@
 #include "route.h"
 
 namespace cpumoe {
-namespace {
-
-// Rows for which one thread chooses the experts; more are shared out.
-constexpr std::int64_t kFewRows = 16;
-
-}  // namespace
-
 void Decoder::Round::run_block(Worker& worker, const DecoderLayer& layer) {
   if (layer.experts.has_value()) s_.router.prepare(worker);
   if (layer.dense.has_value()) s_.dense_first.prepare(worker);
@@ -34,10 +27,17 @@ void Decoder::Round::run_block(Worker& worker, const DecoderLayer& layer) {
   }
   end_stage(worker, layer.dense.has_value() ? StepPart::kProducts : StepPart::kRouting);
   if (layer.dense.has_value()) gather(worker, s_.dense_second);
-  if (!layer.experts.has_value()) return;
-  if (layer.experts->gate_up.data != nullptr) s_.experts.run(worker);
+  if (layer.experts.has_value()) run_experts(worker, *layer.experts);
+}
+
+void Decoder::Round::run_experts(Worker& worker, const RoutedExperts& e) {
+  if (computes_experts_) s_.experts.run(worker);
   end_stage(worker, StepPart::kExperts);
-  if (layer.experts->spread) add_sums(worker);
+  if (e.travel != RowTravel::kStay) {
+    return_sums(worker);
+  } else if (e.spread) {
+    add_sums(worker);
+  }
 }
 
 void Decoder::Round::activate(const Worker& worker, const DenseBlock& d) {
@@ -63,39 +63,54 @@ void Decoder::Round::choose_experts(Worker& worker, const RoutedExperts& e) {
     round_logits(e.router, worker.share(count_), worker.next_share(count_));
     route_tokens(k_, call, worker.share(count_), worker.next_share(count_));
     worker.barrier->wait();
-  }
-  if (worker.index != 0) return;
-  if (count_ <= kFewRows) {
+  } else if (worker.index == 0) {
     round_logits(e.router, 0, count_);
     route_tokens(k_, call, 0, count_);
   }
-  for (std::int64_t i = 0; e.loads != nullptr && i < count_ * e.router.topk; ++i) ++e.loads[ids_[i]];
-  if (e.spread && e.gate_up.data == nullptr) {
-    std::fill_n(sums_, count_ * hidden_, 0.0f);
+  if (worker.index == 0 && e.loads != nullptr) {
+    for (std::int64_t i = 0; i < count_ * e.router.topk; ++i) ++e.loads[ids_[i]];
+  }
+  if (e.travel != RowTravel::kStay) bring_rows(worker, e);
+  if (worker.index == 0) plan_experts(e);
+}
+
+void Decoder::Round::plan_experts(const RoutedExperts& e) {
+  const bool travels = e.travel != RowTravel::kStay;
+  const std::int64_t topk = e.router.topk;
+  MoeCall moe{};
+  moe.tokens = travels ? s_.traffic.received() : count_;
+  moe.out = travels ? s_.traffic.sums() : e.spread ? sums_ : static_cast<void*>(mixed_);
+  moe.out_type = e.spread ? DType::kF32 : type_;
+  computes_experts_ = e.gate_up.data != nullptr && moe.tokens > 0;
+  if (!computes_experts_) {
+    std::fill_n(static_cast<float*>(moe.out), moe.tokens * hidden_, 0.0f);
     return;
   }
-  MoeCall moe{};
   moe.gate_up = e.gate_up;
   moe.down = e.down;
-  moe.x = normed_;
-  moe.type = moe.out_type = type_;
-  moe.tokens = count_;
-  moe.topk = e.router.topk;
-  moe.ids = ids_;
-  moe.weights = weights_;
+  moe.type = type_;
+  moe.topk = topk;
   moe.weight_on_input = e.weight_on_input;
   moe.activation = e.activation;
-  moe.out = mixed_;
-  if (e.spread) {
-    if (e.copy_begins != nullptr) {
-      const std::int64_t topk = e.router.topk;
-      for (std::int64_t i = 0; i < count_ * topk; ++i) own_ids_[i] = e.place(ids_[i], s_.rows_done + first_ + i / topk);
-      moe.ids = own_ids_;
+  if (travels) {
+    if (e.prepared_rows) {
+      moe.prepared = s_.traffic.rows();
     } else {
-      moe.slices = m_.exchange;
+      moe.x = s_.traffic.rows();
     }
-    moe.out_type = DType::kF32;
-    moe.out = sums_;
+    moe.ids = s_.traffic.copies();
+    moe.weights = s_.traffic.weights();
+  } else {
+    moe.x = normed_;
+    moe.ids = ids_;
+    moe.weights = weights_;
+  }
+  if (e.spread && e.copy_begins == nullptr) moe.slices = m_.exchange;
+  if (e.copy_begins != nullptr && !travels) {
+    for (std::int64_t i = 0; i < count_ * topk; ++i) {
+      own_ids_[i] = e.place(e.copy(ids_[i], s_.rows_done + first_ + i / topk));
+    }
+    moe.ids = own_ids_;
   }
   s_.experts.plan(k_, moe, threads_);
 }

@@ -14,10 +14,18 @@ void check_norm(const Norm& norm, std::int64_t width, const char* name) {
   CPUMOE_REQUIRE(!norm || norm.width == width, name, " has ", norm.width, " values for rows of ", width);
 }
 
-// What is spread over ranks is spread over all of them.
+// What is spread over the ranks of a group is spread over all of them.
 void check_ranks(const DecoderModel& model, int ranks, const char* name) {
-  const int all = model.exchange == nullptr ? 1 : model.exchange->ranks();
+  const int all = model.group_ranks();
   CPUMOE_REQUIRE(ranks == 1 || ranks == all, name, " is spread over ", ranks, " ranks of ", all);
+}
+
+void check_groups(const DecoderModel& model) {
+  if (model.group == nullptr) return;
+  CPUMOE_REQUIRE(model.exchange != nullptr && model.ranks() % model.group_ranks() == 0 &&
+                     model.exchange->rank() % model.group_ranks() == model.group->rank(),
+                 "rank ", model.group->rank(), " of a group of ", model.group_ranks(),
+                 " ranks does not fit the ranks of all experts, which are ", model.ranks());
 }
 
 void check_matrix(const Matrix& m, const DecoderModel& model, std::int64_t columns, std::int64_t depth,
@@ -155,6 +163,14 @@ void check_layer(const DecoderLayer& layer, const DecoderModel& model) {
   check_matrix(e.router.weight, model, experts, model.hidden, "router");
   CPUMOE_REQUIRE(e.spread || e.gate_up.data != nullptr, "a layer has a router and no experts");
   CPUMOE_REQUIRE(!e.spread || model.exchange != nullptr, "experts are spread over ranks that do not exchange");
+  CPUMOE_REQUIRE(!e.spread || e.travel != RowTravel::kStay || !model.has_own_rows(),
+                 "groups of ranks have rows of their own, which do not travel");
+  CPUMOE_REQUIRE(e.spread || e.travel == RowTravel::kStay, "rows travel to experts that are all here");
+  CPUMOE_REQUIRE(e.travel != RowTravel::kToExperts || e.copy_ranks != nullptr,
+                 "rows travel to their experts, and it is not known where these are");
+  CPUMOE_REQUIRE(
+      !e.prepared_rows || (e.gate_up.data != nullptr && prepared_token_bytes(e.gate_up, model.type) > 0),
+      "rows travel as the first product wants them, and there is none, or it is another one for each expert");
   if (e.gate_up.data == nullptr) return;
   check_experts(e.gate_up.spec, e.down.spec, e.activation);
   if (e.copy_begins == nullptr) {
@@ -177,6 +193,7 @@ void check_layer(const DecoderLayer& layer, const DecoderModel& model) {
 void check_model(const DecoderModel& model) {
   CPUMOE_REQUIRE(model.hidden >= 1 && model.hidden < (1 << 24), "hidden=", model.hidden,
                  "; 1 to 2^24 - 1 are accepted");
+  check_groups(model);
   for (const DecoderLayer& layer : model.layers) check_layer(layer, model);
   check_norm(model.norm, model.hidden, "norm");
   if (model.head) check_matrix(model.head, model, model.head.columns, model.hidden, "head");
@@ -184,6 +201,10 @@ void check_model(const DecoderModel& model) {
 
 void check_step(const DecoderModel& m, const Step& s) {
   const auto rows = static_cast<std::int64_t>(s.rows.size()), sequences = static_cast<std::int64_t>(s.seen.size());
+  if (rows == 0) {
+    CPUMOE_REQUIRE(s.wanted.empty(), "results are wanted of a step without rows");
+    return;
+  }
   CPUMOE_REQUIRE((s.tokens != nullptr) != (s.hidden != nullptr), "tokens or hidden states must be given, and not both");
   CPUMOE_REQUIRE(s.tokens == nullptr || m.embedding != nullptr, "this decoder has no embedding: give hidden states");
   CPUMOE_REQUIRE(s.logits_out == nullptr || m.head, "this decoder has no head");

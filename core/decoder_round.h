@@ -16,12 +16,16 @@
 #include "memory.h"
 #include "moe.h"
 #include "rank_products.h"
+#include "row_traffic.h"
 #include "threads.h"
 
 namespace cpumoe {
 
 // Of latent attention: rows that are attended at a time, whose queries take memory, and those of one work item.
 constexpr std::int64_t kLatentRows = 256, kLatentItemRows = 16;
+
+// Rows for which one thread chooses the experts; more are shared out.
+constexpr std::int64_t kFewRows = 16;
 
 inline std::uint8_t* at(void* data, std::int64_t element, DType type) {
   return static_cast<std::uint8_t*>(data) + element * size_of(type);
@@ -46,19 +50,24 @@ struct Decoder::State {
   CachedAttention attention;
   DeltaRuleStage delta;
   MoeStage experts;
+  RowTraffic traffic;
+  Buffer share_rows, traffic_copies;
+  std::vector<std::int64_t> shares, share_begins;
   std::vector<CachedSequence> sequences;
   std::vector<AttentionRow> attention_rows;
   std::vector<SequenceRows> sequence_rows;
   std::vector<MatrixOut> outs;
 };
 
-// Rows [first, first + count) of a step through all layers. The stages of a layer, with barriers between them:
+// Rows [first, first + count) of a step through all layers; `counts` are those of all ranks. The stages of a layer,
+// with barriers between them:
 //   rows (residual, norm, preparation); query, key and value; heads (norms, rotation, cache); attention; output;
 //   rows; router and the first linears of a dense block; choice of experts; its last linear; experts.
 // Products are planned by the first thread while heads are made; those of experts when their choice is known.
 class Decoder::Round {
  public:
-  Round(const Kernels& kernels, const Step& step, State& state, std::int64_t first, std::int64_t count, int threads);
+  Round(const Kernels& kernels, const Step& step, State& state, std::int64_t first,
+        const std::vector<std::int64_t>& counts, int threads);
   void run(Worker& worker);
 
  private:
@@ -82,6 +91,7 @@ class Decoder::Round {
 
   void start(const Worker& worker);
   void end_stage(Worker& worker, StepPart part);
+  void note_time(StepPart part);
 
   // ---- what other ranks have ----------------------------------------------------------------------------------------
 
@@ -93,6 +103,20 @@ class Decoder::Round {
     return layer.attention.ranks > 1 ? all_attended_ : attended_;
   }
   void add_sums(Worker& worker);
+
+  // ---- rows that the experts of other ranks compute: decoder_ranks.cc -----------------------------------------------
+
+  // Of the rows of a group each of its ranks sends a share, of which rank r has its first and the one behind its last.
+  std::int64_t share_begin(int rank) const;
+  std::int64_t share_end(int rank) const;
+  void plan_traffic(const RoutedExperts& e);
+  // The rows of all ranks that have experts here; then `traffic` has them.
+  void bring_rows(Worker& worker, const RoutedExperts& e);
+  // Copies of experts become places among those that are here.
+  void find_places(const RoutedExperts& e);
+  void return_sums(Worker& worker);
+  // A round of others, in which this rank has no rows.
+  void serve_others(Worker& worker);
 
   // ---- rows: every worker has its share of them --------------------------------------------------------------------
 
@@ -182,6 +206,8 @@ class Decoder::Round {
 
   // Of few rows by the first thread, which then plans; of more by all.
   void choose_experts(Worker& worker, const RoutedExperts& e);
+  void plan_experts(const RoutedExperts& e);
+  void run_experts(Worker& worker, const RoutedExperts& e);
 
   // Logits as the router's model has them.
   void round_logits(const Router& router, std::int64_t first, std::int64_t last);
@@ -198,6 +224,7 @@ class Decoder::Round {
   State& s_;
   const DecoderModel& m_;
   const DType type_;
+  const std::vector<std::int64_t>& counts_;
   const std::int64_t first_, count_, hidden_;
   const int threads_;
   std::uint8_t *residual_, *normed_, *mixed_, *projected_, *attended_, *gates_, *down_, *narrow_, *dense_in_,
@@ -207,6 +234,7 @@ class Decoder::Round {
   std::int64_t values_stride_;
   float *values_, *share_, *logits_, *weights_, *sums_ = nullptr;
   std::int32_t *ids_, *own_ids_ = nullptr;
+  bool computes_experts_ = false;  // of the layer that is being computed
   std::chrono::steady_clock::time_point time_;
 };
 

@@ -31,7 +31,7 @@ void Decoder::Round::plan_columns_of_delta(const DeltaPart& d) {
   for (std::size_t i = 0; i < d.expansions.size(); ++i) {
     const Matrix& m = d.expansions[i].matrix;
     const MatrixOut out{&m, at(projected_, column, type_), width, type_};
-    s_.expansions[i].plan(k_, &out, 1, at(narrow_, narrow * count_, type_), type_, count_, threads_, m_.exchange);
+    s_.expansions[i].plan(k_, &out, 1, at(narrow_, narrow * count_, type_), type_, count_, threads_, m_.group);
     column += m.columns;
     narrow += m.depth;
   }

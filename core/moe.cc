@@ -573,23 +573,27 @@ std::int64_t prepared_token_bytes(const PackedMatrix& gate_up, DType type) {
   return traits.by_expert() ? 0 : prepared_bytes(gate_up, RowLayout(spec).row_bytes(gate_up.padded_depth), traits);
 }
 
-void prepare_tokens(const Kernels& kernels, const PackedMatrix& gate_up, const void* x, DType type, std::int64_t tokens,
-                    std::uint8_t* out) {
+void prepare_token(const Kernels& kernels, const PackedMatrix& gate_up, const void* x, DType type, std::uint8_t* out) {
   PackedSpec spec = gate_up.spec;
   spec.rows = rows_for(spec, type);
   const RowLayout layout(spec);
   const RowTraits traits = traits_of(spec.rows);
-  const RowKernels& rows = kernels.of(spec.rows);
   const std::int64_t row_bytes = layout.row_bytes(gate_up.padded_depth);
-  const std::int64_t stride = prepared_bytes(gate_up, row_bytes, traits);
-  CPUMOE_REQUIRE(!traits.by_expert(), "tokens of this scheme are prepared for each expert anew");
-  std::memset(out, 0, static_cast<std::size_t>(tokens * stride));  // what is between rows may be sent, too
+  // What is between rows may be sent, too.
+  std::memset(out, 0, static_cast<std::size_t>(prepared_bytes(gate_up, row_bytes, traits)));
+  auto* tail = reinterpret_cast<PreparedTail*>(out + row_bytes);
+  tail->scale = kernels.of(spec.rows).prepare({static_cast<const std::uint8_t*>(x), type, spec.depth,
+                                               gate_up.padded_depth, out, 2 * layout.half_bytes(), layout.half_bytes(),
+                                               0.0f, traits.record_scales ? tail->records() : nullptr});
+}
+
+void prepare_tokens(const Kernels& kernels, const PackedMatrix& gate_up, const void* x, DType type, std::int64_t tokens,
+                    std::uint8_t* out) {
+  const std::int64_t stride = prepared_token_bytes(gate_up, type), width = gate_up.spec.depth * size_of(type);
+  CPUMOE_REQUIRE(stride > 0, "tokens of this scheme are prepared for each expert anew");
   run_on_threads(threads_for(tokens * stride), [&](Worker& worker) {
     for (std::int64_t t = worker.share(tokens); t < worker.next_share(tokens); ++t) {
-      auto* tail = reinterpret_cast<PreparedTail*>(out + t * stride + row_bytes);
-      tail->scale = rows.prepare({static_cast<const std::uint8_t*>(x) + t * spec.depth * size_of(type), type,
-                                  spec.depth, gate_up.padded_depth, out + t * stride, 2 * layout.half_bytes(),
-                                  layout.half_bytes(), 0.0f, traits.record_scales ? tail->records() : nullptr});
+      prepare_token(kernels, gate_up, static_cast<const std::uint8_t*>(x) + t * width, type, out + t * stride);
     }
   });
 }

@@ -32,6 +32,7 @@ struct MoeCall {
 // Bytes of a token of this type that has been prepared for the first product: its row, scale and zero point, and the
 // scales of its records if it has some. 0 where tokens are prepared for each expert anew.
 std::int64_t prepared_token_bytes(const PackedMatrix& gate_up, DType type);
+void prepare_token(const Kernels& kernels, const PackedMatrix& gate_up, const void* x, DType type, std::uint8_t* out);
 void prepare_tokens(const Kernels& kernels, const PackedMatrix& gate_up, const void* x, DType type, std::int64_t tokens,
                     std::uint8_t* out);
 

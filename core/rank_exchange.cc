@@ -37,6 +37,10 @@ void RankExchange::guarded(Body&& body) noexcept {
   }
 }
 
+void RankExchange::give_up(const std::string& reason) noexcept {
+  guarded([&] { throw RankFailure(reason); });
+}
+
 void RankExchange::rethrow() const {
   if (failure_ != nullptr) std::rethrow_exception(failure_);
 }

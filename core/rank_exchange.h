@@ -44,6 +44,8 @@ class RankExchange {
   void largest(float* values, std::int64_t count) noexcept;
 
   bool has_failed() const { return failure_ != nullptr; }
+  // Ends the exchange for a reason that was found in what came.
+  void give_up(const std::string& reason) noexcept;
   void rethrow() const;
 
   // Seconds that were spent waiting for ranks that came later, as far as that is known: what they lack in speed, and

@@ -51,11 +51,6 @@ class Rows:
     table: Tensor
     wanted: Tensor
 
-    def without_any(self) -> Rows:
-        """No rows, over the same pages."""
-        none = self.tokens[:0]
-        return Rows(none, none, none, self.table, none)
-
 
 class Steps:
     """Computes steps in this process.
@@ -222,26 +217,25 @@ def _read_message(message: Tensor, tables: Sequence[Tensor]) -> list[Rows]:
 def _compute_together(steps: Steps, ranks: Ranks, groups: Sequence[Rows]) -> list[Tensor | None]:
     """Logits of all groups on the first rank; on others those of their own group alone, and None for the rest.
 
-    A rank whose rows fail before it has given the others anything helps them with none, so that their rows do not fail
-    with its own. If it had given something, what it gives now is not what they wait for, which ends all steps.
+    A step that one rank refuses fails on all of them, and they go on with the next. One that fails on some of them
+    leaves these and the others at different messages, which is an error that names them, and the end.
     """
-    own, size = ranks.rank // ranks.group.size, ranks.group.size
-    mine = steps.try_rows(groups[own])
-    logits: list[Tensor | None] = [mine if group == own else None for group in range(len(groups))]
-    if len(groups) == 1:  # whose ranks have all met the same failure, if any
+    size = ranks.group.size
+    mine = steps.try_rows(groups[ranks.rank // size])
+    logits: list[Tensor | None] = [None] * len(groups)
+    if mine is None:
         return logits
-    given = steps.compute_rows(groups[own].without_any()) if mine is None else mine
-    failed = [bool(number) for (number,) in ranks.gather_numbers([mine is None])][::size]
+    logits[ranks.rank // size] = mine
+    if len(groups) == 1:
+        return logits
     # Of each group the first rank gives its logits to the leader, which has those of its own.
     nothing = [0] * ranks.size
     counts = list(nothing)
-    for group in range(1, len(groups)):
-        counts[group * size] = 0 if failed[group] else len(groups[group].wanted)
+    counts[size::size] = [len(rows.wanted) for rows in groups[1:]]
     gives = counts[ranks.rank]
-    came = ranks.trade(given[:gives], [gives, *nothing[1:]], nothing if ranks.rank else counts)
+    came = ranks.trade(mine[:gives], [gives, *nothing[1:]], nothing if ranks.rank else counts)
     if ranks.rank == 0:
-        theirs = came.split(counts)[::size]
-        logits[1:] = [None if failed[group] else theirs[group] for group in range(1, len(groups))]
+        logits[1:] = came.split(counts)[size::size]
     return logits
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -227,10 +228,20 @@ class Copies:
         begins: int32 [experts + 1]: copies ``begins[e]`` to ``begins[e + 1] - 1`` are of expert e; rows that choose it
             take turns.
         places: int32 [copies]: where each is among those that are here, or -1.
+        ranks: int32 [copies]: which rank has it.
     """
 
     begins: Tensor
     places: Tensor
+    ranks: Tensor
+
+
+class Travel(IntEnum):
+    """Where the rows of a rank go to be computed."""
+
+    STAY = 0  #: nowhere: every rank has all rows
+    TO_ALL = 1  #: to every rank
+    TO_EXPERTS = 2  #: to those that have one of the row's experts
 
 
 @dataclass(frozen=True)
@@ -242,6 +253,8 @@ class RoutedExperts:
         spread: each rank has some experts or a slice of all of them, and their sums are added.
         copies: where they are; None for slices of all of them.
         loads: int64 [experts], in which it is counted how often each is chosen; None: it is not.
+        travel: where rows go, if ranks do not have the same ones.
+        prepared_rows: they travel as the first product wants them; all ranks have some experts then.
     """
 
     router: Router
@@ -252,6 +265,8 @@ class RoutedExperts:
     spread: bool = False
     copies: Copies | None = None
     loads: Tensor | None = None
+    travel: Travel = Travel.STAY
+    prepared_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -292,7 +307,11 @@ class Layer:
 
 @dataclass(frozen=True)
 class DecoderModel:
-    """All of a decoder. ``embedding`` [vocabulary, H] of the dtype of hidden states, ``head`` or None."""
+    """All of a decoder. ``embedding`` [vocabulary, H] of the dtype of hidden states, ``head`` or None.
+
+    ``exchange`` is of the ranks that experts are spread over, ``group`` of those that columns and heads are spread over:
+    some of the former, with the same rows. Other groups have rows of their own.
+    """
 
     embedding: Tensor
     embedding_factor: float
@@ -300,7 +319,8 @@ class DecoderModel:
     layers: tuple[Layer, ...]
     norm: Norm | None
     head: Matrix | None
-    exchange: RankExchange | None = None  # of the ranks that parts are spread over
+    exchange: RankExchange | None = None
+    group: RankExchange | None = None
 
 
 #: What a step keeps of a layer's tokens: keys, values and the place of their first token, or states.
@@ -385,6 +405,13 @@ class Decoder:
         out = torch.empty((len(wanted), self._vocabulary), dtype=self._dtype)
         self._core.step_rows(tokens, sequences, places, pages, page_tokens, caches, wanted, out)
         return out
+
+    def help(self) -> bool:
+        """Computes what the rows of other groups of ranks need of the experts here, in a step without rows of its own.
+
+        Where groups have rows of their own, all ranks must take part in every step. Returns whether any group had rows.
+        """
+        return bool(self._core.help())
 
     def take_seconds(self) -> dict[str, float]:
         """Seconds of each part of the steps since the last call."""

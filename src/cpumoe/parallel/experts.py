@@ -19,7 +19,7 @@ from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.parallel_layout import Exchange, ExpertsPart
 from cpumoe.layers.quantized_experts import QuantizedExperts
-from cpumoe.ops.decoder import Copies
+from cpumoe.ops.decoder import Copies, Travel
 from cpumoe.ops.exchange import choose_slots, expert_sums, prepare_tokens, prepared_token_bytes
 from cpumoe.parallel.dispatch import (
     Tokens,
@@ -32,6 +32,13 @@ from cpumoe.parallel.dispatch import (
 )
 from cpumoe.parallel.placement import Placement
 from cpumoe.parallel.ranks import Ranks
+
+
+_TRAVEL = {
+    Exchange.ALL_REDUCE: Travel.STAY,
+    Exchange.ALLGATHER_REDUCESCATTER: Travel.TO_ALL,
+    Exchange.ALL_TO_ALL: Travel.TO_EXPERTS,
+}
 
 
 class ParallelExperts(Experts):
@@ -120,7 +127,13 @@ class ParallelExperts(Experts):
         if self.placement is None:
             return None
         begins, slots = self.placement.slots_by_expert
-        return Copies(begins, self._places[slots.long()])
+        return Copies(begins, self._places[slots.long()], self._owners[slots.long()])
+
+    @property
+    def travel(self) -> Travel:
+        """Where the tokens of this rank go, for the core."""
+        kind = self.ranks.layout.chosen_exchange
+        return Travel.STAY if kind is None else _TRAVEL[kind]
 
     def quantized(self, first: int = 0, count: int | None = None) -> QuantizedExperts:
         raise ValueError(f"rank {self.ranks.rank} has {self.held} of this layer, which cannot be read back as a whole")
@@ -177,19 +190,17 @@ class ParallelExperts(Experts):
         return slots
 
     def _as_sent(self, rows: Tensor) -> Tensor:
-        if not self._may_prepare():
-            return rows
-        gate_up = self.get_buffer("gate_up_packed")  # every rank has some
-        prepared = prepared_token_bytes(gate_up, rows.dtype)
-        if prepared == 0:
-            return rows
-        fewer = prepared < rows.shape[1] * rows.element_size()
-        return prepare_tokens(rows, gate_up) if fewer or self._quantized_dispatch else rows
+        return prepare_tokens(rows, self.get_buffer("gate_up_packed")) if self.sends_prepared(rows.dtype) else rows
 
-    def _may_prepare(self) -> bool:
+    def sends_prepared(self, dtype: torch.dtype) -> bool:
+        """Whether tokens of this dtype travel as the first product wants them."""
         # A rank that has no experts does not know how the others want tokens.
-        every = self.placement is None or all(self.placement.by_rank)
-        return self._quantized_dispatch is not False and every
+        everywhere = self.placement is None or all(self.placement.by_rank)
+        if self._quantized_dispatch is False or not everywhere:
+            return False
+        prepared = prepared_token_bytes(self.get_buffer("gate_up_packed"), dtype)
+        fewer = prepared < self.config.hidden_size * dtype.itemsize
+        return prepared > 0 and (fewer or self._quantized_dispatch is True)
 
     def _sums(self, tokens: Tokens, on_input: bool) -> Tensor:
         """fp32 [tokens, H]: what this rank has of the sums."""

@@ -26,7 +26,6 @@ from cpumoe.integrations.transformers.roomy_cache import CacheForm
 from cpumoe.layers.activation import Activation
 from cpumoe.layers.backends import NativeBackend
 from cpumoe.layers.experts import Experts
-from cpumoe.layers.parallel_layout import Exchange
 from cpumoe.ops import SCORING, decoder
 from cpumoe.ops.exchange import RankExchange
 from cpumoe.parallel.experts import ParallelExperts
@@ -102,14 +101,18 @@ def describe_decoder(base: Any, choices: tuple[Choices, ...], positions: int) ->
         layers,
         describe_norm(norm_of(base), "norm"),
         None,
-        _exchange_of(base),
+        *_exchanges_of(base),
     )
 
 
-def _exchange_of(base: Any) -> RankExchange | None:
-    """The exchange of the ranks that a model is spread over."""
-    spread = (m for m in base.modules() if isinstance(m, ParallelExperts | SplitLinear))
-    return next((m.ranks.exchange for m in spread), None)
+def _exchanges_of(base: Any) -> tuple[RankExchange | None, RankExchange | None]:
+    """Those of the ranks that a model's experts are spread over, and of the group that shares its linears."""
+    modules = list(base.modules())
+    if (experts := next((m for m in modules if isinstance(m, ParallelExperts)), None)) is not None:
+        return experts.ranks.exchange, experts.ranks.group.exchange
+    # A layer without experts, alone: then it is the group that has its rows.
+    linear = next((m for m in modules if isinstance(m, SplitLinear)), None)
+    return (None, None) if linear is None else (linear.ranks.exchange, linear.ranks.exchange)
 
 
 def with_own_heads(model: decoder.DecoderModel, rank: int, ranks: int) -> decoder.DecoderModel:
@@ -254,7 +257,7 @@ def _layer(base: Any, index: int, chosen: Choices, tables: RotaryTables) -> deco
     block_name = next((name for name in _BLOCKS if isinstance(getattr(layer, name, None), nn.Module)), None)
     if block_name is None:
         raise NotDescribed(f"{type(layer).__name__} has no block behind its attention")
-    experts, dense = _block(getattr(layer, block_name), layer, parts)
+    experts, dense = _block(getattr(layer, block_name), layer, parts, base.embed_tokens.weight.dtype)
     factor = float(getattr(layer, "residual_multiplier", 1.0))
     found = _layer_norms(layer, parts)
     parts.refuse_rest()
@@ -414,8 +417,13 @@ def cache_form(layer: Any, described: decoder.Layer, dtype: torch.dtype, records
     return CacheForm(attention.kv_heads, (attention.depth, attention.value_depth), dtype, records=records)
 
 
-def _block(block: Any, layer: Any, parts: Parts) -> tuple[decoder.RoutedExperts | None, decoder.DenseBlock | None]:
-    """The experts of a block and what all tokens take, which may be the layer's, or a block without experts."""
+def _block(
+    block: Any, layer: Any, parts: Parts, dtype: torch.dtype
+) -> tuple[decoder.RoutedExperts | None, decoder.DenseBlock | None]:
+    """The experts of a block and what all tokens take, which may be the layer's, or a block without experts.
+
+    ``dtype``: of the rows that it is given.
+    """
     children = dict(block.named_children())
     packed = [name for name, child in children.items() if isinstance(child, Experts)]
     if not packed:
@@ -425,24 +433,28 @@ def _block(block: Any, layer: Any, parts: Parts) -> tuple[decoder.RoutedExperts 
     experts: Any = children[packed[0]]
     if not isinstance(experts.backend, NativeBackend) or experts.config.held_experts is not None:
         raise NotDescribed("its experts are not all here, or not served by the native kernels")
-    if isinstance(experts, ParallelExperts) and experts.ranks.layout.chosen_exchange is not Exchange.ALL_REDUCE:
-        raise NotDescribed(f"ranks have tokens of their own ({experts.ranks.layout})")
     found = [child for child in children.values() if routers.form_of(child) is not None]
     if len(found) != 1:
         raise NotDescribed(f"{type(block).__name__} has a router that is none we know")
     correction = routers.correction_of(found[0], block)
     parts.take_all_of(experts, found[0])
     parts.take(correction)
-    spread = isinstance(experts, ParallelExperts)
     routed = decoder.RoutedExperts(
         _router(found[0], correction),
         getattr(experts, "gate_up_packed", None),
         getattr(experts, "down_packed", None),
         _activation(experts.config.activation),
-        spread=spread,
-        copies=experts.copies if spread else None,
-        loads=experts.loads if spread else None,
     )
+    if isinstance(experts, ParallelExperts):
+        travels = experts.travel is not decoder.Travel.STAY
+        routed = replace(
+            routed,
+            spread=True,
+            copies=experts.copies,
+            loads=experts.loads,
+            travel=experts.travel,
+            prepared_rows=travels and experts.sends_prepared(dtype),
+        )
     holders = (block, layer)
     shared = next((m for h, name in product(holders, _SHARED) if (m := getattr(h, name, None)) is not None), None)
     if shared is None:

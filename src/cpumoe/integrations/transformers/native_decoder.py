@@ -201,8 +201,8 @@ class NativeDecoder:
         model = describe_decoder(base, self._choices, self._positions)
         if head is not None:
             model = replace(model, head=describe_matrix(head, "head"))
-        if (exchange := model.exchange) is not None:
-            model = with_own_heads(model, exchange.rank, exchange.ranks)
+        if (group := model.group) is not None:
+            model = with_own_heads(model, group.rank, group.ranks)
         # Layers whose caches have the heads of this rank alone. Latents are those of all heads.
         self._own_heads = tuple(
             index
@@ -381,10 +381,12 @@ class NativeDecoder:
     ) -> Tensor:
         """Logits [W, vocabulary] of some of the tokens of any sequences.
 
-        The arguments are those of :meth:`cpumoe.ops.decoder.Decoder.step_rows`.
+        The arguments are those of :meth:`cpumoe.ops.decoder.Decoder.step_rows`. Where groups of ranks have rows of
+        their own, a rank takes part in the steps of others by computing no tokens.
         Raises NotDescribed if the model has become another one.
         """
-        if not self._is_ready(model.model, len(tokens), int(places.max()), model):
+        last = int(places.max()) if len(places) else 0
+        if not self._is_ready(model.model, len(tokens), last, model):
             raise NotDescribed(self.reason)
         return self.decoder.step_rows(tokens, sequences, places, pages, page_tokens, caches, wanted)
 

@@ -34,8 +34,11 @@ def _stage(name: str, doomed: int, stage: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def killed(stage: str, doomed: int, folder: str) -> None:
-    """Everything that a rank does with a model; the doomed one is killed at a stage of it."""
+def killed(stage: str, doomed: int, folder: str, groups: int = 1) -> None:
+    """Everything that a rank does with a model; the doomed one is killed at a stage of it.
+
+    ``groups``: of ranks that have tokens of their own.
+    """
     import torch.distributed as dist
 
     _stage("start", doomed, stage)
@@ -43,7 +46,8 @@ def killed(stage: str, doomed: int, folder: str) -> None:
         _before(Meeting, "agree_on_layout", "agreement", doomed)
     if stage == "shared memory":
         _before(Meeting, "shared_exchange", "shared memory", doomed)
-    ranks = Ranks.join(ParallelLayout(tp_size=_SIZE, expert_parallel=True), timeout=10)
+    layout = ParallelLayout(tp_size=_SIZE // groups, dp_size=groups, expert_parallel=True)
+    ranks = Ranks.join(layout, timeout=10)
     _stage("joined", doomed, stage)
     if stage == "packing":
         from cpumoe.integrations.transformers import module_sources

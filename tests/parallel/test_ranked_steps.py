@@ -11,7 +11,7 @@ from tiny_models import write_tiny_model
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), moe_intermediate_size=64)  # of which two have slices
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def _run(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    [(4, "--ep"), (2, "--dp 2 --ep --exchange all_to_all")],
+    [(4, "--ep"), (2, "--dp 2 --ep --exchange all_to_all"), (2, "--tp 2 --sp --ep")],
 )
 def test_generate_gives_the_text_of_one_process(folder: Path, ranks: int, layout: str) -> None:
     common = ["generate", str(folder), _PROMPT, "--scheme", "w4a8-g32", "--max-new-tokens", "12", "--greedy", "--json"]
@@ -101,9 +101,12 @@ def test_refusals(folder: Path, ranks: int, arguments: list[str], message: str) 
 
 
 class _Served:
-    def __init__(self, process: subprocess.Popen[str], address: str) -> None:
+    """A server that has begun; ``said`` are the lines that it printed."""
+
+    def __init__(self, process: subprocess.Popen[str], said: list[str]) -> None:
         self.process = process
-        self._address = address
+        self.said = said
+        self._address = said[-1].rpartition(" at ")[2].strip()
 
     def complete(self, model: str, prompt: str, tokens: int = 16) -> str:
         body = json.dumps({"model": model, "prompt": prompt, "max_tokens": tokens, "temperature": 0}).encode()
@@ -131,7 +134,7 @@ def _serving(ranks: int, folder: Path, *arguments: str) -> Iterator[_Served]:
         for line in process.stdout:
             lines.append(line)
             if line.startswith("model: "):
-                yield _Served(process, line.rpartition(" at ")[2].strip())
+                yield _Served(process, lines)
                 break
         else:
             raise AssertionError("".join(lines))
@@ -141,27 +144,54 @@ def _serving(ranks: int, folder: Path, *arguments: str) -> Iterator[_Served]:
         process.wait(30)
 
 
-def test_serve_answers_many_requests_at_once_as_one_process_does(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def answers_alone(folder: Path) -> list[str]:
+    return _answers(1, folder)
+
+
+def _answers(ranks: int, folder: Path, *more: str) -> list[str]:
+    """To many requests at once, and to one alone."""
     prompts = [f"{_PROMPT} {number}" for number in range(8)]
-    answers = []
-    for ranks, more in ((1, ()), (2, ("--ep", "--rebalance", "5", "--spare-experts", "1"))):
-        with _serving(ranks, folder, *more) as served, ThreadPoolExecutor(8) as pool:
-            answers.append(list(pool.map(lambda prompt: served.complete(str(folder), prompt), prompts)))
-            time.sleep(1.5)  # ranks that have nothing to do stay
-            answers[-1].append(served.complete(str(folder), _PROMPT))
-    assert answers[0] == answers[1]
+    with _serving(ranks, folder, *more) as served, ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda prompt: served.complete(str(folder), prompt), prompts))
+        time.sleep(1.5)  # ranks that have nothing to do stay
+        return [*found, served.complete(str(folder), _PROMPT)]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "layout"),
+    [
+        (2, "--ep --rebalance 5 --spare-experts 1"),
+        (2, "--dp 2 --ep --rebalance 5 --spare-experts 1"),
+        (4, "--tp 2 --dp 2 --ep --exchange all_to_all"),
+    ],
+)
+def test_serve_answers_many_requests_at_once_as_one_process_does(
+    folder: Path, answers_alone: list[str], ranks: int, layout: str
+) -> None:
+    assert _answers(ranks, folder, *layout.split()) == answers_alone
     assert not shared_files()
 
 
-def test_serve_ends_when_a_rank_is_lost(folder: Path) -> None:
-    with _serving(2, folder, "--ep", "--rank-timeout", "5") as served:
+@pytest.mark.parametrize(("ranks", "layout"), [(2, "--ep"), (2, "--dp 2 --ep"), (4, "--tp 2 --dp 2 --ep")])
+def test_serve_ends_when_a_rank_is_lost(folder: Path, ranks: int, layout: str) -> None:
+    with _serving(ranks, folder, *layout.split(), "--rank-timeout", "10") as served:
         served.complete(str(folder), _PROMPT)
         os.kill(max(served.ranks()), signal.SIGKILL)
         assert served.process.wait(30) != 0
     assert not shared_files()
 
 
-def test_serve_refuses_ranks_with_tokens_of_their_own(folder: Path) -> None:
-    done = _run(2, "serve", str(folder), "--scheme", "w4a8-g32", "--port", "0", "--dp", "2", "--ep")
+def test_serve_says_what_groups_of_ranks_do(folder: Path) -> None:
+    with _serving(2, folder, "--dp", "2", "--ep") as served:
+        said = "".join(served.said)
+    assert "that the model leaves on every rank; a request may have" in said
+    assert "computed together by 2 groups of ranks, each with requests of its own, each step in one call" in said
+
+
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_prompts_are_not_shared_out(folder: Path, command: str) -> None:
+    more = [_PROMPT] if command == "generate" else []
+    done = _run(1, command, str(folder), *more, "--pcp", "2")
     assert done.returncode != 0
-    assert "gives ranks tokens of their own" in done.stderr + done.stdout
+    assert "prompts are not shared out over ranks in whole models. --tp N" in done.stderr

@@ -309,7 +309,8 @@ def prompts_of(lengths: list[int]) -> list[list[int]]:
 
 
 def all_pages_are_free(engine: StepEngine, pages: int) -> bool:
-    return not engine._schedule.sequences and engine._schedule.pool.available == pages
+    (schedule,) = engine._schedules.groups
+    return not schedule.sequences and schedule.pool.available == pages
 
 
 def test_eight_answers_together_are_those_of_generate(model: Any) -> None:
@@ -405,7 +406,7 @@ def test_a_cancelled_job_gives_its_pages_back_and_nobody_spins(model: Any, steps
     with engine_of(model, step_rows=16) as engine:
         jobs = [ask(engine, read, 2000), ask(engine, unread, 10)]
         until(lambda: len(jobs[0][1]) > 5)
-        assert engine._schedule.pool.available < 256
+        assert engine._schedules.groups[0].pool.available < 256
         for job, _ in jobs:
             engine.cancel(job)
         until(lambda: all_pages_are_free(engine, 256))

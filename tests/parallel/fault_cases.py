@@ -18,8 +18,9 @@ from random_layers import random_layer
 
 import cpumoe
 from cpumoe import ParallelLayout
-from cpumoe.parallel import ranks as ranks_module
 from cpumoe.parallel.experts import ParallelExperts
+from cpumoe.parallel.joining import Meeting
+from cpumoe.parallel.linear import SplitLinear
 from cpumoe.parallel.ranks import Ranks
 
 _RANK = int(os.environ.get("RANK", "0"))
@@ -33,16 +34,20 @@ def _stage(name: str, doomed: int, stage: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def killed(stage: str, doomed: int, folder: str) -> None:
-    """Everything that a rank does with a model; the doomed one is killed at a stage of it."""
+def killed(stage: str, doomed: int, folder: str, groups: int = 1) -> None:
+    """Everything that a rank does with a model; the doomed one is killed at a stage of it.
+
+    ``groups``: of ranks that have tokens of their own.
+    """
     import torch.distributed as dist
 
     _stage("start", doomed, stage)
     if stage == "agreement":
-        _before(ranks_module, "_agree_on_layout", "agreement", doomed)
+        _before(Meeting, "agree_on_layout", "agreement", doomed)
     if stage == "shared memory":
-        _before(ranks_module, "_shared_exchange", "shared memory", doomed)
-    ranks = Ranks.join(ParallelLayout(tp_size=_SIZE, expert_parallel=True), timeout=10)
+        _before(Meeting, "shared_exchange", "shared memory", doomed)
+    layout = ParallelLayout(tp_size=_SIZE // groups, dp_size=groups, expert_parallel=True)
+    ranks = Ranks.join(layout, timeout=10)
     _stage("joined", doomed, stage)
     if stage == "packing":
         from cpumoe.integrations.transformers import module_sources
@@ -131,6 +136,21 @@ def _write_garbage() -> None:
         if name.startswith("/dev/shm/cpumoe-"):
             with mmap.mmap(int(link.name), 0) as shared:
                 shared[:8192] = b"\xa5" * 8192
+
+
+def in_groups(doomed: int, way: str, where: str, timeout: float) -> None:
+    """Messages without end in tensor parallel groups and among all ranks; the doomed one goes wrong before either."""
+    ranks = Ranks.join(ParallelLayout(tp_size=2, dp_size=_SIZE // 2, expert_parallel=True), timeout=timeout)
+    linear = SplitLinear(torch.nn.Linear(8, 4), ranks.group)
+    for call in range(1_000_000):
+        wrong = call == 20 and doomed == _RANK
+        if wrong and where == "group":
+            _go_wrong(way, ranks.group)
+        with torch.no_grad():
+            linear(torch.randn(3, 8))
+        if wrong and where == "all":
+            _go_wrong(way, ranks)
+        ranks.gather_numbers([call])
 
 
 def mismatched(odd: int, way: str, folder: str, other: str) -> None:

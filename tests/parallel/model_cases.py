@@ -205,7 +205,7 @@ def _compare(
     assert found.tokens == alone.tokens
     assert found.steps == alone.steps
     for own, whole in zip(found.key_heads, alone.key_heads, strict=True):
-        group = layout.tp_size
+        group = ranks.group.size
         expected = whole // group if whole % group == 0 and "one call" in found.steps else whole
         assert own == expected, f"the cache has {own} heads of {whole}"
     if model.left_bytes is not None:

@@ -48,6 +48,19 @@ def test_killed_with_a_model(stage: str, folder: Path) -> None:
     assert ended[0].seconds < ended[1].seconds + 10 + _SLOW
 
 
+@pytest.mark.parametrize(
+    ("ranks", "stage", "shared"), [(2, "decoding", "1"), (4, "joined", "1"), (4, "decoding", "1"), (4, "decoding", "0")]
+)
+def test_killed_with_tokens_of_its_own(ranks: int, stage: str, shared: str, folder: Path) -> None:
+    """In the steps of two groups: all others name it, and not who waits for it."""
+    doomed, environment = ranks - 1, {"CPUMOE_SHARED_MEMORY": shared}
+    with RankProcesses(ranks, "fault_cases:killed", stage, doomed, str(folder), 2, environment=environment) as started:
+        ended = started.wait(_STARTING)
+    assert ended[doomed].code in (-signal.SIGKILL, -signal.SIGALRM)
+    _names(_others(ended, doomed), doomed)
+    assert max(one.seconds for one in ended) < ended[doomed].seconds + 10 + _SLOW
+
+
 def test_killed_through_torch_distributed(folder: Path) -> None:
     environment = {"CPUMOE_SHARED_MEMORY": "0"}
     with RankProcesses(3, "fault_cases:in_layers", 1, "kill", 20.0, environment=environment) as ranks:
@@ -91,6 +104,19 @@ def test_hangs_in_a_layer(way: str, shared: str) -> None:
     with RankProcesses(3, "fault_cases:in_layers", 1, way, 3.0, environment=environment) as ranks:
         ended = ranks.wait(_STARTING, without=(1,))
         _names(ended, 1)
+
+
+@pytest.mark.parametrize("where", ["group", "all"])
+@pytest.mark.parametrize(("way", "shared"), [("kill", "1"), ("raise inside", "1"), ("stop", "1"), ("kill", "0")])
+def test_in_a_group_of_some_ranks(way: str, shared: str, where: str) -> None:
+    """Those outside of its group name it too, by its number among all ranks."""
+    environment = {"CPUMOE_SHARED_MEMORY": shared}
+    timeout = 5.0 if way == "stop" else 30.0
+    with RankProcesses(4, "fault_cases:in_groups", 3, way, where, timeout, environment=environment) as ranks:
+        ended = ranks.wait(_STARTING, without=(3,) if way == "stop" else ())
+        _names(_others(ended, 3), 3)
+    if way != "stop":
+        assert max(one.seconds for one in ended) < ended[3].seconds + _SLOW  # nobody waits for the timeout
 
 
 def test_garbage_in_shared_memory() -> None:

@@ -95,8 +95,10 @@ def write_tiny_tokenizer(folder: Path, *, chat_template: str | None = _CHAT_TEMP
     return len(tokenizer)
 
 
-def write_tiny_model(folder: Path, architecture: str = "qwen3_moe", *, seed: int = 0) -> Path:
+def write_tiny_model(folder: Path, architecture: str = "qwen3_moe", *, seed: int = 0, **sizes: int) -> Path:
     """Writes a model of ``architecture`` (one of ``ARCHITECTURES``) in fp32 to ``folder``, and returns ``folder``.
+
+    ``sizes`` replace those of the configuration.
 
     It never ends an answer by itself when decoding greedily: how long an answer is, is up to the test.
     """
@@ -104,7 +106,7 @@ def write_tiny_model(folder: Path, architecture: str = "qwen3_moe", *, seed: int
 
     vocab_size = write_tiny_tokenizer(folder)
     tokens = {"vocab_size": vocab_size, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 3}
-    config = AutoConfig.for_model(architecture, **{**_SIZES, **tokens, **ARCHITECTURES[architecture]})
+    config = AutoConfig.for_model(architecture, **{**_SIZES, **tokens, **ARCHITECTURES[architecture], **sizes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -55,8 +55,13 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
 
 def join_ranks(arguments: argparse.Namespace) -> Ranks:
     """The ranks that were started together; one, if this process was started alone."""
+    if arguments.pcp > 1:
+        raise ValueError(
+            f"--pcp {arguments.pcp}; prompts are not shared out over ranks in whole models. --tp N, which splits heads "
+            "and linears, and --dp N, where ranks have requests of their own, are accepted"
+        )
     size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size > 1 and arguments.tp * arguments.dp * arguments.pcp == 1:
+    if size > 1 and arguments.tp * arguments.dp == 1:
         arguments.tp = size
     layout = layout_of(arguments)
     if size > 1:

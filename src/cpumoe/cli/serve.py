@@ -118,8 +118,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _refuse_layout(arguments: argparse.Namespace, ranks: Ranks) -> None:
-    if not ranks.layout.has_all_tokens:
-        raise ValueError(f"the layout {ranks.layout} gives ranks tokens of their own; cpumoe serve takes --tp and --ep")
     if not ranks.layout.uses_ep:
         refuse_given(arguments, "without --ep: every rank has a slice of each expert", "rebalance")
     if arguments.sequential:
@@ -251,11 +249,14 @@ def _start_together(
         print(f"requests are answered one at a time, since batching fails for this model: {obstacle}")
         server.start_sequential()
         return
+    groups = ranks.size // ranks.group.size
     print(
         f"cache: {size.blocks} blocks of {size.block_tokens} tokens, {size_text(size.total_bytes)} of the "
-        f"{size_text(free)} that the model leaves; a request may have {server.token_limit} tokens"
+        f"{size_text(free)} that the model leaves{' on every rank' if ranks else ''}; a request may have "
+        f"{server.token_limit} tokens"
     )
-    print(f"requests are computed together, {way}")
+    shared_out = f" by {groups} groups of ranks, each with requests of its own" if groups > 1 else ""
+    print(f"requests are computed together{shared_out}, {way}")
 
 
 def _has_plain_attention(folder: Path) -> bool:

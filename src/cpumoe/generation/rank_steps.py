@@ -1,12 +1,15 @@
 """Steps of a server's batches: in this process, or on several ranks of which the first leads.
 
 All ranks compute every step, each with its own experts, columns and heads, and with pages of its own for the keys and
-values of these. What a step consists of, the first one knows, where requests arrive; the others follow it.
+values of these. Ranks of a tensor parallel group compute the same rows, and each group has rows of its own; one without
+any helps the others with its experts. What a step consists of, the first rank knows, where requests arrive; the others
+follow it and give it the logits of their rows.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
@@ -30,6 +33,25 @@ _log = logging.getLogger("cpumoe")
 _SIGN_SECONDS = 1.0
 
 
+@dataclass(frozen=True)
+class Rows:
+    """What a group of ranks computes in a step: tokens of any sequences, or none.
+
+    Attributes:
+        tokens: int64 [T].
+        lines: int64 [T], the sequence of each, by its line in the table.
+        places: int64 [T], of each in its sequence.
+        table: int32 [lines, pages], the pages of every sequence.
+        wanted: int64 [W], the rows whose logits are asked for.
+    """
+
+    tokens: Tensor
+    lines: Tensor
+    places: Tensor
+    table: Tensor
+    wanted: Tensor
+
+
 class Steps:
     """Computes steps in this process.
 
@@ -50,11 +72,28 @@ class Steps:
         self._page_tokens = page_tokens
         self._caches = native.new_pages(pages, page_tokens, sequences)
 
-    def compute(self, tokens: Tensor, lines: Tensor, places: Tensor, table: Tensor, wanted: Tensor) -> Tensor:
+    def compute(self, groups: Sequence[Rows]) -> list[Tensor | None]:
+        """Logits [W, vocabulary] of each group; None where they could not be computed, and the next step may be.
+
+        Here there is one group.
+        """
+        (rows,) = groups
+        return [self.try_rows(rows)]
+
+    def try_rows(self, rows: Rows) -> Tensor | None:
+        """Logits [W, vocabulary] of a group; None if that failed in a way that others need not."""
+        try:
+            return self.compute_rows(rows)
+        except (NotDescribed, RankError):  # nor will the next step be computed
+            raise
+        except Exception:  # an error in one step must not end all others
+            _log.exception("a step failed")
+            return None
+
+    def compute_rows(self, rows: Rows) -> Tensor:
         """Logits [W, vocabulary]; see :meth:`NativeDecoder.step_rows`."""
-        return self._native.step_rows(
-            self._model, tokens, lines, places, table, self._page_tokens, self._caches, wanted
-        )
+        where = rows.lines, rows.places, rows.table, self._page_tokens, self._caches
+        return self._native.step_rows(self._model, rows.tokens, *where, rows.wanted)
 
     def rest(self) -> None:
         """Nothing is to be computed at the moment."""
@@ -113,13 +152,13 @@ class LeadingSteps(Steps):
         self._say(_Say.PAGES, pages, page_tokens, sequences)
         super().__init__(model, native, pages, page_tokens, sequences)
 
-    def compute(self, tokens: Tensor, lines: Tensor, places: Tensor, table: Tensor, wanted: Tensor) -> Tensor:
-        self._move_experts()
-        used = lines.unique()  # of the table, only what this step needs
-        self._say(_Say.STEP, len(tokens), len(wanted), len(used), table.shape[1])
-        parts = (tokens, lines, places, wanted, used, table[used].flatten())
-        self._ranks.broadcast(torch.cat([part.to(torch.int64) for part in parts]))
-        return super().compute(tokens, lines, places, table, wanted)
+    def compute(self, groups: Sequence[Rows]) -> list[Tensor | None]:
+        with self._ranks.together():  # what is raised here is the end of all steps
+            self._move_experts()
+            message = _message(groups, self._page_tokens)
+            self._say(_Say.STEP, len(message))
+            self._ranks.broadcast(message)
+            return _compute_together(self, self._ranks, groups)
 
     def _move_experts(self) -> None:
         """Between steps, those of a few layers at a time, once so many steps have been computed."""
@@ -144,6 +183,62 @@ class LeadingSteps(Steps):
         self._ranks.gather_numbers([what, *numbers, *[0] * (_NUMBERS - 1 - len(numbers))])
 
 
+# ---- what all ranks do in a step -----------------------------------------------------------------------------------
+
+
+def _message(groups: Sequence[Rows], page_tokens: int) -> Tensor:
+    """int64: the rows of all groups. Of their tables only the lines and the pages that this step needs."""
+    sizes: list[int] = []
+    parts: list[Tensor] = []
+    for rows in groups:
+        used = rows.lines.unique()
+        width = int(rows.places.max()) // page_tokens + 1 if len(rows.places) else 0
+        sizes += [len(rows.tokens), len(rows.wanted), len(used), width]
+        parts += [rows.tokens, rows.lines, rows.places, rows.wanted, used, rows.table[used, :width].flatten()]
+    return torch.cat([torch.tensor(sizes), *[part.to(torch.int64) for part in parts]])
+
+
+def _read_message(message: Tensor, tables: Sequence[Tensor]) -> list[Rows]:
+    """The rows of each group; what its table (int32 [lines, pages]) has to know for them is written into it."""
+    groups = []
+    rest = message[4 * len(tables) :]
+    for (count, wanted_count, used_count, width), table in zip(
+        message[: 4 * len(tables)].view(-1, 4).tolist(), tables, strict=True
+    ):
+        sizes = [count, count, count, wanted_count, used_count, used_count * width]
+        *parts, rest = rest.split([*sizes, len(rest) - sum(sizes)])
+        tokens, lines, places, wanted, used, pages = parts
+        table[used, :width] = pages.view(used_count, width).to(torch.int32)
+        # The core wants tensors that begin where memory is aligned for it.
+        groups.append(Rows(tokens.clone(), lines.clone(), places.clone(), table, wanted.clone()))
+    return groups
+
+
+def _compute_together(steps: Steps, ranks: Ranks, groups: Sequence[Rows]) -> list[Tensor | None]:
+    """Logits of all groups on the first rank; on others those of their own group alone, and None for the rest.
+
+    A step that one rank refuses fails on all of them, and they go on with the next. One that fails on some of them
+    leaves these and the others at different messages, which is an error that names them, and the end.
+    """
+    size = ranks.group.size
+    mine = steps.try_rows(groups[ranks.rank // size])
+    logits: list[Tensor | None] = [None] * len(groups)
+    if mine is None:
+        return logits
+    logits[ranks.rank // size] = mine
+    if len(groups) == 1:
+        return logits
+    # Of each group the first rank gives its logits to the leader, which has those of its own.
+    nothing = [0] * ranks.size
+    counts = list(nothing)
+    counts[size::size] = [len(rows.wanted) for rows in groups[1:]]
+    gives = counts[ranks.rank]
+    came = ranks.trade(mine[:gives], [gives, *nothing[1:]], nothing if ranks.rank else counts)
+    if ranks.rank == 0:
+        logits[1:] = came.split(counts)[size::size]
+    return logits
+
+
 def _spread_layers(model: PreTrainedModel) -> list[ParallelExperts]:
     return [module for module in model.modules() if isinstance(module, ParallelExperts)]
 
@@ -161,7 +256,7 @@ def _move_experts(
 def follow_steps(model: PreTrainedModel, native: NativeDecoder, ranks: Ranks) -> None:
     """Computes the steps of the first rank until it ends. Raises RankError if it, or another one, is gone."""
     steps: Steps | None = None
-    table = torch.empty((0, 0), dtype=torch.int32)
+    tables: list[Tensor] = []
     while True:
         what, *numbers = ranks.gather_numbers([_Say.HERE] + [0] * (_NUMBERS - 1))[0]
         if what == _Say.END:
@@ -169,23 +264,11 @@ def follow_steps(model: PreTrainedModel, native: NativeDecoder, ranks: Ranks) ->
         if what == _Say.PAGES:
             pages, page_tokens, sequences, _ = numbers
             steps = Steps(model, native, pages, page_tokens, sequences)
-            table = torch.zeros((sequences, 0), dtype=torch.int32)
+            groups = ranks.size // ranks.group.size
+            tables = [torch.zeros((sequences, pages), dtype=torch.int32) for _ in range(groups)]
         if what == _Say.MOVE:
             _move_experts(model, native, *numbers)
-        if what != _Say.STEP:
-            continue
-        assert steps is not None  # pages come first
-        count, wanted_count, used_count, width = numbers
-        sizes = [count, count, count, wanted_count, used_count, used_count * width]
-        tokens, lines, places, wanted, used, rows = ranks.broadcast(torch.empty(sum(sizes), dtype=torch.int64)).split(
-            sizes
-        )
-        if width > table.shape[1]:
-            table = torch.nn.functional.pad(table, (0, width - table.shape[1]))
-        table[used, :width] = rows.view(used_count, width).to(torch.int32)
-        try:
-            steps.compute(tokens.clone(), lines.clone(), places.clone(), table, wanted.clone())
-        except (RankError, NotDescribed):
-            raise
-        except Exception:  # the leader has it too, and goes on with the next step
-            _log.exception("a step failed")
+        if what == _Say.STEP:
+            assert steps is not None  # pages come first
+            message = ranks.broadcast(torch.empty(numbers[0], dtype=torch.int64))
+            _compute_together(steps, ranks, _read_message(message, tables))

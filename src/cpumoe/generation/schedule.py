@@ -106,10 +106,20 @@ class Schedule:
             self._give_back(sequence)
         return [sequence.job for sequence in ended]
 
-    def next_step(self, prompt_rows: int) -> list[Piece]:
+    def known_pages(self, job: Job) -> int:
+        """How many pages of the beginning of a job's prompt are there already."""
+        return len(self._found(Sequence(job, self.page_tokens, self._shares_pages)))
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether a sequence with pages waits for nothing but its next token."""
+        return any(sequence.pending == 1 and sequence.line is not None for sequence in self.sequences)
+
+    def next_step(self, prompt_rows: int, *, others_go_on: bool = False) -> list[Piece]:
         """The pieces of the next step, ordered by line; empty only if there are no sequences.
 
-        Where sequences wait for their next tokens, at most ``prompt_rows`` rows are of prompts.
+        Where sequences wait for their next tokens, at most ``prompt_rows`` rows are of prompts. ``others_go_on``: such
+        sequences are elsewhere, and have to wait for this step too.
         """
         counts: dict[Sequence, int] = {}
         rows = self._step_rows
@@ -117,7 +127,7 @@ class Schedule:
             if sequence.pending == 1 and rows and sequence.line is not None and self._get_pages(sequence, 1, counts):
                 counts[sequence] = 1
                 rows -= 1
-        if counts:
+        if counts or others_go_on:
             rows = min(rows, prompt_rows)
         coming: set[bytes] = set()  # pages that older sequences will have computed soon
         for sequence in self.sequences:
@@ -159,14 +169,9 @@ class Schedule:
         """
         if not self._lines:
             return False
-        found = free = 0
-        while found < sequence.shareable_pages:
-            page = self.pool.find(sequence.page_name(found))
-            if page is None:
-                break
-            found += 1
-            free += not self.pool.is_held(page)
-        needed = self._page_count(len(sequence.tokens)) - found
+        found = self._found(sequence)
+        free = sum(not self.pool.is_held(page) for page in found)
+        needed = self._page_count(len(sequence.tokens)) - len(found)
         for other in self.sequences:
             if other.line is not None:
                 needed += self._page_count(len(other.tokens)) + 1 - len(other.pages)
@@ -174,6 +179,16 @@ class Schedule:
             return False
         sequence.line = self._lines.pop()
         return True
+
+    def _found(self, sequence: Sequence) -> list[int]:
+        """The pages of a sequence's beginning that others have computed."""
+        found: list[int] = []
+        while len(found) < sequence.shareable_pages:
+            page = self.pool.find(sequence.page_name(len(found)))
+            if page is None:
+                break
+            found.append(page)
+        return found
 
     def _share_pages(self, sequence: Sequence) -> None:
         """Takes what others have computed of the tokens that come next."""

@@ -9,14 +9,15 @@ import time
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from cpumoe.errors import RankError
 from cpumoe.generation.engine import ENDED, ENDING, NOT_COMPUTED, STOP_SECONDS, Failure, Finish, Job
+from cpumoe.generation.group_schedules import GroupSchedules
 from cpumoe.generation.memory import MOST_SEQUENCES
-from cpumoe.generation.rank_steps import Balancing, LeadingSteps, Steps
+from cpumoe.generation.rank_steps import Balancing, LeadingSteps, Rows, Steps
 from cpumoe.generation.sampling import Sampling, Token
 from cpumoe.generation.schedule import Piece, Schedule
-from cpumoe.integrations.transformers.described_parts import NotDescribed
 from cpumoe.integrations.transformers.native_decoder import NativeDecoder
 from cpumoe.parallel.ranks import Ranks
 
@@ -34,13 +35,14 @@ _LEAST_PROMPT_ROWS = 128
 class StepEngine:
     """Computes all requests together with :meth:`NativeDecoder.step_rows`; see :class:`Schedule` for what a step has.
 
-    A step's results do not depend on what else is computed in it, so that an answer is the same whoever else asks.
+    Of several ranks, every group that has tokens of its own has a schedule, and each step a part for each group. A
+    step's results do not depend on what else is computed in it, so that an answer is the same whoever else asks.
 
     Args:
         native: what computes the steps of ``model``, to logits.
-        pages: of keys and values, each for ``page_tokens`` tokens.
-        step_rows: the most tokens that one step computes; a longer prompt is read in pieces.
-        sequences: the most requests that are computed at the same time; further ones wait.
+        pages: of keys and values, each for ``page_tokens`` tokens, on every rank.
+        step_rows: the most tokens that one step of a group computes; a longer prompt is read in pieces.
+        sequences: the most requests that a group computes at the same time; further ones wait.
         ranks: that compute the steps together, of which this is the first; None: they are computed here alone.
         balancing: when experts are moved between the ranks; None: never.
     """
@@ -60,7 +62,13 @@ class StepEngine:
         self._steps = LeadingSteps(model, native, *sizes, ranks, balancing) if ranks else Steps(model, native, *sizes)
         self._vocabulary = native.decoder.model.embedding.shape[0]
         # States are those behind all tokens of a sequence: what another one has computed of the same tokens is no help.
-        self._schedule = Schedule(pages, page_tokens, step_rows, sequences, shares_pages=native.state_bytes == 0)
+        shares_pages = native.state_bytes == 0
+        self._schedules = GroupSchedules(
+            [
+                Schedule(pages, page_tokens, step_rows, sequences, shares_pages=shares_pages)
+                for _ in range(ranks.size // ranks.group.size if ranks else 1)
+            ]
+        )
         self._least_prompt_rows = self._prompt_rows = min(_LEAST_PROMPT_ROWS, step_rows)
         self._added: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._unfinished: set[Job] = set()
@@ -86,10 +94,10 @@ class StepEngine:
             job.fail(NOT_COMPUTED)
             return
         tokens = len(job.prompt) + job.max_new_tokens
-        if tokens > self._schedule.tokens:
+        if tokens > self._schedules.tokens:
             job.fail(
                 f"the prompt has {len(job.prompt)} tokens and {job.max_new_tokens} for the answer; there is room for "
-                f"{self._schedule.tokens} in all"
+                f"{self._schedules.tokens} in all"
             )
             return
         with self._lock:
@@ -122,7 +130,8 @@ class StepEngine:
     def _run(self) -> None:
         try:
             while self._take_jobs():
-                if pieces := self._schedule.next_step(self._prompt_rows):
+                pieces = self._schedules.next_step(self._prompt_rows)
+                if any(pieces):
                     self._compute(pieces)
             self._steps.end()
         except RankError as problem:
@@ -138,7 +147,7 @@ class StepEngine:
     def _take_jobs(self) -> bool:
         """Takes what was added and drops what has ended; waits if there is nothing to compute. False at the end."""
         while not self._stopping:
-            idle = not self._schedule.sequences
+            idle = self._schedules.is_idle
             try:
                 job = self._added.get(block=idle, timeout=self._steps.rest_seconds)
             except queue.Empty:
@@ -147,45 +156,57 @@ class StepEngine:
                     continue
                 break
             if job is not None:
-                self._schedule.add(job)
-        self._unfinished.difference_update(self._schedule.drop_ended())
+                self._schedules.add(job)
+        self._unfinished.difference_update(self._schedules.drop_ended())
         return not self._stopping
 
-    def _compute(self, pieces: list[Piece]) -> None:
-        """Computes a step, and chooses the next token of every sequence that is complete with it."""
-        tokens: list[int] = []
-        lines: list[int | None] = []
-        places: list[int] = []
-        wanted: list[int] = []
-        for piece in pieces:
-            first, last = piece.sequence.computed, piece.sequence.computed + piece.count
-            tokens += piece.sequence.tokens[first:last]
-            lines += [piece.sequence.line] * piece.count
-            places += range(first, last)
-            if piece.is_last:
-                wanted.append(len(tokens) - 1)
-        complete = [piece.sequence for piece in pieces if piece.is_last]
+    def _compute(self, pieces: list[list[Piece]]) -> None:
+        """Computes a step, and chooses the next token of every sequence that is complete with it.
+
+        ``pieces``: those of each group.
+        """
+        groups = self._schedules.groups
+        rows = [_rows_of(*part) for part in zip(groups, pieces, strict=True)]
         started = time.perf_counter()
-        try:
-            logits = self._steps.compute(
-                torch.tensor(tokens),
-                torch.tensor(lines),
-                torch.tensor(places),
-                self._schedule.table,
-                torch.tensor(wanted, dtype=torch.int64),
-            )
-        except (NotDescribed, RankError):  # nor will the next step be computed
-            raise
-        except Exception:  # an error in one step must not end the thread that computes all others
-            _log.exception("a step failed")
+        logits = self._steps.compute(rows)
+        most = max(len(part.tokens) for part in rows)  # all groups wait for the one that has them
+        if most >= self._least_prompt_rows and None not in logits:
+            rate = most / (time.perf_counter() - started)
+            self._prompt_rows = max(self._least_prompt_rows, int(rate * _PROMPT_SECONDS))
+        for group, of_group, scores in zip(groups, pieces, logits, strict=True):
+            self._take(group, of_group, scores)
+
+    @staticmethod
+    def _take(group: Schedule, pieces: list[Piece], logits: Tensor | None) -> None:
+        """Takes what a step has given a group: [complete sequences, vocabulary], or None if it failed."""
+        if logits is None:
             for piece in pieces:
                 piece.sequence.job.fail(NOT_COMPUTED)
             return
-        if len(tokens) >= self._least_prompt_rows:
-            rate = len(tokens) / (time.perf_counter() - started)
-            self._prompt_rows = max(self._least_prompt_rows, int(rate * _PROMPT_SECONDS))
-        self._schedule.advance(pieces)
+        complete = [piece.sequence for piece in pieces if piece.is_last]
+        group.advance(pieces)
         for sequence, scores in zip(complete, logits.to(torch.float32), strict=True):
             token = sequence.job.next_token(scores)
             if token is not None:
                 sequence.tokens.append(token)
+
+
+def _rows_of(group: Schedule, pieces: list[Piece]) -> Rows:
+    """What a group computes in a step that consists of these pieces."""
+    tokens: list[int] = []
+    lines: list[int] = []
+    places: list[int] = []
+    wanted: list[int] = []
+    for piece in pieces:
+        assert piece.sequence.line is not None  # it has pages
+        first, last = piece.sequence.computed, piece.sequence.computed + piece.count
+        tokens += piece.sequence.tokens[first:last]
+        lines += [piece.sequence.line] * piece.count
+        places += range(first, last)
+        if piece.is_last:
+            wanted.append(len(tokens) - 1)
+
+    def column(values: list[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64)
+
+    return Rows(column(tokens), column(lines), column(places), group.table, column(wanted))

@@ -126,6 +126,16 @@ class ParallelLayout:
         """The layout as each rank has it, by flat rank."""
         return map(self.of_rank, range(self.flat_size))
 
+    def in_model(self) -> ParallelLayout:
+        """The layout that the layers of a whole model have.
+
+        A model calls them with all tokens of a tensor parallel group. What sequence parallelism is there for, that a
+        rank sends its share of them and no more, they see to themselves: the tokens travel as this layout has it.
+        """
+        if not self.sequence_parallel:
+            return self
+        return replace(self, sequence_parallel=False, exchange=self.chosen_exchange)
+
     # ---- what follows for the experts --------------------------------------------------------------------------------
 
     @property

@@ -20,9 +20,9 @@ _FEW_VALUES = 16384
 _CPU = torch.device("cpu")  # whatever the default is
 
 
-def carried_exchange(rank: int, size: int, group: dist.ProcessGroup | None) -> CarriedExchange:
-    """The exchange of a process group's ranks."""
-    carrier = _Carrier(rank, size, group)
+def carried_exchange(rank: int, size: int, group: dist.ProcessGroup | None, first: int = 0) -> CarriedExchange:
+    """The exchange of a process group's ranks, of which the first is called ``first`` where one fails."""
+    carrier = _Carrier(rank, size, group, first)
     named = carrier.naming_who_fails
     return CarriedExchange(
         rank, size, named(carrier.gather), named(carrier.trade), named(carrier.sum), named(carrier.largest)
@@ -30,9 +30,9 @@ def carried_exchange(rank: int, size: int, group: dist.ProcessGroup | None) -> C
 
 
 class _Carrier:
-    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None, first: int) -> None:
         self._rank, self._size, self._group = rank, size, group
-        self._call = RollCall(rank, size, group)
+        self._call = RollCall(rank, size, group, first)
 
     def gather(self, mine: memoryview, sizes: Sequence[int], everything: memoryview) -> None:
         if any(sizes):

@@ -18,9 +18,9 @@ _EXPANSION = "kv_b_proj"
 
 
 def is_split(place: LinearPlace, quantized: LinearSource | None, scheme: Scheme | None, layout: ParallelLayout) -> bool:
-    """Whether every rank of a layout has some outputs of a linear, and not all of them.
+    """Whether every rank of a tensor parallel group has some outputs of a linear, and not all of them.
 
-    They have all where ranks have tokens of their own, where the outputs do not divide, and where scales depend on
+    They have all where there is no such group, where the outputs do not divide by its size, and where scales depend on
     those of other ranks.
 
     Args:
@@ -28,8 +28,8 @@ def is_split(place: LinearPlace, quantized: LinearSource | None, scheme: Scheme 
         quantized: where it is quantised in the files; None if it is float there.
         scheme: that floats are quantised to; None leaves them in float.
     """
-    parts = layout.flat_size
-    if parts == 1 or not layout.has_all_tokens or not place.may_be_packed:
+    parts = layout.tp_size
+    if parts == 1 or not place.may_be_packed:
         return False
     if place.module.rpartition(".")[2] == _EXPANSION:
         return False
@@ -42,13 +42,13 @@ def is_split(place: LinearPlace, quantized: LinearSource | None, scheme: Scheme 
 
 
 class SplitLinear(nn.Module):
-    """A linear whose outputs are split over the ranks in equal parts; what it gives is whole on each of them.
+    """A linear whose outputs are split over ranks in equal parts; what it gives is whole on each of them.
 
     A row of the weight is multiplied as it is in one process: the bits are the same.
 
     Args:
         own: the outputs of this rank.
-        ranks: which all call it, with the same x.
+        ranks: a tensor parallel group, of which all call it with the same x.
     """
 
     def __init__(self, own: nn.Linear | QuantizedLinear, ranks: Ranks) -> None:

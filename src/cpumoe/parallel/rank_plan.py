@@ -198,7 +198,7 @@ def plan_ranks(survey: Survey, layout: ParallelLayout, nodes: int = 1) -> ModelP
 
 
 def _elsewhere(survey: Survey, layout: ParallelLayout) -> int:
-    """Bytes of linears that a rank does not hold, because their outputs are split."""
+    """Bytes of linears that a rank does not hold, because their outputs are split over its tensor parallel group."""
     assert survey.layout is not None
     float_bytes, missing = cpu.float_dtype()[0].itemsize, 0
     for name, place in survey.layout.linears.items():
@@ -206,7 +206,7 @@ def _elsewhere(survey: Survey, layout: ParallelLayout) -> int:
         if is_split(place, quantized, None, layout):
             own = place.rows * place.columns * float_bytes if quantized is None else quantized.packed_bytes
             # One that is tied has no weight of its own until it is split.
-            missing += (0 if place.is_tied and quantized is None else own) - own // layout.flat_size
+            missing += (0 if place.is_tied and quantized is None else own) - own // layout.tp_size
     return missing
 
 

@@ -8,14 +8,12 @@ in about a microsecond where sockets take more than a hundred.
 from __future__ import annotations
 
 import atexit
-import logging
 import os
-import secrets
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,24 +22,19 @@ from torch import Tensor
 from cpumoe.errors import RankError
 from cpumoe.layers.parallel_layout import ParallelLayout
 from cpumoe.ops.exchange import RankExchange, SharedExchange, number_exchange
-from cpumoe.parallel.carried import carried_exchange
-from cpumoe.parallel.roll_call import RollCall
+from cpumoe.parallel.joining import Meeting, coming_together, refuse_differences, wants_shared_memory
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-_log = logging.getLogger("cpumoe")
-
 #: Seconds after which a rank that gives nothing is given up.
 DEFAULT_TIMEOUT = 60.0
 
-#: Of a rank's message that is in shared memory at a time; a longer one goes in pieces. It stays in a core's cache.
-_SLOT_BYTES = 1 << 20
+#: Of that, what a tensor parallel group waits for one of its ranks: less, so that those outside, who wait for all of
+#: the group, hear who it is instead of giving up who waits for it.
+_GROUP_PATIENCE = 0.8
 
 _CPU = torch.device("cpu")  # whatever the default is: models are made on another one before they are loaded
-
-_SHARED_FOLDER = Path("/dev/shm")
-_SWITCH = "CPUMOE_SHARED_MEMORY"
 
 
 class Ranks:
@@ -53,10 +46,14 @@ class Ranks:
         number: of the exchange, for operators; 0 if there is none.
     """
 
-    def __init__(self, layout: ParallelLayout, exchange: RankExchange | None) -> None:
+    def __init__(
+        self, layout: ParallelLayout, exchange: RankExchange | None, inner: RankExchange | None = None
+    ) -> None:
+        """``inner``: the exchange of the tensor parallel group, where it is more than one rank and not all of them."""
         self.layout = layout
         self.exchange = exchange
         self.number = 0 if exchange is None else number_exchange(exchange)
+        self._inner = None if inner is None else _Group(self, inner)
 
     @classmethod
     def alone(cls) -> Ranks:
@@ -81,7 +78,7 @@ class Ranks:
         """
         if not 0 < timeout < float("inf"):
             raise ValueError(f"timeout={timeout}; a number of seconds above 0 is accepted")
-        _wants_shared_memory()
+        wants_shared_memory()
         if group is None and not dist.is_initialized():
             if not dist.is_torchelastic_launched() and "RANK" not in os.environ:
                 if layout is None or layout.flat_size == 1:
@@ -90,22 +87,31 @@ class Ranks:
                     f"the layout {layout} has {layout.flat_size} ranks, and this is one process; "
                     f"torchrun --nproc-per-node {layout.flat_size} starts as many"
                 )
-            with _coming_together():
+            with coming_together():
                 dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
             atexit.register(_leave)
-        size, rank = dist.get_world_size(group), dist.get_rank(group)
+        everyone = Meeting(group, timeout)
+        size = everyone.size
         layout = ParallelLayout(tp_size=size) if layout is None else layout
         if size > 1:  # before any of them refuses it: the others would wait for that one
-            with _coming_together(RollCall(rank, size, group)):
-                _agree_on_layout(layout, timeout, size, group)
+            everyone.agree_on_layout(layout)
         if layout.flat_size != size:
             raise ValueError(f"the layout {layout} has {layout.flat_size} ranks, and the process group has {size}")
-        layout = layout.of_rank(rank)
+        layout = layout.of_rank(everyone.rank)
         if size == 1:
             return cls(layout, None)
-        with _coming_together(RollCall(rank, size, group)):
-            shared = _shared_exchange(rank, size, timeout, group)
-        return cls(layout, carried_exchange(rank, size, group) if shared is None else shared)
+        exchange = everyone.exchange()
+        if not 1 < layout.tp_size < size:
+            return cls(layout, exchange)
+        inside = everyone.inner(layout.flat_rank - layout.tp_rank, layout.tp_size, timeout * _GROUP_PATIENCE)
+        return cls(layout, exchange, inside.exchange())
+
+    def in_model(self) -> Ranks:
+        """These ranks as the layers of a whole model have them (:meth:`ParallelLayout.in_model`)."""
+        layout = self.layout.in_model()
+        if layout == self.layout:
+            return self
+        return Ranks(layout, self.exchange, None if self._inner is None else self._inner.exchange)
 
     def __deepcopy__(self, _: object) -> Ranks:
         """Copies of a module are of the same ranks."""
@@ -123,6 +129,17 @@ class Ranks:
     def size(self) -> int:
         return self.layout.flat_size
 
+    @property
+    def group(self) -> Ranks:
+        """The tensor parallel group of this rank, whose ranks have the same tokens.
+
+        Heads and outputs of linears are split over it. It is all ranks, or this one alone, or some with an exchange of
+        their own.
+        """
+        if self._inner is not None:
+            return self._inner
+        return self if self.layout.tp_size == self.size else Ranks.alone()
+
     # ---- messages ----------------------------------------------------------------------------------------------------
 
     def gather(self, mine: Tensor) -> list[Tensor]:
@@ -138,7 +155,7 @@ class Ranks:
             return [mine]
         row = _row_bytes(mine)
         whole = torch.empty((sum(counts), *mine.shape[1:]), dtype=mine.dtype, device=_CPU)
-        self.exchange.gather(_bytes_of(mine), [count * row for count in counts], _bytes_of(whole))
+        self._carry(self.exchange.gather, _bytes_of(mine), [count * row for count in counts], _bytes_of(whole))
         return list(whole.split(list(counts)))
 
     def gather_numbers(self, mine: Sequence[int]) -> list[list[int]]:
@@ -147,7 +164,7 @@ class Ranks:
             return [list(mine)]
         own = torch.tensor(mine, dtype=torch.int64, device=_CPU)
         whole = torch.empty((self.size, len(mine)), dtype=torch.int64, device=_CPU)
-        self.exchange.gather(_bytes_of(own), [own.numel() * 8] * self.size, _bytes_of(whole))
+        self._carry(self.exchange.gather, _bytes_of(own), [own.numel() * 8] * self.size, _bytes_of(whole))
         return whole.tolist()
 
     def trade(self, mine: Tensor, counts: Sequence[int], given: Sequence[int]) -> Tensor:
@@ -155,7 +172,8 @@ class Ranks:
         assert self.exchange is not None
         row = _row_bytes(mine)
         whole = torch.empty((sum(given), *mine.shape[1:]), dtype=mine.dtype, device=_CPU)
-        self.exchange.trade(_bytes_of(mine), [n * row for n in counts], _bytes_of(whole), [n * row for n in given])
+        sizes = [[n * row for n in numbers] for numbers in (counts, given)]
+        self._carry(self.exchange.trade, _bytes_of(mine), sizes[0], _bytes_of(whole), sizes[1])
         return whole
 
     def broadcast(self, values: Tensor) -> Tensor:
@@ -168,7 +186,7 @@ class Ranks:
     def sum_(self, values: Tensor) -> Tensor:
         """Adds fp32 values over all ranks, in place; the same bits on each of them."""
         if self.exchange is not None:
-            self.exchange.sum(values.view(-1))
+            self._carry(self.exchange.sum, values.view(-1))
         return values
 
     def agree(self, what: str, value: str) -> None:
@@ -177,7 +195,10 @@ class Ranks:
             return
         own = torch.frombuffer(bytearray(value.encode() or b" "), dtype=torch.uint8)
         texts = [bytes(text.numpy().tobytes()).decode().strip() for text in self.gather(own)]
-        _refuse_differences(what, texts)
+        refuse_differences(what, texts)
+
+    def _carry(self, message: Callable[..., None], *arguments: Any) -> None:
+        message(*arguments)
 
     # ---- ranks that do not go on -------------------------------------------------------------------------------------
 
@@ -188,6 +209,8 @@ class Ranks:
         """
         if self.exchange is not None:
             self.exchange.fail(f"{type(problem).__name__}: {problem}")
+        if self._inner is not None and self._inner.exchange is not None:
+            self._inner.exchange.fail("all ranks have been told why")  # in their numbers, which are not the group's
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -197,14 +220,60 @@ class Ranks:
         """
         try:
             yield
+        except RankError as problem:
+            known = self._known(problem)
+            self.fail(known)
+            if known is problem:
+                raise
+            raise known from problem
         except BaseException as problem:
             self.fail(problem)
             raise
+
+    def _known(self, problem: RankError) -> RankError:
+        """What all ranks know of a failure that may have met this one in its group, in whose numbers it speaks then."""
+        if self._inner is not None:
+            try:
+                self.check()
+            except RankError as known:
+                return known
+        return problem
 
     def check(self) -> None:
         """Raises RankError if it is known that another rank has ended or failed; for work that exchanges nothing."""
         if self.exchange is not None:
             self.exchange.check()
+
+
+class _Group(Ranks):
+    """Some of all ranks, which have the same tokens. A failure among them is one of all ranks, and named so.
+
+    Args:
+        everyone: all ranks.
+        exchange: of the group.
+    """
+
+    def __init__(self, everyone: Ranks, exchange: RankExchange) -> None:
+        of_all = everyone.layout
+        super().__init__(ParallelLayout(tp_size=of_all.tp_size, tp_rank=of_all.tp_rank), exchange)
+        self._everyone = everyone
+        self._first = of_all.flat_rank - of_all.tp_rank
+
+    def _carry(self, message: Callable[..., None], *arguments: Any) -> None:
+        try:
+            message(*arguments)
+        except RankError as problem:
+            known = self._everyone._known(problem)
+            if known is problem and isinstance(self.exchange, SharedExchange):  # which counts from 0
+                known = RankError(re.sub(r"\brank (\d+)", lambda n: f"rank {self._first + int(n[1])}", str(problem)))
+            self._everyone.fail(known)
+            raise known from problem
+
+    def fail(self, problem: BaseException) -> None:
+        self._everyone.fail(problem)
+
+    def check(self) -> None:
+        self._everyone.check()
 
 
 def _leave() -> None:
@@ -234,86 +303,3 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 def _row_bytes(tensor: Tensor) -> int:
     return tensor.shape[1:].numel() * tensor.element_size()
-
-
-@contextmanager
-def _coming_together(call: RollCall | None = None) -> Iterator[None]:
-    """What torch.distributed says while ranks come together is about ranks; a roll call names those that are gone."""
-    try:
-        yield
-    except RankError:
-        raise
-    except RuntimeError as problem:
-        who = "" if call is None else f"; {call.absent()}"
-        raise RankError(f"the ranks did not come together{who} ({problem})") from problem
-
-
-def _agree_on_layout(layout: ParallelLayout, timeout: float, size: int, group: dist.ProcessGroup | None) -> None:
-    from cpumoe import __version__
-
-    said = f"cpumoe {__version__}, torch {torch.__version__}, layout {layout.of_rank(0)!r}, timeout {timeout}"
-    texts: list[str] = [""] * size
-    dist.all_gather_object(texts, said, group=group)
-    _refuse_differences("version and layout", texts)
-
-
-def _refuse_differences(what: str, texts: list[str]) -> None:
-    usual = max(texts, key=texts.count)  # the first such one: all ranks say the same
-    for rank, text in enumerate(texts):
-        if text != usual:
-            other = texts.index(usual)
-            raise RankError(
-                f"the {what} of rank {rank} is {text!r}, and that of rank {other} is {usual!r}; one for all is accepted"
-            )
-
-
-def _wants_shared_memory() -> bool:
-    wanted = os.environ.get(_SWITCH, "1")
-    if wanted not in ("0", "1"):
-        raise ValueError(f"{_SWITCH}={wanted!r}; 0 (messages go through torch.distributed) and 1 are accepted")
-    return wanted == "1"
-
-
-def _shared_exchange(rank: int, size: int, timeout: float, group: dist.ProcessGroup | None) -> SharedExchange | None:
-    """Through shared memory if all ranks see the same file; None, on all of them, if one does not."""
-    path, problem = None, None if _wants_shared_memory() else "it is switched off"
-    if rank == 0 and problem is None:
-        path = _SHARED_FOLDER / f"cpumoe-{secrets.token_hex(8)}"
-        try:
-            descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-            try:
-                os.posix_fallocate(descriptor, 0, SharedExchange.file_bytes(size, _SLOT_BYTES))
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            problem = f"{path}: {error.strerror}"
-    exchange = None
-    try:
-        told: list[object] = [None if path is None else str(path)]
-        dist.broadcast_object_list(told, src=0 if group is None else dist.get_global_rank(group, 0), group=group)
-        if told[0] is not None and problem is None:
-            try:
-                descriptor = os.open(str(told[0]), os.O_RDWR | os.O_CLOEXEC)
-                try:
-                    exchange = SharedExchange(descriptor, rank, size, _SLOT_BYTES, timeout)
-                finally:
-                    os.close(descriptor)
-            except (OSError, ValueError, RankError) as error:
-                problem = str(error)
-        elif problem is None:
-            problem = "rank 0 has no shared memory"
-        problems: list[str | None] = [None] * size
-        dist.all_gather_object(problems, problem, group=group)
-    finally:
-        if path is not None:
-            with suppress(OSError):
-                path.unlink(missing_ok=True)  # whoever has it mapped keeps it, and no end of a process leaves it behind
-    found = [(index, text) for index, text in enumerate(problems) if text is not None]
-    if found:
-        _log.info(
-            "ranks exchange through torch.distributed (%s): rank %d shares no memory with the others: %s",
-            dist.get_backend(group),
-            *found[0],
-        )
-        return None
-    return exchange

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from cpumoe.layers.parallel_layout import Exchange
 from cpumoe.ops.packing import packed_experts, packed_like
 from cpumoe.parallel.balance import plan_placement
 from cpumoe.parallel.experts import ParallelExperts
@@ -54,7 +55,9 @@ def _rebalance_layer(experts: ParallelExperts, spare_slots: int, nodes: int, lea
         raise ValueError(f"the layout {ranks.layout} has a slice of every expert on each rank; nothing can be moved")
     if not all(old.by_rank):
         raise ValueError(f"{old.expert_count} experts on {ranks.size} ranks; one or more for each rank is accepted")
-    counts = experts.loads if ranks.layout.has_all_tokens else torch.stack(ranks.gather(experts.loads[None])).sum(0)[0]
+    counts = experts.loads
+    if ranks.layout.chosen_exchange is not Exchange.ALL_REDUCE:  # else every rank has counted all tokens
+        counts = torch.stack(ranks.gather(counts[None])).sum(0)[0]
     loads = [float(count) for count in counts.tolist()]
     new = plan_placement(loads, ranks.size, -(-old.expert_count // ranks.size) + spare_slots, nodes)
     before, after = slowest_rank(old, loads), slowest_rank(new, loads)

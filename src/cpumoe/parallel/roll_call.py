@@ -13,10 +13,13 @@ _ANSWER_SECONDS = 3.0
 
 
 class RollCall:
-    """Through the store that the ranks met in, which lives in the process that started them or in rank 0."""
+    """Through the store that the ranks met in, which lives in the process that started them or in rank 0.
 
-    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None) -> None:
-        self._rank, self._size = rank, size
+    ``first`` is what the first rank of the group is called.
+    """
+
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None, first: int = 0) -> None:
+        self._rank, self._size, self._first = rank, size, first
         self._members = [other if group is None else dist.get_global_rank(group, other) for other in range(size)]
 
     def absent(self) -> str:
@@ -24,7 +27,7 @@ class RollCall:
         missing = self._missing()
         if not missing:
             return "all ranks answer, and do not fit together"
-        names = ", ".join(map(str, missing))
+        names = ", ".join(str(self._first + rank) for rank in missing)
         return f"rank {names} does not answer" if len(missing) == 1 else f"ranks {names} do not answer"
 
     def _missing(self) -> list[int]:

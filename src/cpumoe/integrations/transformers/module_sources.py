@@ -122,24 +122,26 @@ def split_linear(
     Args:
         quantized: where it is quantised in the files; else ``floats`` are read.
         scheme: to quantise floats to; None leaves them in ``dtype``.
+        ranks: that the model is spread over; linears are, over each tensor parallel group of them.
 
     Returns None for a linear that stays whole on every rank (:func:`cpumoe.parallel.linear.is_split`).
     """
     if not is_split(floats.place, quantized, scheme, ranks.layout):
         return None
-    parts, index = ranks.size, ranks.rank
+    group = ranks.group
 
     def restore(tensors: dict[str, Tensor]) -> nn.Module:
-        return SplitLinear(QuantizedLinear(tensors["own.weight_packed"]), ranks)
+        return SplitLinear(QuantizedLinear(tensors["own.weight_packed"]), group)
 
     if quantized is not None:
-        return PackedModule(lambda: SplitLinear(quantized.load(parts, index), ranks), restore, _SPLIT_TENSORS)
-    own = floats.part(parts, index)
+        stored = partial(quantized.load, group.size, group.rank)
+        return PackedModule(lambda: SplitLinear(stored(), group), restore, _SPLIT_TENSORS)
+    own = floats.part(group.size, group.rank)
     if scheme is not None:
-        return PackedModule(lambda: SplitLinear(own.packed(scheme), ranks), restore, _SPLIT_TENSORS)
+        return PackedModule(lambda: SplitLinear(own.packed(scheme), group), restore, _SPLIT_TENSORS)
     load = partial(own.loaded, dtype)
     # Floats are not in caches of packed weights: they are read again.
-    return PackedModule(lambda: SplitLinear(load(), ranks), lambda _: SplitLinear(load(), ranks), frozenset())
+    return PackedModule(lambda: SplitLinear(load(), group), lambda _: SplitLinear(load(), group), frozenset())
 
 
 def pack_float_linear(

@@ -113,8 +113,9 @@ def load_model(
             takes images too. The default is the language model alone, and the whole model where transformers has no
             class for that.
         ranks: the ranks that the model is spread over, of which each calls this
-            (:meth:`cpumoe.parallel.ranks.Ranks.join`). Each reads its own experts or slices and, where all ranks have
-            the same tokens, its own outputs of linears. All of them must then be called alike.
+            (:meth:`cpumoe.parallel.ranks.Ranks.join`). Each reads its own experts or slices and, in a tensor parallel
+            group, its own outputs of linears. The ranks of such a group must be called with the same tokens, and all
+            ranks as often as each other.
         options: further arguments of ``from_pretrained``.
 
     Raises CheckpointError if tensors are missing, unexpected or of another shape, and UnsupportedScheme for a scheme
@@ -153,7 +154,7 @@ def load_model(
             check_activations(activations),
             check_kv_cache(kv_cache),
             leave_experts=not quantized and name == FLOAT,
-            ranks=ranks if ranks else None,
+            ranks=ranks.in_model() if ranks else None,
             strict=True,
         )
         if ranks and chosen.leave_experts:

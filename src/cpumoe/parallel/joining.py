@@ -1,0 +1,165 @@
+"""Brings the processes of a model together: that they are alike, and what they exchange through.
+
+``torch.distributed`` carries what is said here; nothing of it is on the way of a token.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from cpumoe.errors import RankError
+from cpumoe.layers.parallel_layout import ParallelLayout
+from cpumoe.ops.exchange import RankExchange, SharedExchange
+from cpumoe.parallel.carried import carried_exchange
+from cpumoe.parallel.roll_call import RollCall
+
+_log = logging.getLogger("cpumoe")
+
+#: Of a rank's message that is in shared memory at a time; a longer one goes in pieces. It stays in a core's cache.
+_SLOT_BYTES = 1 << 20
+
+_SHARED_FOLDER = Path("/dev/shm")
+_SWITCH = "CPUMOE_SHARED_MEMORY"
+
+
+@contextmanager
+def coming_together(call: RollCall | None = None) -> Iterator[None]:
+    """What torch.distributed says while ranks come together is about ranks; a roll call names those that are gone."""
+    try:
+        yield
+    except RankError:
+        raise
+    except RuntimeError as problem:
+        who = "" if call is None else f"; {call.absent()}"
+        raise RankError(f"the ranks did not come together{who} ({problem})") from problem
+
+
+def refuse_differences(what: str, texts: list[str]) -> None:
+    """Raises RankError if what ranks have said, by rank, is not the same."""
+    usual = max(texts, key=texts.count)  # the first such one: all ranks say the same
+    for rank, text in enumerate(texts):
+        if text != usual:
+            other = texts.index(usual)
+            raise RankError(
+                f"the {what} of rank {rank} is {text!r}, and that of rank {other} is {usual!r}; one for all is accepted"
+            )
+
+
+def wants_shared_memory() -> bool:
+    """Whether ranks of one machine may share memory. Raises ValueError if the environment says something else."""
+    wanted = os.environ.get(_SWITCH, "1")
+    if wanted not in ("0", "1"):
+        raise ValueError(f"{_SWITCH}={wanted!r}; 0 (messages go through torch.distributed) and 1 are accepted")
+    return wanted == "1"
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """The processes of a group, which come together; each of them calls the same in the same order.
+
+    Attributes:
+        group: of ``torch.distributed``; None is the default one.
+        timeout: seconds after which a rank that gives nothing is an error.
+        first: what the first of the group is called: groups inside of a layout have the numbers of all ranks.
+    """
+
+    group: dist.ProcessGroup | None
+    timeout: float
+    first: int = 0
+
+    @property
+    def size(self) -> int:
+        return dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    def agree_on_layout(self, layout: ParallelLayout) -> None:
+        """Raises RankError on every rank if one runs another version, or has another layout or timeout."""
+        from cpumoe import __version__
+
+        said = f"cpumoe {__version__}, torch {torch.__version__}, layout {layout.of_rank(0)!r}, timeout {self.timeout}"
+        texts: list[str] = [""] * self.size
+        with coming_together(self._call()):
+            dist.all_gather_object(texts, said, group=self.group)
+        refuse_differences("version and layout", texts)
+
+    def exchange(self) -> RankExchange:
+        """What these ranks exchange through: memory that all of them share, else messages of ``torch.distributed``."""
+        with coming_together(self._call()):
+            shared = self.shared_exchange()
+        return carried_exchange(self.rank, self.size, self.group, self.first) if shared is None else shared
+
+    def inner(self, first: int, size: int, timeout: float) -> Meeting:
+        """That of ``size`` consecutive ranks of this one, of which this process is one.
+
+        Each process takes part in its own alone, so that others of the world need not know of it.
+        """
+        members = [rank if self.group is None else dist.get_global_rank(self.group, rank) for rank in range(self.size)]
+        with coming_together(self._call()):
+            group = dist.new_group(
+                members[first : first + size], timeout=timedelta(seconds=timeout), use_local_synchronization=True
+            )
+        return Meeting(group, timeout, self.first + first)
+
+    def _call(self) -> RollCall:
+        return RollCall(self.rank, self.size, self.group, self.first)
+
+    def shared_exchange(self) -> SharedExchange | None:
+        """Through shared memory if all ranks see the same file; None, on all of them, if one does not."""
+        rank, size, group = self.rank, self.size, self.group
+        path, problem = None, None if wants_shared_memory() else "it is switched off"
+        if rank == 0 and problem is None:
+            path = _SHARED_FOLDER / f"cpumoe-{secrets.token_hex(8)}"
+            try:
+                descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+                try:
+                    os.posix_fallocate(descriptor, 0, SharedExchange.file_bytes(size, _SLOT_BYTES))
+                finally:
+                    os.close(descriptor)
+            except OSError as error:
+                problem = f"{path}: {error.strerror}"
+        exchange = None
+        try:
+            told: list[object] = [None if path is None else str(path)]
+            dist.broadcast_object_list(told, src=0 if group is None else dist.get_global_rank(group, 0), group=group)
+            if told[0] is not None and problem is None:
+                try:
+                    descriptor = os.open(str(told[0]), os.O_RDWR | os.O_CLOEXEC)
+                    try:
+                        exchange = SharedExchange(descriptor, rank, size, _SLOT_BYTES, self.timeout)
+                    finally:
+                        os.close(descriptor)
+                except (OSError, ValueError, RankError) as error:
+                    problem = str(error)
+            elif problem is None:
+                problem = "rank 0 has no shared memory"
+            problems: list[str | None] = [None] * size
+            dist.all_gather_object(problems, problem, group=group)
+        finally:
+            if path is not None:
+                with suppress(OSError):
+                    path.unlink(
+                        missing_ok=True
+                    )  # whoever has it mapped keeps it, and no end of a process leaves it behind
+        found = [(index, text) for index, text in enumerate(problems) if text is not None]
+        if found:
+            _log.info(
+                "ranks exchange through torch.distributed (%s): rank %d shares no memory with the others: %s",
+                dist.get_backend(group),
+                self.first + found[0][0],
+                found[0][1],
+            )
+            return None
+        return exchange

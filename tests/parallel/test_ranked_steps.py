@@ -1,0 +1,39 @@
+"""A server's steps on real processes: groups of ranks with requests of their own, against one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from rank_processes import refuse_failures, run_ranks, shared_files
+from tiny_models import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), moe_intermediate_size=64)  # of which two have slices
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name", "shared"),
+    [
+        (2, "tp ep", "1"),
+        (2, "dp ep", "1"),
+        (2, "dp ep", "0"),
+        (2, "dp", "1"),
+        (4, "tp dp ep", "1"),
+        (4, "tp dp ep by expert", "1"),
+    ],
+)
+def test_answers_are_those_of_one_process(ranks: int, name: str, shared: str, folder: Path) -> None:
+    environment = {"CPUMOE_SHARED_MEMORY": shared}
+    first, *others = run_ranks(ranks, "step_cases:serve", str(folder), name, environment=environment)
+    refuse_failures([first["outcomes"]])
+    for other in others:
+        assert len(other["rows"]) == len(first["rows"])  # all take part in every step
+    if "dp" in name:
+        last = others[-1]["rows"]
+        assert any(a and not b for a, b in zip(first["rows"], last, strict=True))  # one group helps the other
+        assert any(a and b for a, b in zip(first["rows"], last, strict=True))
+        assert others[-2 if ranks == 4 else -1]["rows"] == last  # a tensor parallel group has the same rows
+    assert not shared_files()

@@ -17,6 +17,7 @@
 #include <thread>
 #include <vector>
 
+#include "../row_traffic.h"
 #include "harness.h"
 #include "tests.h"
 
@@ -336,12 +337,119 @@ void test_faults() {
         "impossible exchanges are refused");
 }
 
+// ---- rows that travel ----------------------------------------------------------------------------------------------
+
+constexpr std::int64_t kWidth = 5, kTopk = 3;
+constexpr int kCopies = 7;
+
+// What row `row` of a rank has, and what a rank answers to it: numbers whose sums depend on their order.
+float row_value(int rank, std::int64_t row, std::int64_t i) { return static_cast<float>(rank * 100 + row * 10 + i); }
+std::int32_t copy_of(int rank, std::int64_t row, std::int64_t k) {
+  return static_cast<std::int32_t>((rank * 3 + row * 5 + k * 2) % kCopies);
+}
+float answer(int rank, float value) { return value * (0.1f + static_cast<float>(rank)) + 1e-7f; }
+
+// Every rank sends some rows, perhaps none, and gets the sums of those that were to compute them, to the bit.
+bool travels(RankExchange& exchange, RowTravel travel, const Sizes& counts) {
+  const int rank = exchange.rank(), ranks = exchange.ranks();
+  const std::int64_t count = counts[static_cast<std::size_t>(rank)];
+  std::vector<float> x, weights;
+  std::vector<std::int32_t> copies, owners;
+  for (std::int64_t row = 0; row < count; ++row) {
+    for (std::int64_t i = 0; i < kWidth; ++i) x.push_back(row_value(rank, row, i));
+    for (std::int64_t k = 0; k < kTopk; ++k) {
+      copies.push_back(copy_of(rank, row, k));
+      weights.push_back(static_cast<float>(row + k));
+    }
+  }
+  for (int copy = 0; copy < kCopies; ++copy) owners.push_back(copy * copy % ranks);
+  RowSending sending{};
+  sending.travel = travel;
+  sending.x = reinterpret_cast<const std::uint8_t*>(x.data());
+  sending.type = DType::kF32;
+  sending.width = kWidth;
+  sending.count = count;
+  sending.topk = kTopk;
+  sending.copies = copies.data();
+  sending.weights = weights.data();
+  sending.owners = owners.data();
+  sending.other_counts = counts.data();
+  RowTraffic traffic;
+  traffic.plan(active_kernels(), sending, exchange);
+  traffic.pack(0, traffic.entries());
+  traffic.send();
+  traffic.unpack(0, traffic.received());
+  // Those of each rank come in their order, with all that belongs to them.
+  const auto goes_to = [&](int from, std::int64_t row, int to) {
+    bool goes = travel == RowTravel::kToAll;
+    for (std::int64_t k = 0; k < kTopk; ++k) goes |= owners[static_cast<std::size_t>(copy_of(from, row, k))] == to;
+    return goes;
+  };
+  bool right = true;
+  std::int64_t next = 0;
+  for (int from = 0; from < ranks; ++from) {
+    for (std::int64_t row = 0; row < counts[static_cast<std::size_t>(from)]; ++row) {
+      if (!goes_to(from, row, rank)) continue;
+      if (next == traffic.received()) return false;
+      const auto* came = reinterpret_cast<const float*>(traffic.rows()) + next * kWidth;
+      for (std::int64_t i = 0; i < kWidth; ++i) {
+        right &= came[i] == row_value(from, row, i);
+        traffic.sums()[next * kWidth + i] = answer(rank, came[i]);
+      }
+      for (std::int64_t k = 0; k < kTopk; ++k) {
+        right &= traffic.copies()[next * kTopk + k] == copy_of(from, row, k);
+        right &= traffic.weights()[next * kTopk + k] == static_cast<float>(row + k);
+      }
+      ++next;
+    }
+  }
+  right &= next == traffic.received();
+  traffic.send_back();
+  for (std::int64_t row = 0; row < count; ++row) {
+    float sum[kWidth];
+    traffic.add(row, sum);
+    for (std::int64_t i = 0; i < kWidth; ++i) {
+      float expected = 0.0f;
+      for (int to = 0; to < ranks; ++to) {
+        if (goes_to(rank, row, to)) expected += answer(to, row_value(rank, row, i));
+      }
+      right &= sum[i] == expected;
+    }
+  }
+  return right;
+}
+
+void test_row_traffic() {
+  for (const int ranks : {1, 2, 4}) {
+    for (const RowTravel travel : {RowTravel::kToAll, RowTravel::kToExperts}) {
+      std::atomic<int> wrong{0};
+      const auto problems = run_ranks(ranks, 60, [&](SharedExchange& exchange) {
+        std::mt19937 shared(23);
+        for (int round = 0; round < 60; ++round) {
+          Sizes counts(static_cast<std::size_t>(ranks));
+          for (std::int64_t& count : counts) count = shared() % 3 == 0 ? 0 : shared() % (round % 10 == 9 ? 300 : 5);
+          wrong += !travels(exchange, travel, counts);
+        }
+      });
+      check(all_well(problems) && wrong == 0,
+            std::string("rows of ") + std::to_string(ranks) + " ranks go " +
+                (travel == RowTravel::kToAll ? "to all of them" : "where their experts are") + ", and sums come back");
+    }
+  }
+  const auto problems = run_ranks(3, 60, [&](SharedExchange& exchange) {
+    if (exchange.rank() == 1) throw RankFailure("gone");
+    check(!travels(exchange, RowTravel::kToExperts, {2, 2, 2}), "rows do not come from a rank that has ended");
+  });
+  check(each_names(problems, 1, "rank 1 has ended"), "a rank that ends while rows travel is named");
+}
+
 }  // namespace
 
 void test_rank_exchange() {
   test_sizes();
   test_many_turns();
   test_faults();
+  test_row_traffic();
 }
 
 }  // namespace cpumoe::tests

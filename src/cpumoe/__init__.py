@@ -24,6 +24,7 @@ __version__ = "0.2.0.dev0"
 
 if TYPE_CHECKING:
     from cpumoe.integrations.transformers.float_models import accelerate
+    from cpumoe.integrations.transformers.own_sequences import own_sequences
     from cpumoe.integrations.transformers.plugin import PackedConfig, load_model
     from cpumoe.integrations.transformers.quantizing import quantize_checkpoint
 
@@ -32,6 +33,7 @@ _LAZY = {
     "PackedConfig": "cpumoe.integrations.transformers.plugin",
     "accelerate": "cpumoe.integrations.transformers.float_models",
     "load_model": "cpumoe.integrations.transformers.plugin",
+    "own_sequences": "cpumoe.integrations.transformers.own_sequences",
     "quantize_checkpoint": "cpumoe.integrations.transformers.quantizing",
 }
 
@@ -74,6 +76,7 @@ __all__ = [
     "instruction_sets",
     "isa",
     "load_model",
+    "own_sequences",
     "quantize_checkpoint",
     "routing_method",
     "select_backend",

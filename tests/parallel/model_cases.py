@@ -226,8 +226,8 @@ def more_of_models(folder: str, cache: str) -> dict[str, str | None]:
     cases.run("a model of one rank cannot be saved", _not_saved, model, Path(cache) / "saved")
     reading.taken()
     cases.run("packed weights are kept", _kept, path, Path(cache), ranks, options, reading)
-    for name in ("int8 cache", "data parallel"):
-        cases.run(name, _WAYS[name], path, options)
+    for name, way in _WAYS.items():
+        cases.run(name, way, path, options)
     return cases.outcomes
 
 
@@ -301,4 +301,53 @@ def _data_parallel(path: Path, options: dict[str, Any]) -> None:
     assert relative_error(behind[1], behind[0]) <= TOLERANCE
 
 
-_WAYS: dict[str, Callable[[Path, dict[str, Any]], None]] = {"int8 cache": _int8_cache, "data parallel": _data_parallel}
+def _refused_rows(path: Path, options: dict[str, Any]) -> None:
+    """A rank whose rows are refused tells the others, and all go on."""
+    ranks = Ranks.join(ParallelLayout(dp_size=2, expert_parallel=True))
+    alone, spread = _load(path, **options), _load(path, ranks=ranks, **options)
+    tokens = _TOKENS[:1].clone()
+    if ranks.rank == 1:
+        tokens[0, 3] = 100000
+    text = "token 100000" if ranks.rank == 1 else "rank 1 has refused its rows"
+    with torch.no_grad():
+        _raises(text, lambda: spread(input_ids=tokens))
+        error = relative_error(spread(input_ids=_TOKENS).logits, alone(input_ids=_TOKENS).logits)
+    assert error <= TOLERANCE
+
+
+def _other_lengths(path: Path, options: dict[str, Any]) -> None:
+    compare_own_sequences(path, ParallelLayout(dp_size=2, expert_parallel=True), options)
+
+
+def own_sequences(folder: str) -> dict[str, str | None]:
+    """Groups of ranks that generate different texts, one of them nothing at all."""
+    cases = Cases()
+    for name in ("qwen3_moe", "deepseek_v3", "kimi_linear"):
+        for exchange in (None, Exchange.ALL_TO_ALL):
+            layout = ParallelLayout(tp_size=2, dp_size=2, expert_parallel=True, exchange=exchange)
+            cases.run(f"{name}, {exchange}", compare_own_sequences, Path(folder) / name, layout, MODELS[name].options)
+    return cases.outcomes
+
+
+@torch.no_grad()
+def compare_own_sequences(path: Path, layout: ParallelLayout, options: dict[str, Any]) -> None:
+    ranks = Ranks.join(layout)
+    alone, spread = _load(path, **options), _load(path, ranks=ranks, **options)
+    for new_tokens in ((3, 9), (0, 5), (7, 0), (40, 41)):
+        own = new_tokens[ranks.layout.dp_rank]
+        with cpumoe.own_sequences(spread):
+            if own == 0:
+                continue
+            prompt = _TOKENS[ranks.layout.dp_rank :][:1, : own + 1]
+            ask = {"max_new_tokens": own, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+            assert spread.generate(prompt, **ask).tolist() == alone.generate(prompt, **ask).tolist()
+    with cpumoe.own_sequences(alone):  # one rank: nothing to wait for
+        pass
+
+
+_WAYS: dict[str, Callable[[Path, dict[str, Any]], None]] = {
+    "int8 cache": _int8_cache,
+    "data parallel": _data_parallel,
+    "rows that are refused": _refused_rows,
+    "sequences of other lengths": _other_lengths,
+}

@@ -22,6 +22,10 @@ def test_models(ranks: int, names: list[str], folder: Path) -> None:
     assert not shared_files()
 
 
+def test_own_sequences(folder: Path) -> None:
+    refuse_failures(run_ranks(4, "model_cases:own_sequences", str(folder)))
+
+
 def test_models_through_torch_distributed(folder: Path) -> None:
     names = ["qwen3_moe", "qwen3_moe, stored in int4"]
     environment = {"CPUMOE_SHARED_MEMORY": "0"}

@@ -309,8 +309,8 @@ class Layer:
 class DecoderModel:
     """All of a decoder. ``embedding`` [vocabulary, H] of the dtype of hidden states, ``head`` or None.
 
-    ``exchange`` is of the ranks that experts are spread over, ``group`` of those that columns and heads are spread over:
-    some of the former, with the same rows. Other groups have rows of their own.
+    ``exchange`` is of the ranks that experts are spread over, ``group`` of those that columns and heads are spread
+    over: some of the former, with the same rows. Other groups have rows of their own.
     """
 
     embedding: Tensor

@@ -33,7 +33,6 @@ from cpumoe.parallel.dispatch import (
 from cpumoe.parallel.placement import Placement
 from cpumoe.parallel.ranks import Ranks
 
-
 _TRAVEL = {
     Exchange.ALL_REDUCE: Travel.STAY,
     Exchange.ALLGATHER_REDUCESCATTER: Travel.TO_ALL,

@@ -22,6 +22,7 @@ pytest.importorskip("transformers")
 import cpumoe
 from cpumoe.generation import step_engine
 from cpumoe.generation.engine import Failure, Job
+from cpumoe.generation.group_schedules import GroupSchedules
 from cpumoe.generation.page_pool import PagePool, page_name
 from cpumoe.generation.sampling import Sampling, Token
 from cpumoe.generation.schedule import Schedule
@@ -232,6 +233,69 @@ def test_older_sequences_take_pages_of_those_that_are_in_the_step_already(pages:
     seen = [counts_of(schedule, 1) for _ in range(26)]
     assert [1, 1, 1] in seen and [1, 1, 0] in seen
     assert all(counts[:2] == [1, 1] for counts in seen)
+
+
+# ---- schedules of groups of ranks ------------------------------------------------------------------------------------
+
+
+def grouped(count: int, pages: int = 100, step_rows: int = 100) -> GroupSchedules:
+    return GroupSchedules([Schedule(pages, 4, step_rows) for _ in range(count)])
+
+
+def add(groups: GroupSchedules, prompt: list[int]) -> int:
+    """Adds a job; returns the group that it went to."""
+    job = Job(prompt, 1000, frozenset(), Sampling(), lambda _: None)
+    groups.add(job)
+    return next(i for i, group in enumerate(groups.groups) if group.sequences and group.sequences[-1].job is job)
+
+
+def computed(groups: GroupSchedules, prompt_rows: int) -> list[int]:
+    """Computes a step; returns its rows by group. The next token is always 1."""
+    pieces = groups.next_step(prompt_rows)
+    for group, of_group in zip(groups.groups, pieces, strict=True):
+        complete = [piece.sequence for piece in of_group if piece.is_last]
+        group.advance(of_group)
+        for sequence in complete:
+            sequence.tokens.append(1)
+    return [sum(piece.count for piece in of_group) for of_group in pieces]
+
+
+def test_jobs_go_where_the_least_work_is() -> None:
+    groups = grouped(3)
+    assert groups.tokens == 400 and groups.is_idle
+    assert [add(groups, [i] * 20) for i in range(3)] == [0, 1, 2]
+    assert add(groups, [9] * 3) == 0
+    assert computed(groups, 100) == [23, 20, 20]
+    assert add(groups, [10] * 50) == 1  # of equally many sequences, the first
+    assert add(groups, [11] * 2) == 2
+    groups.groups[1].sequences[0].job.over = True
+    assert len(groups.drop_ended()) == 1 and not groups.is_idle
+    assert add(groups, [12]) == 1
+    assert add(groups, [13]) == 0  # equally many in all of them, and the first has nothing to read
+
+
+def test_jobs_go_where_their_beginning_is_known() -> None:
+    groups = grouped(2)
+    (text,) = prompts_of([30])
+    assert [add(groups, [5] * 9), add(groups, text)] == [0, 1]
+    computed(groups, 100)
+    for group in groups.groups:
+        group.sequences[0].job.over = True
+    groups.drop_ended()
+    assert groups.is_idle
+    assert add(groups, [*text[:12], 7]) == 1
+    assert add(groups, [*text[:12], 8]) == 0  # that the other one has fewer sequences counts more
+
+
+def test_no_group_lets_answers_of_others_wait() -> None:
+    groups = grouped(2)
+    add(groups, [5])
+    assert computed(groups, 10) == [1, 0]
+    add(groups, [6] * 50)
+    assert computed(groups, 10) == [1, 10]
+    groups.groups[0].sequences[0].job.over = True
+    groups.drop_ended()
+    assert computed(groups, 10) == [0, 40]
 
 
 # ---- the engine ------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from changed_checkpoints import CHECKPOINTS, changed_copy, float_copy
+from rank_processes import run_ranks
 from tiny_models import write_dense_model
 
 pytest.importorskip("transformers")
@@ -60,17 +61,34 @@ def test_whole_experts(ranks: int, held: list[int]) -> None:
     assert {rank.other_bytes for rank in found} == {plan(ParallelLayout()).ranks[0].other_bytes}
 
 
-def test_linears_are_split_where_all_ranks_have_the_same_tokens() -> None:
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ParallelLayout(tp_size=2),
+        ParallelLayout(tp_size=2, dp_size=3, expert_parallel=True),
+        ParallelLayout(tp_size=2, pcp_size=2, expert_parallel=True, sequence_parallel=True),
+    ],
+    ids=str,
+)
+def test_linears_are_split_over_tensor_parallel_groups(layout: ParallelLayout) -> None:
     with Checkpoint.open(PACKED) as checkpoint:
         survey = Survey(checkpoint, describe)
         assert survey.layout is not None
         places = [place for name, place in survey.layout.linears.items() if name not in survey.linears]
-        quantized = sum(source.packed_bytes for source in survey.linears.values())
+        elsewhere = sum(source.packed_bytes() - source.packed_bytes(2) for source in survey.linears.values())
     floats = sum(place.rows * place.columns for place in places if place.may_be_packed and not place.is_tied)
-    split = quantized + floats * cpu.float_dtype()[0].itemsize
-    assert split > 0
-    whole, *ranks = (plan(layout).ranks[0].other_bytes for layout in (ParallelLayout(), ParallelLayout(tp_size=2)))
-    assert ranks == [whole - split // 2]
+    elsewhere += floats * cpu.float_dtype()[0].itemsize // 2
+    assert elsewhere > 0
+    (whole,) = plan(ParallelLayout()).ranks
+    assert {rank.other_bytes for rank in plan(layout).ranks} == {whole.other_bytes - elsewhere}
+
+
+def test_ranks_hold_what_was_planned() -> None:
+    """Models that are loaded on ranks, in layouts with groups of all of them, of some, and of one."""
+    for rank in run_ranks(4, "plan_cases:held", str(PACKED)):
+        assert len(rank) == 4
+        for layout, planned, held in rank:
+            assert planned == held, layout
 
 
 def test_slices() -> None:

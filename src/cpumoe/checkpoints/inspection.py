@@ -131,7 +131,7 @@ class Survey:
         """Number of weights of a packed module (scales and biases do not count), and its bytes in memory."""
         if module in self.linears:
             linear = self.linears[module]
-            return linear.rows * linear.columns, self._try(lambda: linear.packed_bytes) or 0
+            return linear.rows * linear.columns, self._try(linear.packed_bytes) or 0
         source = self.sources[module]
         size = self._try(experts_bytes, source.config, source.storage, source.input_scales)
         return experts_weights(source.config), size or 0

@@ -89,15 +89,15 @@ class LinearSource:
         weight = stored_weight(self._checkpoint, self.name, self.storage)
         return weight if self.has_bias else replace(weight, bias=None)  # zeros that a tool has added
 
-    @property
-    def packed_bytes(self) -> int:
-        """Bytes in memory."""
+    def packed_bytes(self, slices: int = 1) -> int:
+        """Bytes in memory of the linear, or of one of equal parts of its rows."""
         scheme = self.storage.scheme
         scheme.check_inputs(self.columns, self.name)
         infos = self._checkpoint.infos_of(self.name, self.storage.tensors(self.rows, self.columns))
         scale_dtype = self.storage.scale_dtype({suffix: info.dtype for suffix, info in infos.items()})
         orders = 1 if self.storage.has_input_order else 0
-        spec = packed_spec(scheme, scale_dtype, 1, self.rows, self.columns, has_bias=self.has_bias, input_orders=orders)
+        rows = self.rows // slices
+        spec = packed_spec(scheme, scale_dtype, 1, rows, self.columns, has_bias=self.has_bias, input_orders=orders)
         return spec.packed_bytes
 
 

@@ -204,9 +204,11 @@ def _elsewhere(survey: Survey, layout: ParallelLayout) -> int:
     for name, place in survey.layout.linears.items():
         quantized = survey.linears.get(name)
         if is_split(place, quantized, None, layout):
-            own = place.rows * place.columns * float_bytes if quantized is None else quantized.packed_bytes
+            floats = place.rows * place.columns * float_bytes
+            parts = (1, layout.tp_size)
+            whole, own = (floats // n if quantized is None else quantized.packed_bytes(n) for n in parts)
             # One that is tied has no weight of its own until it is split.
-            missing += (0 if place.is_tied and quantized is None else own) - own // layout.tp_size
+            missing += (0 if place.is_tied and quantized is None else whole) - own
     return missing
 
 

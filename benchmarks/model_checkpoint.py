@@ -1,4 +1,4 @@
-"""Writes a checkpoint with random weights, as a quantiser would store them."""
+"""Writes a checkpoint with random weights, as a quantiser would store them, or in float."""
 
 from __future__ import annotations
 
@@ -18,17 +18,26 @@ from cpumoe.layers.rounding import quantize_weight
 _DIFFERENT = 4  # matrices of each shape; the others repeat them, because speed does not depend on values
 
 
-def write_checkpoint(folder: Path, shape: ModelShape, storage: LinearStorage) -> None:
-    """Writes the safetensors files, their index and config.json; the head and the routers stay in float."""
+def write_checkpoint(
+    folder: Path, shape: ModelShape, storage: LinearStorage | None, head: LinearStorage | None = None
+) -> None:
+    """Writes the safetensors files, their index and config.json; the routers stay in float.
+
+    Args:
+        storage: of the linears of all layers; None for bf16.
+        head: of the head; None for bf16.
+    """
     generator = torch.Generator().manual_seed(0)
     made: dict[tuple[int, int], list[dict[str, Tensor]]] = defaultdict(list)
 
     def linear(rows: int, columns: int, number: int) -> dict[str, Tensor]:
         pool = made[rows, columns]
         while len(pool) <= number % _DIFFERENT:
-            weight = quantize_weight(normal(rows, columns), storage.scheme)
-            pool.append(storage.encode(weight))
+            pool.append(encoded(normal(rows, columns), storage))
         return pool[number % _DIFFERENT]
+
+    def encoded(weight: Tensor, storage: LinearStorage | None) -> dict[str, Tensor]:
+        return {"weight": weight} if storage is None else storage.encode(quantize_weight(weight, storage.scheme))
 
     def normal(*sizes: int) -> Tensor:
         return (torch.randn(sizes, generator=generator) * 0.02).bfloat16()
@@ -56,9 +65,10 @@ def write_checkpoint(folder: Path, shape: ModelShape, storage: LinearStorage) ->
 
     outside = {
         "model.embed_tokens.weight": normal(shape.vocabulary, shape.hidden),
-        "lm_head.weight": normal(shape.vocabulary, shape.hidden),
         "model.norm.weight": ones(shape.hidden),
     }
+    for suffix, tensor in encoded(normal(shape.vocabulary, shape.hidden), head).items():
+        outside[f"lm_head.{suffix}"] = tensor
     weight_map: dict[str, str] = {}
     for index in range(shape.layers + 1):
         tensors = outside if index == 0 else layer_tensors(index - 1)
@@ -85,6 +95,9 @@ def write_checkpoint(folder: Path, shape: ModelShape, storage: LinearStorage) ->
         "norm_topk_prob": True,
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
-        "quantization_config": write_config({"Linear": storage}, ["lm_head", "re:.*mlp[.]gate$"]),
     }
+    if storage is not None:
+        storages = {"Linear": storage} if head is None else {"lm_head": head, "Linear": storage}
+        ignored = ["re:.*mlp[.]gate$", *(["lm_head"] if head is None else [])]
+        config["quantization_config"] = write_config(storages, ignored)
     (folder / "config.json").write_text(json.dumps(config))

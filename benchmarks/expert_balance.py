@@ -31,7 +31,7 @@ _SPARE = (0, 1, 2)  # slots a rank beyond those that all experts need
 
 def recorded_routing(tokens: int) -> list[Tensor]:
     """The ids [tokens, K] of every layer of the shipped model on held-out text."""
-    from cpumoe.integrations.transformers.plugin import load_model
+    from cpumoe.integrations.transformers.model_loading import load_model
     from cpumoe.integrations.transformers.tokenizer import load_tokenizer
 
     model = load_model(FOLDER)

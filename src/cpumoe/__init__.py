@@ -24,15 +24,16 @@ __version__ = "0.2.0.dev0"
 
 if TYPE_CHECKING:
     from cpumoe.integrations.transformers.float_models import accelerate
+    from cpumoe.integrations.transformers.model_loading import load_model
     from cpumoe.integrations.transformers.own_sequences import own_sequences
-    from cpumoe.integrations.transformers.plugin import PackedConfig, load_model
+    from cpumoe.integrations.transformers.plugin import PackedConfig
     from cpumoe.integrations.transformers.quantizing import quantize_checkpoint
 
 #: Names whose modules are imported when they are first used, because importing transformers takes seconds.
 _LAZY = {
     "PackedConfig": "cpumoe.integrations.transformers.plugin",
     "accelerate": "cpumoe.integrations.transformers.float_models",
-    "load_model": "cpumoe.integrations.transformers.plugin",
+    "load_model": "cpumoe.integrations.transformers.model_loading",
     "own_sequences": "cpumoe.integrations.transformers.own_sequences",
     "quantize_checkpoint": "cpumoe.integrations.transformers.quantizing",
 }

@@ -309,7 +309,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def load_model(*_: object, **__: object) -> None:
         raise AssertionError("a model was loaded for what had to be refused before")
 
-    monkeypatch.setattr("cpumoe.integrations.transformers.plugin.load_model", load_model)
+    monkeypatch.setattr("cpumoe.integrations.transformers.model_loading.load_model", load_model)
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

@@ -105,6 +105,18 @@ def in_layers(doomed: int, way: str, timeout: float) -> None:
         layer(x, ids, weights)
 
 
+def in_long_work(doomed: int, way: str) -> None:
+    """Work of which the doomed rank has more than the timeout of messages, or that it does not come to the end of."""
+    ranks = Ranks.join(ParallelLayout(tp_size=_SIZE), timeout=2)
+    for seconds in (0, 5):  # the second time is not taken for the first
+        with ranks.long_work():
+            if doomed == _RANK and seconds:
+                if way != "long":
+                    _go_wrong(way, ranks)
+                time.sleep(seconds)
+    ranks.gather_numbers([_RANK])
+
+
 def _go_wrong(way: str, ranks: Ranks) -> None:
     if way in ("kill", "sums"):
         os.kill(os.getpid(), signal.SIGKILL)

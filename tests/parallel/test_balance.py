@@ -15,7 +15,7 @@ from cpumoe import ParallelLayout
 from cpumoe.layers.parallel_layout import ExpertsPart
 from cpumoe.parallel.balance import copies_of, plan_placement
 from cpumoe.parallel.load_counter import LoadCounter
-from cpumoe.parallel.placement import Placement, improvement, physical_ids, rank_loads, slowest_rank
+from cpumoe.parallel.placement import Placement, physical_ids, rank_loads, slowest_rank
 
 ROUNDING = 1 + 1e-12
 
@@ -157,9 +157,7 @@ def test_spare_slots_go_to_the_hot_experts() -> None:
     assert [placement.replicas(expert) for expert in range(6)] == [3, 1, 1, 1, 1, 1]
     linear = Placement.linear(6, ParallelLayout(dp_size=4, expert_parallel=True))
     assert slowest_rank(linear, loads) == pytest.approx(9 / 4)
-    ratio = slowest_rank(linear, loads) / slowest_rank(placement, loads)
-    assert improvement(linear, placement, loads) == pytest.approx(ratio)
-    assert improvement(linear, placement, loads) > 1.5
+    assert slowest_rank(linear, loads) / slowest_rank(placement, loads) > 1.5
     assert slowest_rank(placement, [0.0] * 6) == 1
 
 

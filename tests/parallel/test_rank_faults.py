@@ -69,6 +69,18 @@ def test_killed_through_torch_distributed(folder: Path) -> None:
         _names(_others(ranks.wait(_STARTING), 0), 0, "does not answer")
 
 
+@pytest.mark.parametrize("shared", ["0", "1"])
+def test_long_work(shared: str) -> None:
+    """A rank that works for longer than messages may take is not lost; one that has ended or stands still is."""
+    environment = {"CPUMOE_SHARED_MEMORY": shared}
+    with RankProcesses(3, "fault_cases:in_long_work", 1, "long", environment=environment) as ranks:
+        for one in ranks.wait(_STARTING):
+            assert one.code == 0, one.output
+    for way in ("kill", "stop"):
+        with RankProcesses(3, "fault_cases:in_long_work", 1, way, environment=environment) as ranks:
+            _names(ranks.wait(_STARTING, without=(1,)), 1, "no sign of life", "has ended")
+
+
 def test_killed_before_it_has_come() -> None:
     """Nobody knows which one it is: that some did not come is all that can be said."""
     with RankProcesses(2, "fault_cases:never_comes", 1) as ranks:

@@ -52,7 +52,7 @@ def _complete(tokens: int) -> int:
     from cpumoe.generation.model_folder import prepare_transformers
 
     prepare_transformers()
-    from cpumoe.integrations.transformers.plugin import load_model
+    from cpumoe.integrations.transformers.model_loading import load_model
     from cpumoe.integrations.transformers.tokenizer import load_tokenizer
 
     start = time.perf_counter()

@@ -70,9 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
     model = load_chosen_model(arguments)
     against = None
     if arguments.against is not None:
-        from cpumoe.integrations.transformers import plugin
+        from cpumoe.integrations.transformers.model_loading import load_model
 
-        against = plugin.load_model(arguments.against, scheme=FLOAT)
+        against = load_model(arguments.against, scheme=FLOAT)
     settings: dict[str, Any] = {"window": arguments.window, "stride": arguments.stride}
     comparison = None
     counting = arguments.experts or arguments.heatmap is not None

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,6 +21,7 @@ from cpumoe.errors import RankError
 from cpumoe.layers.parallel_layout import ParallelLayout
 from cpumoe.ops.exchange import RankExchange, SharedExchange
 from cpumoe.parallel.carried import carried_exchange
+from cpumoe.parallel.long_work import long_work
 from cpumoe.parallel.roll_call import RollCall
 
 _log = logging.getLogger("cpumoe")
@@ -85,6 +86,15 @@ class Meeting:
     def rank(self) -> int:
         return dist.get_rank(self.group)
 
+    @property
+    def members(self) -> list[int]:
+        """Their ranks in the world."""
+        return [rank if self.group is None else dist.get_global_rank(self.group, rank) for rank in range(self.size)]
+
+    def long_work(self, check: Callable[[], None]) -> AbstractContextManager[None]:
+        """Ends when all have come to its end; see :func:`cpumoe.parallel.long_work.long_work`."""
+        return long_work(self.members, self.rank, self.timeout, self.first, check)
+
     def agree_on_layout(self, layout: ParallelLayout) -> None:
         """Raises RankError on every rank if one runs another version, or has another layout or timeout."""
         from cpumoe import __version__
@@ -106,7 +116,7 @@ class Meeting:
 
         Each process takes part in its own alone, so that others of the world need not know of it.
         """
-        members = [rank if self.group is None else dist.get_global_rank(self.group, rank) for rank in range(self.size)]
+        members = self.members
         with coming_together(self._call()):
             group = dist.new_group(
                 members[first : first + size], timeout=timedelta(seconds=timeout), use_local_synchronization=True

@@ -131,8 +131,3 @@ def slowest_rank(placement: Placement, loads: Sequence[float]) -> float:
     by_rank = rank_loads(placement, loads)
     mean = sum(by_rank) / len(by_rank)
     return max(by_rank) / mean if mean > 0 else 1.0
-
-
-def improvement(before: Placement, after: Placement, loads: Sequence[float]) -> float:
-    """How many times faster the slowest rank becomes."""
-    return slowest_rank(before, loads) / slowest_rank(after, loads)

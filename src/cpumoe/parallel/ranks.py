@@ -11,7 +11,7 @@ import atexit
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -47,13 +47,21 @@ class Ranks:
     """
 
     def __init__(
-        self, layout: ParallelLayout, exchange: RankExchange | None, inner: RankExchange | None = None
+        self,
+        layout: ParallelLayout,
+        exchange: RankExchange | None,
+        inner: RankExchange | None = None,
+        meeting: Meeting | None = None,
     ) -> None:
-        """``inner``: the exchange of the tensor parallel group, where it is more than one rank and not all of them."""
+        """``inner``: the exchange of the tensor parallel group, where it is more than one rank and not all of them.
+
+        ``meeting``: where the ranks came together.
+        """
         self.layout = layout
         self.exchange = exchange
         self.number = 0 if exchange is None else number_exchange(exchange)
         self._inner = None if inner is None else _Group(self, inner)
+        self._meeting = meeting
 
     @classmethod
     def alone(cls) -> Ranks:
@@ -102,16 +110,16 @@ class Ranks:
             return cls(layout, None)
         exchange = everyone.exchange()
         if not 1 < layout.tp_size < size:
-            return cls(layout, exchange)
+            return cls(layout, exchange, None, everyone)
         inside = everyone.inner(layout.flat_rank - layout.tp_rank, layout.tp_size, timeout * _GROUP_PATIENCE)
-        return cls(layout, exchange, inside.exchange())
+        return cls(layout, exchange, inside.exchange(), everyone)
 
     def in_model(self) -> Ranks:
         """These ranks as the layers of a whole model have them (:meth:`ParallelLayout.in_model`)."""
         layout = self.layout.in_model()
         if layout == self.layout:
             return self
-        return Ranks(layout, self.exchange, None if self._inner is None else self._inner.exchange)
+        return Ranks(layout, self.exchange, None if self._inner is None else self._inner.exchange, self._meeting)
 
     def __deepcopy__(self, _: object) -> Ranks:
         """Copies of a module are of the same ranks."""
@@ -243,6 +251,13 @@ class Ranks:
         """Raises RankError if it is known that another rank has ended or failed; for work that exchanges nothing."""
         if self.exchange is not None:
             self.exchange.check()
+
+    def long_work(self) -> AbstractContextManager[None]:
+        """Around work in which ranks exchange nothing, and some take much longer than others: all leave it together.
+
+        Who is done waits for the others as long as they live, and not just for the timeout of messages.
+        """
+        return nullcontext() if self._meeting is None else self._meeting.long_work(self.check)
 
 
 #: How a reason begins that was told by :meth:`Ranks.fail`, and not by an exchange: with the type of an exception.

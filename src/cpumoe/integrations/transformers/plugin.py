@@ -1,4 +1,4 @@
-"""Quantised checkpoints in transformers, through :func:`load_model` or ``from_pretrained`` after ``import cpumoe``.
+"""Quantised checkpoints in transformers: what ``from_pretrained`` calls, after ``import cpumoe`` or in ``load_model``.
 
 Modules that are quantised in the checkpoint are taken out of the model before transformers loads the rest. Then they
 are read expert by expert and put back packed; nothing goes through bf16. Float models are in ``float_models.py``.
@@ -10,38 +10,29 @@ import hashlib
 import json
 import logging
 import os
-import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
-from transformers.utils import logging as transformers_logging
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from cpumoe import cpu
-from cpumoe.checkpoints.checkpoint import Checkpoint, check_activations, listed, read_json, text_config
+from cpumoe.checkpoints.checkpoint import Checkpoint, check_activations, listed, read_json
 from cpumoe.checkpoints.formats import parse_quantization
 from cpumoe.checkpoints.formats.compressed_tensors import QuantizationConfig
-from cpumoe.checkpoints.hub import find_model
 from cpumoe.checkpoints.packed_cache import PackedCache
-from cpumoe.errors import CheckpointError, CpumoeError, UnsupportedScheme
+from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.integrations.transformers.attention import ATTENTION, register_attention
 from cpumoe.integrations.transformers.decode import speed_up
 from cpumoe.integrations.transformers.expert_modules import marks_of
-from cpumoe.integrations.transformers.hook import own_reader
 from cpumoe.integrations.transformers.int8_cache import hold_caches
-from cpumoe.integrations.transformers.model_classes import auto_class_for, config_of, has_plain_attention
+from cpumoe.integrations.transformers.model_classes import has_plain_attention
 from cpumoe.integrations.transformers.module_sources import PackedModule
 from cpumoe.integrations.transformers.packed_modules import PendingModule, find_packed_modules, replace_module
 from cpumoe.integrations.transformers.saving import keep_names_when_saved, quantization_section, state_dict_for_saving
@@ -62,7 +53,7 @@ DEFAULT_SCHEME = "w4a8-g128"
 
 
 @dataclass(frozen=True)
-class _Options:
+class LoadOptions:
     """What ``load_model`` wants of the quantizer. It cannot be passed on directly: transformers makes the quantizer."""
 
     scheme: Scheme | None = None
@@ -75,168 +66,7 @@ class _Options:
     strict: bool = False  # refuse schemes that are not supported, instead of leaving them to transformers
 
 
-_options: ContextVar[_Options] = ContextVar("cpumoe_options", default=_Options())  # noqa: B039  # frozen
-
-
-def load_model(
-    path: str | Path,
-    *,
-    scheme: Scheme | str | None = None,
-    linears: Scheme | str | None = None,
-    cache: str | Path | None = None,
-    activations: str | None = None,
-    kv_cache: str | None = None,
-    dtype: torch.dtype | None = None,
-    auto_class: Any = None,
-    ranks: Ranks | None = None,
-    **options: Any,
-) -> PreTrainedModel:
-    """Loads a checkpoint folder as a transformers model with packed experts and linears.
-
-    Args:
-        path: folder with config.json and safetensors files, or the id of a model in the local hub cache
-            (:func:`cpumoe.checkpoints.hub.find_model`; nothing is downloaded).
-        scheme: for a float checkpoint only: the scheme to quantise its experts to while they are read
-            (``"w4a8-g128"``), or ``"float"`` to leave them to transformers. The default is the value of
-            ``CPUMOE_SCHEME``, and without one the experts run as they are stored (``bf16``, ``fp16``, ``fp32``).
-        linears: the scheme to quantise linears to that are float in the checkpoint (``"w8a8"``, ``"w4a8-g128"``); None
-            leaves them in float.
-        cache: folder for packed weights. They are written there the first time and memory-mapped the next time.
-        activations: ``"int8"`` runs weight-only checkpoints (w4a16, mxfp4a16, ...) with int8 activations: faster with
-            many tokens, and a little further from the float model. The default is the value of ``CPUMOE_ACTIVATIONS``,
-            and without one what the checkpoint says.
-        kv_cache: ``"int8"`` holds the keys and values of caches in int8, with a scale for every 64 values: about half
-            the memory of bf16, and results a little further from the float model. For models whose steps are one call
-            of the core. The default is the value of ``CPUMOE_KV_CACHE``, and without one the dtype of the float parts.
-        dtype: dtype of the float parts; the default is bf16 if this CPU computes with it, else fp32.
-        auto_class: the class of transformers to load with, such as ``AutoModelForImageTextToText`` for a model that
-            takes images too. The default is the language model alone, and the whole model where transformers has no
-            class for that.
-        ranks: the ranks that the model is spread over, of which each calls this
-            (:meth:`cpumoe.parallel.ranks.Ranks.join`). Each reads its own experts or slices and, in a tensor parallel
-            group, its own outputs of linears. The ranks of such a group must be called with the same tokens, and all
-            ranks as often as each other.
-        options: further arguments of ``from_pretrained``.
-
-    Raises CheckpointError if tensors are missing, unexpected or of another shape, and UnsupportedScheme for a scheme
-    that is not supported.
-    """
-    with (ranks or Ranks.alone()).together():  # if one cannot load it, the others do not wait for it
-        path = find_model(path)
-        if (asked := str(options.get("experts_implementation"))).startswith("cpumoe-"):
-            raise ValueError(f"experts_implementation={asked!r} has no effect in load_model; scheme= is what it takes")
-        with Checkpoint.open(path) as checkpoint:
-            try:
-                quantized = checkpoint.quantization is not None
-            except UnsupportedScheme as problem:
-                raise UnsupportedScheme(f"{path}: {problem}; {CURE}") from None
-            chosen_class = auto_class or auto_class_for(_checked_config(checkpoint))
-            section = checkpoint.quantization_section
-        name = scheme if scheme is not None else (None if quantized else os.environ.get("CPUMOE_SCHEME"))
-        if quantized and name is not None:
-            raise UnsupportedScheme(f"scheme={str(name)!r} for a checkpoint that is quantised already; leave it out")
-        if not quantized and activations is not None:
-            raise ValueError(
-                f"activations={activations!r} for a float checkpoint, where the scheme says it: scheme='w4a16-g32+int8'"
-            )
-        packed_experts = None if name is None or name == FLOAT else Scheme.parse(name)
-        packed_linears = None if linears is None else Scheme.parse(linears)
-        if dtype is None:
-            dtype, reason = cpu.float_dtype()
-            _log.info("float parts run in %s: %s", dtype, reason)
-        # transformers knows the configuration in config.json alone.
-        more = {} if quantized and _says_that_it_is_quantized(path) else {"quantization_config": PackedConfig(section)}
-        cache_folder = None if cache is None else Path(cache).expanduser()
-        chosen = _Options(
-            packed_experts,
-            packed_linears,
-            cache_folder,
-            check_activations(activations),
-            check_kv_cache(kv_cache),
-            leave_experts=not quantized and name == FLOAT,
-            ranks=ranks.in_model() if ranks else None,
-            strict=True,
-        )
-        if ranks and chosen.leave_experts:
-            raise ValueError(
-                f"scheme={FLOAT!r} leaves the experts to transformers, which does not spread them over ranks"
-            )
-        token = _options.set(chosen)
-        try:
-            with _transformers_errors(path, bool(options)), _progress_on_terminals(), own_reader():
-                model: PreTrainedModel = chosen_class.from_pretrained(
-                    path, dtype=dtype, local_files_only=True, **more, **options
-                )
-            if quantized and not isinstance(getattr(model, "hf_quantizer", None), PackedQuantizer):
-                raise CheckpointError(
-                    f"{path}: transformers passed over its quantization_config and made up its weights"
-                )
-            return model
-        finally:
-            _options.reset(token)
-
-
-@contextmanager
-def _progress_on_terminals() -> Iterator[None]:
-    """Switches off the progress bars of transformers unless stderr is a terminal, as ours are."""
-    shown = transformers_logging.is_progress_bar_enabled()
-    if shown and not sys.stderr.isatty():
-        transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            transformers_logging.enable_progress_bar()
-
-
-def _says_that_it_is_quantized(path: Path) -> bool:
-    """Whether config.json does."""
-    config = read_json(path / "config.json")
-    return bool(config.get("quantization_config") or text_config(config).get("quantization_config"))
-
-
-def _checked_config(checkpoint: Checkpoint) -> PreTrainedConfig:
-    """The configuration, of which impossible values are refused before transformers begins to build the model."""
-    try:
-        checkpoint.check_config()
-        return config_of(checkpoint.config)
-    except CheckpointError as problem:
-        raise CheckpointError(f"{checkpoint.folder}: {problem}") from None
-
-
-#: Errors that transformers raises both for bad arguments of from_pretrained and for bad configurations.
-_ABOUT_ARGUMENTS = (ValueError, ImportError, OSError, RuntimeError)
-
-
-@contextmanager
-def _transformers_errors(path: Path, has_arguments: bool) -> Iterator[None]:
-    """Turns errors of transformers about a configuration into CheckpointError; mistakes of our own stay as they are.
-
-    ``has_arguments`` says whether the caller passed arguments on to ``from_pretrained``, which may be the cause.
-    """
-    try:
-        yield
-    except (CpumoeError, MemoryError):
-        raise
-    except Exception as problem:
-        about_arguments = isinstance(problem, _ABOUT_ARGUMENTS) and not isinstance(problem, StrictDataclassError)
-        if _is_ours(problem) or (has_arguments and about_arguments):
-            raise
-        text = f"{problem!r:.500}"
-        raise CheckpointError(f"{path}: transformers cannot make a model of config.json: {text}") from problem
-
-
-def _is_ours(problem: BaseException) -> bool:
-    """Whether an exception was raised by this package's own code, so that it is a mistake in it."""
-    owner = ""
-    for frame, _ in traceback.walk_tb(problem.__traceback__):
-        package = str(frame.f_globals.get("__name__")).partition(".")[0]
-        if package in ("cpumoe", "transformers", "huggingface_hub"):
-            owner = package  # the innermost of the three is to blame: PyTorch and others below only do what it asks
-    return owner == "cpumoe"
-
-
-# ---- what transformers calls ---------------------------------------------------------------------------------------
+load_options: ContextVar[LoadOptions] = ContextVar("cpumoe_options", default=LoadOptions())  # noqa: B039  # frozen
 
 
 class PackedConfig(QuantizationConfigMixin):  # type: ignore[misc]  # untyped base
@@ -271,7 +101,7 @@ def make_config(section: dict[str, Any], stock: Any, **options: Any) -> Any:
     try:
         parse_quantization(section)
     except UnsupportedScheme as problem:
-        if _options.get().strict:
+        if load_options.get().strict:
             raise UnsupportedScheme(f"{problem}; {CURE}") from None
         _log.warning(
             "cpumoe does not read this checkpoint (%s); transformers' own reader is used, which turns its experts into "
@@ -310,7 +140,7 @@ def _folder_of(files: list[Path], source: str) -> Path:
     return folder
 
 
-def _agree_on_model(options: _Options, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
+def _agree_on_model(options: LoadOptions, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
     """Raises RankError where another rank loads another model, or the same one in another way."""
     assert options.ranks is not None
     headers = [file.header_digest for file in checkpoint.files]
@@ -328,7 +158,7 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
 
     def __init__(self, quantization_config: PackedConfig, **options: Any) -> None:
         super().__init__(quantization_config, **options)
-        self._options = _options.get()
+        self._options = load_options.get()
         self._packed: dict[str, PackedModule] = {}
         self._checkpoint: Checkpoint | None = None
 
@@ -456,21 +286,22 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
             names = {"scheme": experts, "linears": self._options.linears}
             options = {key: None if value is None else str(value) for key, value in names.items()}
             options["activations"] = checkpoint.activations
-            if (ranks := self._options.ranks) is not None:
-                options["rank"] = repr(ranks.layout)
+            if self._options.ranks is not None:
+                options["rank"] = repr(self._options.ranks.layout)
             cache = PackedCache(self._options.cache, checkpoint, options)
         modules = {} if cache is None else self._restored(cache)
         made: dict[str, Tensor] = {}
         native = True
-        for name, packed in tqdm(self._packed.items(), desc="Packing", unit="module", disable=None):
-            if self._options.ranks is not None:
-                self._options.ranks.check()  # it may take long
-            if name not in modules:
-                modules[name] = module = packed.load()
-                native &= not isinstance(module, Experts) or isinstance(module.backend, NativeBackend)
-                made |= {f"{name}.{key}": buffer for key, buffer in module.named_buffers()}
-            replace_module(model, name, modules[name])
-        checkpoint.refuse_changed()
+        ranks = self._options.ranks or Ranks.alone()
+        with ranks.long_work():
+            for name, packed in tqdm(self._packed.items(), desc="Packing", unit="module", disable=None):
+                ranks.check()
+                if name not in modules:
+                    modules[name] = module = packed.load()
+                    native &= not isinstance(module, Experts) or isinstance(module.backend, NativeBackend)
+                    made |= {f"{name}.{key}": buffer for key, buffer in module.named_buffers()}
+                replace_module(model, name, modules[name])
+            checkpoint.refuse_changed()
         if cache is not None and made:
             if not native:
                 _log.warning("nothing was written to the packed cache: it is for weights of the native backend")

@@ -105,6 +105,27 @@ def serve(folder: str, name: str) -> dict[str, Any]:
         return {"rows": rows, "outcomes": cases.outcomes}
 
 
+def lose_a_rank(folder: str, name: str) -> list[str]:
+    """Steps until a rank is lost. Returns why the first one has ended, and what its requests were told."""
+    ranks = Ranks.join(_LAYOUTS[name], timeout=20)
+    with ranks.together():
+        model = cpumoe.load_model(folder, scheme="w4a8-g32", dtype=torch.float32, ranks=ranks)
+        native = native_with_head(model)
+        assert native is not None
+        if ranks.rank > 0:
+            follow_steps(model, native, ranks)
+            return []
+        engine = StepEngine(model, native, 2000, 16, 32, 8, ranks)
+        assert engine.start() is None
+        asked = [_Asked(engine, prompt, 8000) for prompt in _prompts(3, 30, 7)]
+        _until(lambda: all(one.items for one in asked))
+        print("at steps", flush=True)
+        ends = [one.end for one in asked]
+        _until(lambda: engine.problem)
+        assert engine.stop()
+        return [str(engine.lost), *(end.sentence for end in ends)]
+
+
 class _Run:
     """Cases of an engine, whose answers must be those of a model in one process."""
 

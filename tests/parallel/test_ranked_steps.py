@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import signal
 from pathlib import Path
 
 import pytest
-from rank_processes import refuse_failures, run_ranks, shared_files
+from rank_processes import RankProcesses, refuse_failures, run_ranks, shared_files
 from tiny_models import write_tiny_model
 
 
@@ -36,4 +38,23 @@ def test_answers_are_those_of_one_process(ranks: int, name: str, shared: str, fo
         assert any(a and not b for a, b in zip(first["rows"], last, strict=True))  # one group helps the other
         assert any(a and b for a, b in zip(first["rows"], last, strict=True))
         assert others[-2 if ranks == 4 else -1]["rows"] == last  # a tensor parallel group has the same rows
+    assert not shared_files()
+
+
+@pytest.mark.parametrize(("ranks", "name", "shared"), [(2, "dp ep", "1"), (4, "tp dp ep", "1"), (4, "tp dp ep", "0")])
+def test_a_rank_is_lost_in_a_step(ranks: int, name: str, shared: str, folder: Path) -> None:
+    """Requests fail, and all other ranks say which one it was; without shared memory perhaps also who waits for it."""
+    doomed, environment = ranks - 1, {"CPUMOE_SHARED_MEMORY": shared}
+    with RankProcesses(ranks, "step_cases:lose_a_rank", str(folder), name, environment=environment) as processes:
+        processes.wait_for(0, "at steps")
+        processes.signal(doomed, signal.SIGKILL)
+        leader, *others = processes.wait(60)
+    assert leader.code == 0, leader.output
+    lost, *told = leader.result
+    named = re.compile(rf"ranks? ([0-9, ]*\b)?{doomed}\b")
+    assert named.search(lost), lost
+    assert all("could not compute" in sentence for sentence in told)
+    for other in others[:-1]:
+        assert other.code > 0
+        assert named.search(other.output.splitlines()[-1]), other.output
     assert not shared_files()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any
@@ -19,6 +20,9 @@ _FEW_VALUES = 16384
 
 _CPU = torch.device("cpu")  # whatever the default is
 
+#: Those of this process. If a message of one fails, ranks may wait in another one for what will not come.
+_carriers: weakref.WeakSet[_Carrier] = weakref.WeakSet()
+
 
 def carried_exchange(rank: int, size: int, group: dist.ProcessGroup | None, first: int = 0) -> CarriedExchange:
     """The exchange of a process group's ranks, of which the first is called ``first`` where one fails."""
@@ -33,6 +37,7 @@ class _Carrier:
     def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None, first: int) -> None:
         self._rank, self._size, self._group = rank, size, group
         self._call = RollCall(rank, size, group, first)
+        _carriers.add(self)
 
     def gather(self, mine: memoryview, sizes: Sequence[int], everything: memoryview) -> None:
         if any(sizes):
@@ -75,6 +80,12 @@ class _Carrier:
         else:
             self._gather(first, sizes, mine)
 
+    def hang_up(self) -> None:
+        """Closes the connections to the other ranks."""
+        group = dist.group.WORLD if self._group is None else self._group
+        if group is not None:
+            group.abort()
+
     def naming_who_fails(self, carry: Callable[..., None]) -> Callable[..., None]:
         """Errors of torch.distributed name addresses, if anything; these name the rank."""
 
@@ -83,6 +94,8 @@ class _Carrier:
             try:
                 carry(*arguments)
             except RuntimeError as problem:
+                for carrier in _carriers:
+                    carrier.hang_up()  # those who wait here come to the call
                 raise RankError(f"{self._call.absent()} ({problem})") from problem
 
         return named

@@ -206,6 +206,7 @@ class Ranks:
         refuse_differences(what, texts)
 
     def _carry(self, message: Callable[..., None], *arguments: Any) -> None:
+        """Exchanges a message; a group says who fails in another way."""
         message(*arguments)
 
     # ---- ranks that do not go on -------------------------------------------------------------------------------------
@@ -215,10 +216,9 @@ class Ranks:
 
         Where messages go through ``torch.distributed`` they learn it when the process ends.
         """
-        if self.exchange is not None:
-            self.exchange.fail(f"{type(problem).__name__}: {problem}")
-        if self._inner is not None and self._inner.exchange is not None:
-            self._inner.exchange.fail("all ranks have been told why")  # in their numbers, which are not the group's
+        for exchange in (self.exchange, None if self._inner is None else self._inner.exchange):
+            if exchange is not None:
+                exchange.fail(f"{type(problem).__name__}: {problem}")
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -260,6 +260,10 @@ class Ranks:
         return nullcontext() if self._meeting is None else self._meeting.long_work(self.check)
 
 
+#: How a reason begins that was told by :meth:`Ranks.fail`, and not by an exchange: with the type of an exception.
+_TOLD = re.compile(r"\w+: ")
+
+
 class _Group(Ranks):
     """Some of all ranks, which have the same tokens. A failure among them is one of all ranks, and named so.
 
@@ -278,11 +282,20 @@ class _Group(Ranks):
         try:
             message(*arguments)
         except RankError as problem:
-            known = self._everyone._known(problem)
-            if known is problem and isinstance(self.exchange, SharedExchange):  # which counts from 0
-                known = RankError(re.sub(r"\brank (\d+)", lambda n: f"rank {self._first + int(n[1])}", str(problem)))
-            self._everyone.fail(known)
-            raise known from problem
+            named = RankError(self._named(str(problem)))
+            self._everyone.fail(named)
+            raise named from problem
+
+    def _named(self, text: str) -> str:
+        """What an exchange says of ranks, in the numbers of all of them. Those that share memory count from 0."""
+        if not isinstance(self.exchange, SharedExchange):
+            return text
+        about, failed, reason = text.partition(" has failed: ")
+        is_told = _TOLD.match(reason) is not None
+        return self._renumbered(about) + failed + (reason if is_told else self._renumbered(reason))
+
+    def _renumbered(self, text: str) -> str:
+        return re.sub(r"\brank (\d+)", lambda found: f"rank {self._first + int(found[1])}", text)
 
     def fail(self, problem: BaseException) -> None:
         self._everyone.fail(problem)

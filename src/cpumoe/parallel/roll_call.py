@@ -11,6 +11,10 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 #: Seconds in which a rank that works comes to a call: it has met the same failure.
 _ANSWER_SECONDS = 3.0
 
+#: Processes that did not come to an earlier call, of a group or of all ranks. Who has named them ends, and the store
+#: may end with it: a second call would find others missing.
+_gone: set[int] = set()
+
 
 class RollCall:
     """Through the store that the ranks met in, which lives in the process that started them or in rank 0.
@@ -32,6 +36,8 @@ class RollCall:
 
     def _missing(self) -> list[int]:
         others = [other for other in range(self._size) if other != self._rank]
+        if known := [other for other in others if self._members[other] in _gone]:
+            return known
         try:
             store = PrefixStore("cpumoe/roll_call", _get_default_store())
             store.set_timeout(timedelta(seconds=_ANSWER_SECONDS))
@@ -42,4 +48,5 @@ class RollCall:
                 time.sleep(0.05)
         except (RuntimeError, ValueError):  # the store has gone with the rank that it was in
             return [0]
+        _gone.update(self._members[other] for other in others)
         return others

@@ -207,7 +207,8 @@ void bind_exchange(nb::module_& m) {
       .def("check", &RankExchange::check)
       .def("fail", &RankExchange::fail, "reason"_a);
   nb::class_<SharedExchange, RankExchange>(m, "SharedExchange", nb::is_weak_referenceable())
-      .def(nb::init<int, int, int, std::int64_t, double>(), "file"_a, "rank"_a, "ranks"_a, "slot_bytes"_a, "seconds"_a)
+      .def(nb::init<int, int, int, std::int64_t, double, int>(), "file"_a, "rank"_a, "ranks"_a, "slot_bytes"_a,
+           "seconds"_a, "first_rank"_a = 0)
       .def_static("file_bytes", &SharedExchange::file_bytes, "ranks"_a, "slot_bytes"_a);
   nb::class_<CarriedExchange, RankExchange>(m, "CarriedExchange", nb::is_weak_referenceable())
       .def(nb::init<int, int, nb::callable, nb::callable, nb::callable, nb::callable>(), "rank"_a, "ranks"_a,

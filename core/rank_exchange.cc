@@ -132,8 +132,8 @@ struct flock lock_of(int rank) {
 // A rank holds a lock on a byte of the file for as long as its process lives: the kernel lets go of it, however the
 // process ends.
 struct SharedExchange::Region {
-  Region(int file_, int rank_, int ranks_, std::int64_t slot_bytes_, double seconds_)
-      : rank(rank_), ranks(ranks_), slot_bytes(slot_bytes_), seconds(seconds_) {
+  Region(int file_, int rank_, int ranks_, std::int64_t slot_bytes_, double seconds_, int first_rank_)
+      : rank(rank_), ranks(ranks_), first_rank(first_rank_), slot_bytes(slot_bytes_), seconds(seconds_) {
     CPUMOE_REQUIRE(slot_bytes > 0 && slot_bytes % kPage == 0, "slot_bytes=", slot_bytes, "; a multiple of ", kPage,
                    " is accepted");
     CPUMOE_REQUIRE(seconds > 0, "seconds=", seconds, "; a number above 0 is accepted");
@@ -154,7 +154,7 @@ struct SharedExchange::Region {
     if (fcntl(file, F_OFD_SETLK, &lock) != 0) {
       munmap(data, static_cast<std::size_t>(bytes));
       close(file);
-      throw RankFailure(concat("rank ", rank, " is taken by another process: ", std::strerror(errno)));
+      throw RankFailure(concat(name(rank), " is taken by another process: ", std::strerror(errno)));
     }
   }
 
@@ -195,8 +195,8 @@ struct SharedExchange::Region {
     const Line& theirs = line(other);
     if (theirs.turn.load(std::memory_order_acquire) != turn) wait(theirs, other);
     if (theirs.message != message) {
-      throw RankFailure(concat("rank ", other, " gave ", name_of(theirs.message), " of ", theirs.total,
-                               " bytes where rank ", rank, " was at ", name_of(message),
+      throw RankFailure(concat(name(other), " gave ", name_of(theirs.message), " of ", theirs.total, " bytes where ",
+                               name(rank), " was at ", name_of(message),
                                "; all ranks must run the same model with the same layout"));
     }
     return theirs;
@@ -215,8 +215,8 @@ struct SharedExchange::Region {
           return;
         }
         if (found != 0 && found != turn - 2) {  // what a slot holds before
-          throw RankFailure(concat("what rank ", other, " gives is not readable: its turn is ", found, " where rank ",
-                                   rank, " is at ", turn));
+          throw RankFailure(concat("what ", name(other), " gives is not readable: its turn is ", found, " where ",
+                                   name(rank), " is at ", turn));
         }
         relax_core();
       }
@@ -227,8 +227,8 @@ struct SharedExchange::Region {
         refuse_failed();
         refuse_ended(other, &theirs);
         if (waited > seconds) {
-          throw RankFailure(concat("rank ", other, " has given nothing for ", seconds, " s; rank ", rank,
-                                   " does not wait any longer"));
+          throw RankFailure(
+              concat(name(other), " has given nothing for ", seconds, " s; ", name(rank), " does not wait any longer"));
         }
       }
       if (waited > 1e-3) {  // a scheduler need not listen to who yields; it does to who sleeps
@@ -247,7 +247,7 @@ struct SharedExchange::Region {
       const Farewell& last = farewell(of);
       if (last.said.load(std::memory_order_acquire) != 0) {
         throw RankFailure(
-            concat("rank ", of, " has failed: ", std::string(last.reason, strnlen(last.reason, kReasonBytes))));
+            concat(name(of), " has failed: ", std::string(last.reason, strnlen(last.reason, kReasonBytes))));
       }
     }
   }
@@ -257,7 +257,7 @@ struct SharedExchange::Region {
     struct flock lock = lock_of(other);
     if (fcntl(file, F_OFD_GETLK, &lock) != 0 || lock.l_type != F_UNLCK) return;
     if (awaited != nullptr && awaited->turn.load(std::memory_order_acquire) == turn) return;  // its last words
-    throw RankFailure(concat("rank ", other, " has ended; rank ", rank, " cannot go on without it"));
+    throw RankFailure(concat(name(other), " has ended; ", name(rank), " cannot go on without it"));
   }
 
   // Values of all ranks, some at a time: take(rank, its values, those of this one, count) for every rank in order.
@@ -282,9 +282,11 @@ struct SharedExchange::Region {
   }
 
   RankFailure other_size(int other, std::int64_t given, std::int64_t expected) const {
-    return RankFailure(concat("rank ", other, " gave ", given, " bytes where rank ", rank, " expected ", expected,
+    return RankFailure(concat(name(other), " gave ", given, " bytes where ", name(rank), " expected ", expected,
                               "; all ranks must run the same model with the same layout"));
   }
+
+  std::string name(int of) const { return concat("rank ", first_rank + of); }
 
   static void relax_core() {
 #if defined(__x86_64__)
@@ -294,7 +296,7 @@ struct SharedExchange::Region {
 #endif
   }
 
-  int rank, ranks, file = -1;
+  int rank, ranks, first_rank, file = -1;
   std::int64_t slot_bytes, bytes = 0;
   double seconds;
   std::uint8_t* data = nullptr;
@@ -306,8 +308,9 @@ std::int64_t SharedExchange::file_bytes(int ranks, std::int64_t slot_bytes) {
   return head_bytes(ranks) + 2 * ranks * slot_bytes;
 }
 
-SharedExchange::SharedExchange(int file, int rank, int ranks, std::int64_t slot_bytes, double seconds)
-    : RankExchange(rank, ranks), region_(std::make_unique<Region>(file, rank, ranks, slot_bytes, seconds)) {}
+SharedExchange::SharedExchange(int file, int rank, int ranks, std::int64_t slot_bytes, double seconds, int first_rank)
+    : RankExchange(rank, ranks),
+      region_(std::make_unique<Region>(file, rank, ranks, slot_bytes, seconds, first_rank)) {}
 
 SharedExchange::~SharedExchange() = default;
 

@@ -79,8 +79,9 @@ class SharedExchange : public RankExchange {
   static std::int64_t file_bytes(int ranks, std::int64_t slot_bytes);
 
   // `file`: a descriptor that this process has opened itself, of a file of that size that was all zeros. It may be
-  // closed afterwards. A rank that gives nothing for `seconds` is an error.
-  SharedExchange(int file, int rank, int ranks, std::int64_t slot_bytes, double seconds);
+  // closed afterwards. A rank that gives nothing for `seconds` is an error. `first_rank` is what rank 0 is called in
+  // errors: these ranks may be some of a larger number.
+  SharedExchange(int file, int rank, int ranks, std::int64_t slot_bytes, double seconds, int first_rank = 0);
   ~SharedExchange() override;
 
   double waited_seconds() const override;

@@ -122,7 +122,9 @@ class RankExchange:
 class SharedExchange(RankExchange):
     """Through memory that all ranks have mapped."""
 
-    def __init__(self, file: int, rank: int, ranks: int, slot_bytes: int, seconds: float) -> None: ...
+    def __init__(
+        self, file: int, rank: int, ranks: int, slot_bytes: int, seconds: float, first_rank: int = 0
+    ) -> None: ...
     @staticmethod
     def file_bytes(ranks: int, slot_bytes: int) -> int: ...
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from cpumoe.errors import RankError
 from cpumoe.layers.parallel_layout import ParallelLayout
-from cpumoe.ops.exchange import RankExchange, SharedExchange, number_exchange
+from cpumoe.ops.exchange import RankExchange, number_exchange
 from cpumoe.parallel.joining import Meeting, coming_together, refuse_differences, wants_shared_memory
 
 if TYPE_CHECKING:
@@ -239,7 +238,7 @@ class Ranks:
             raise
 
     def _known(self, problem: RankError) -> RankError:
-        """What all ranks know of a failure that may have met this one in its group, in whose numbers it speaks then."""
+        """What all ranks know of a failure that may have met this one in its group."""
         if self._inner is not None:
             try:
                 self.check()
@@ -260,10 +259,6 @@ class Ranks:
         return nullcontext() if self._meeting is None else self._meeting.long_work(self.check)
 
 
-#: How a reason begins that was told by :meth:`Ranks.fail`, and not by an exchange: with the type of an exception.
-_TOLD = re.compile(r"\w+: ")
-
-
 class _Group(Ranks):
     """Some of all ranks, which have the same tokens. A failure among them is one of all ranks, and named so.
 
@@ -276,26 +271,13 @@ class _Group(Ranks):
         of_all = everyone.layout
         super().__init__(ParallelLayout(tp_size=of_all.tp_size, tp_rank=of_all.tp_rank), exchange)
         self._everyone = everyone
-        self._first = of_all.flat_rank - of_all.tp_rank
 
     def _carry(self, message: Callable[..., None], *arguments: Any) -> None:
         try:
             message(*arguments)
         except RankError as problem:
-            named = RankError(self._named(str(problem)))
-            self._everyone.fail(named)
-            raise named from problem
-
-    def _named(self, text: str) -> str:
-        """What an exchange says of ranks, in the numbers of all of them. Those that share memory count from 0."""
-        if not isinstance(self.exchange, SharedExchange):
-            return text
-        about, failed, reason = text.partition(" has failed: ")
-        is_told = _TOLD.match(reason) is not None
-        return self._renumbered(about) + failed + (reason if is_told else self._renumbered(reason))
-
-    def _renumbered(self, text: str) -> str:
-        return re.sub(r"\brank (\d+)", lambda found: f"rank {self._first + int(found[1])}", text)
+            self._everyone.fail(problem)
+            raise
 
     def fail(self, problem: BaseException) -> None:
         self._everyone.fail(problem)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cpumoe.ops.exchange import RankExchange, SharedExchange
 from cpumoe.parallel.carried import carried_exchange
+from cpumoe.parallel.roll_call import RollCall
 
 SLOT_BYTES = 4096
 SIZES = (0, 1, SLOT_BYTES - 1, SLOT_BYTES, SLOT_BYTES + 1, 5 * SLOT_BYTES + 3)
@@ -31,7 +32,8 @@ def through_shared_memory(path: str, turns: int) -> dict[str, str | None]:
 
 def through_gloo(turns: int) -> dict[str, str | None]:
     dist.init_process_group("gloo")
-    exchange = carried_exchange(dist.get_rank(), dist.get_world_size(), None)
+    rank, world = dist.get_rank(), range(dist.get_world_size())
+    exchange = carried_exchange(rank, len(world), None, RollCall(rank, world, world))
     found = _run(exchange, turns)
     dist.barrier()
     dist.destroy_process_group()

@@ -22,6 +22,7 @@ from cpumoe.parallel.experts import ParallelExperts
 from cpumoe.parallel.joining import Meeting
 from cpumoe.parallel.linear import SplitLinear
 from cpumoe.parallel.ranks import Ranks
+from cpumoe.parallel.roll_call import RollCall
 
 _RANK = int(os.environ.get("RANK", "0"))
 _SIZE = int(os.environ.get("WORLD_SIZE", "1"))
@@ -196,3 +197,15 @@ def mismatched(odd: int, way: str, folder: str, other: str) -> None:
 def never_comes(absent: int) -> None:
     if absent != _RANK:
         Ranks.join(timeout=3)
+
+
+def called(members: list[int], late: float) -> str:
+    """Ranks come to a call, the last of all to none; the first, in which the store is, ends when it knows enough."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    if _RANK == _SIZE - 1:
+        return ""
+    time.sleep(late * _RANK)
+    world = range(_SIZE)
+    return RollCall(_RANK, members if _RANK in members else world, world).absent()

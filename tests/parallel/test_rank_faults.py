@@ -81,6 +81,14 @@ def test_long_work(shared: str) -> None:
             _names(ranks.wait(_STARTING, without=(1,)), 1, "no sign of life", "has ended")
 
 
+@pytest.mark.parametrize("members", [[], [1, 2]])
+def test_who_has_called_first_ends_first(members: list[int]) -> None:
+    """The store ends with the first rank; the others, of a group of their own or not, name who did not come."""
+    with RankProcesses(4, "fault_cases:called", members, 0.7) as ranks:
+        ended = ranks.wait(_STARTING)
+    assert [one.result for one in ended[:3]] == ["rank 3 does not answer"] * 3, [one.output for one in ended]
+
+
 def test_killed_before_it_has_come() -> None:
     """Nobody knows which one it is: that some did not come is all that can be said."""
     with RankProcesses(2, "fault_cases:never_comes", 1) as ranks:

@@ -24,9 +24,9 @@ _CPU = torch.device("cpu")  # whatever the default is
 _carriers: weakref.WeakSet[_Carrier] = weakref.WeakSet()
 
 
-def carried_exchange(rank: int, size: int, group: dist.ProcessGroup | None, first: int = 0) -> CarriedExchange:
-    """The exchange of a process group's ranks, of which the first is called ``first`` where one fails."""
-    carrier = _Carrier(rank, size, group, first)
+def carried_exchange(rank: int, size: int, group: dist.ProcessGroup | None, call: RollCall) -> CarriedExchange:
+    """The exchange of a process group's ranks; where one fails, a call says which."""
+    carrier = _Carrier(rank, size, group, call)
     named = carrier.naming_who_fails
     return CarriedExchange(
         rank, size, named(carrier.gather), named(carrier.trade), named(carrier.sum), named(carrier.largest)
@@ -34,9 +34,9 @@ def carried_exchange(rank: int, size: int, group: dist.ProcessGroup | None, firs
 
 
 class _Carrier:
-    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None, first: int) -> None:
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None, call: RollCall) -> None:
         self._rank, self._size, self._group = rank, size, group
-        self._call = RollCall(rank, size, group, first)
+        self._call = call
         _carriers.add(self)
 
     def gather(self, mine: memoryview, sizes: Sequence[int], everything: memoryview) -> None:

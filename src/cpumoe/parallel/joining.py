@@ -71,12 +71,12 @@ class Meeting:
     Attributes:
         group: of ``torch.distributed``; None is the default one.
         timeout: seconds after which a rank that gives nothing is an error.
-        first: what the first of the group is called: groups inside of a layout have the numbers of all ranks.
+        outer: that of all ranks, of which these are some.
     """
 
     group: dist.ProcessGroup | None
     timeout: float
-    first: int = 0
+    outer: Meeting | None = None
 
     @property
     def size(self) -> int:
@@ -90,6 +90,11 @@ class Meeting:
     def members(self) -> list[int]:
         """Their ranks in the world."""
         return [rank if self.group is None else dist.get_global_rank(self.group, rank) for rank in range(self.size)]
+
+    @property
+    def first(self) -> int:
+        """What the first of the group is called: groups inside of a layout have the numbers of all ranks."""
+        return 0 if self.outer is None else self.outer.members.index(self.members[0])
 
     def long_work(self, check: Callable[[], None]) -> AbstractContextManager[None]:
         """Ends when all have come to its end; see :func:`cpumoe.parallel.long_work.long_work`."""
@@ -109,7 +114,7 @@ class Meeting:
         """What these ranks exchange through: memory that all of them share, else messages of ``torch.distributed``."""
         with coming_together(self._call()):
             shared = self.shared_exchange()
-        return carried_exchange(self.rank, self.size, self.group, self.first) if shared is None else shared
+        return carried_exchange(self.rank, self.size, self.group, self._call()) if shared is None else shared
 
     def inner(self, first: int, size: int, timeout: float) -> Meeting:
         """That of ``size`` consecutive ranks of this one, of which this process is one.
@@ -121,10 +126,11 @@ class Meeting:
             group = dist.new_group(
                 members[first : first + size], timeout=timedelta(seconds=timeout), use_local_synchronization=True
             )
-        return Meeting(group, timeout, self.first + first)
+        return Meeting(group, timeout, self)
 
     def _call(self) -> RollCall:
-        return RollCall(self.rank, self.size, self.group, self.first)
+        members = self.members
+        return RollCall(members[self.rank], members, members if self.outer is None else self.outer.members)
 
     def shared_exchange(self) -> SharedExchange | None:
         """Through shared memory if all ranks see the same file; None, on all of them, if one does not."""
@@ -148,7 +154,7 @@ class Meeting:
                 try:
                     descriptor = os.open(str(told[0]), os.O_RDWR | os.O_CLOEXEC)
                     try:
-                        exchange = SharedExchange(descriptor, rank, size, _SLOT_BYTES, self.timeout)
+                        exchange = SharedExchange(descriptor, rank, size, _SLOT_BYTES, self.timeout, self.first)
                     finally:
                         os.close(descriptor)
                 except (OSError, ValueError, RankError) as error:

@@ -32,10 +32,11 @@ from tiny_architectures import (
 import cpumoe
 from cpumoe import CheckpointError, Scheme, UnsupportedScheme, cli
 from cpumoe.checkpoints import formats, loading
-from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
+from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.formats.compressed_storages import storage_for
 from cpumoe.checkpoints.linear_sources import LinearSource
 from cpumoe.checkpoints.loading import experts_of, load_experts
+from cpumoe.checkpoints.named_tensors import TensorCheck
 from cpumoe.checkpoints.storage import LinearStorage, Quantization, StoredTensor
 from cpumoe.integrations.transformers.describing import describe
 from cpumoe.layers.packed_weights import unpack_weight

@@ -31,9 +31,10 @@ from torch import Tensor
 
 from cpumoe import CheckpointError, Scheme, UnsupportedScheme
 from cpumoe.checkpoints import tensor_file
-from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
+from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.loading import experts_of, find_experts
 from cpumoe.checkpoints.model_layout import ExpertsLayout, ModelLayout
+from cpumoe.checkpoints.named_tensors import TensorCheck
 from cpumoe.checkpoints.tensor_file import TensorFile
 from cpumoe.layers.experts_parts import part_of_experts
 from cpumoe.layers.parallel_layout import ExpertsPart, ParallelLayout

@@ -31,8 +31,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from cpumoe import CheckpointError
-from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
+from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.loading import find_experts
+from cpumoe.checkpoints.named_tensors import TensorCheck
 from cpumoe.layers.activation import KINDS, Activation
 from cpumoe.layers.experts_parts import part_of_experts
 from cpumoe.layers.parallel_layout import ExpertsPart

@@ -15,10 +15,11 @@ from random_layers import relative_error
 from torch import nn
 
 import cpumoe
-from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
+from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.expert_sources import Buffers
 from cpumoe.checkpoints.loading import experts_of
 from cpumoe.checkpoints.model_tensors import check_model, quantized_linears
+from cpumoe.checkpoints.named_tensors import TensorCheck
 from cpumoe.integrations.transformers.expert_modules import Role, describe_experts, expert_modules, marks_of
 from cpumoe.integrations.transformers.model_description import describe_model
 from cpumoe.integrations.transformers.special_experts import wrapped

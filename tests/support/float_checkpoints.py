@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from tiny_architectures import is_quantized
 from torch import Tensor
 
-from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
+from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.loading import experts_of, load_experts
 from cpumoe.checkpoints.model_tensors import check_model, quantized_linears
+from cpumoe.checkpoints.named_tensors import TensorCheck
 from cpumoe.integrations.transformers.describing import describe
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.reference import dequantize

@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from cpumoe import CheckpointError, UnsupportedScheme
-from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
+from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.inspection import Survey
 from cpumoe.checkpoints.loading import find_experts, load_experts
 from cpumoe.checkpoints.model_tensors import check_model, quantized_linears
+from cpumoe.checkpoints.named_tensors import TensorCheck
 from cpumoe.integrations.transformers.describing import describe
 from cpumoe.layers.packed_weights import unpack_weight
 from cpumoe.layers.reference import dequantize

@@ -22,11 +22,12 @@ from torch import Tensor
 from word_checkpoints import Rounded, awq_tensors, gptq_section, gptq_tensors, rounded
 
 from cpumoe import Experts, Scheme
-from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
+from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.formats.fp8 import InverseFp8Storage
 from cpumoe.checkpoints.formats.modelopt import ModeloptFp4Storage
 from cpumoe.checkpoints.loading import find_experts, load_experts
 from cpumoe.checkpoints.model_layout import ExpertsLayout, ExpertsShape
+from cpumoe.checkpoints.named_tensors import TensorCheck
 from cpumoe.layers.activation import Activation
 from cpumoe.layers.parallel_layout import ExpertsPart
 from cpumoe.layers.quantized_experts import QuantizedExperts

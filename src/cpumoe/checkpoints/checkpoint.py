@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, KeysView, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, KeysView, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -17,10 +16,11 @@ from cpumoe.checkpoints.formats import CONFIG_FILES, parse_quantization
 from cpumoe.checkpoints.json_files import (
     read_json as read_json,  # for callers that have a folder and no checkpoint yet
 )
+from cpumoe.checkpoints.named_tensors import NamedTensors, listed
 from cpumoe.checkpoints.regular_files import refuse_outside, refuse_special_files
-from cpumoe.checkpoints.storage import LinearStorage, Quantization, StoredTensor
+from cpumoe.checkpoints.storage import LinearStorage, Quantization
 from cpumoe.checkpoints.tensor_file import TensorFile, TensorInfo, identity
-from cpumoe.errors import CheckpointError, CpumoeError, UnsupportedScheme, printable
+from cpumoe.errors import CheckpointError, UnsupportedScheme
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -28,7 +28,6 @@ INDEX_FILE = "model.safetensors.index.json"
 #: The part of a name that leads to the decoder layers, and the number of the layer.
 LAYER = re.compile(r"(.*?\b(?:layers|blocks)\.)([0-9]{1,9})\.")
 
-_MAX_NAMES = 12  # of one kind in a message
 _MANY_LAYERS = 64
 _LONGEST_NAME = 1000  # of a tensor; transformers reads the digits of names as numbers
 
@@ -51,13 +50,13 @@ def check_activations(activations: str | None) -> str | None:
     return activations
 
 
-class Checkpoint:
+class Checkpoint(NamedTensors):
     """The tensors of a checkpoint by name, whatever file they are in, and its configuration."""
 
     def __init__(
         self, folder: Path, config: Mapping[str, Any], files: Iterable[Path], activations: str | None = None
     ) -> None:
-        self.folder = folder
+        self.folder = self.place = folder
         self.config = config
         self.activations = check_activations(activations)
         self.files: list[TensorFile] = []
@@ -162,15 +161,8 @@ class Checkpoint:
     def names(self) -> KeysView[str]:
         return self._file_of.keys()
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._file_of
-
     def info(self, name: str) -> TensorInfo:
         return self._file_of[name].tensors[name]
-
-    def infos_of(self, module: str, suffixes: Iterable[str]) -> dict[str, TensorInfo]:
-        """Those tensors of a module that are there, by the last part of their names."""
-        return {suffix: self.info(name) for suffix in suffixes if (name := f"{module}.{suffix}") in self}
 
     def read(self, name: str) -> Tensor:
         """The tensor ``name`` in fresh memory."""
@@ -188,14 +180,6 @@ class Checkpoint:
     def bytes_read(self) -> int:
         """Bytes of tensors that were read so far."""
         return sum(file.bytes_read for file in self.files)
-
-    def refuse_other_contents(self, name: str, stored: StoredTensor) -> None:
-        """Raises CheckpointError or UnsupportedScheme if the tensor ``name`` does not hold what is known of it."""
-        found = self.read(name)
-        if stored.values is not None and found.tolist() != list(stored.values):
-            raise CheckpointError(f"{name} is {found.tolist()}; {list(stored.values)} is accepted")
-        if stored.check is not None:
-            stored.check(name, found)
 
     def fingerprint(self) -> list[list[str | int]]:
         """What tells whether the files are still those that were opened: name, size, times and inode of each."""
@@ -217,77 +201,8 @@ class Checkpoint:
         self.close()
 
 
-class TensorCheck:
-    """Gathers what is wrong with the tensors of a checkpoint, so that one message names all of it.
-
-    Args:
-        checkpoint: whose tensors are checked, by what headers say of them.
-        read_values: also reads tensors of which the contents are known. A load compares these when it gets to them.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, *, read_values: bool = False) -> None:
-        self._checkpoint = checkpoint
-        self._read_values = read_values
-        self.expected: set[str] = set()
-        self.missing: list[str] = []
-        self.wrong: list[str] = []
-        self.extra: list[str] = []
-
-    def expect(self, name: str, stored: StoredTensor) -> None:
-        self.expected.add(name)
-        if name not in self._checkpoint:
-            self.missing.append(name)
-            return
-        info = self._checkpoint.info(name)
-        if info.dtype not in stored.dtypes or not stored.accepts(info.shape):
-            accepted = f"{' or '.join(stored.dtypes)} {list(stored.shape)}"
-            self.wrong.append(f"{name} is {info}, {accepted} is accepted")
-        elif self._read_values and stored.is_known:
-            try:
-                self._checkpoint.refuse_other_contents(name, stored)
-            except (CheckpointError, UnsupportedScheme) as problem:
-                self.wrong.append(str(problem))
-
-    def expect_any(self, name: str) -> None:
-        """A tensor that must be there, whatever it is."""
-        self.expected.add(name)
-        if name not in self._checkpoint:
-            self.missing.append(name)
-
-    def nothing_else_but(self, left_out: Collection[str]) -> None:
-        """Every tensor must have been expected, or be one of those that are rightly not loaded."""
-        self.extra += sorted(name for name in self._checkpoint.names - self.expected if name not in left_out)
-
-    def raise_problems(self) -> None:
-        parts = [
-            f"{len(names)} {kind}: {listed(names)}"
-            for kind, found in (("missing", self.missing), ("of another kind", self.wrong), ("unexpected", self.extra))
-            for names in [list(dict.fromkeys(found))]  # two checks may find the same
-            if names
-        ]
-        if parts:
-            raise CheckpointError(f"{self._checkpoint.folder}: tensors " + "; ".join(parts))
-
-
-@contextmanager
-def naming(module: str) -> Iterator[None]:
-    """Adds the name of a module to what the packer refuses, which knows values and not whose they are."""
-    try:
-        yield
-    except CpumoeError:
-        raise
-    except ValueError as problem:
-        raise CheckpointError(f"{module}: {problem}") from problem
-
-
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
     except (OSError, ValueError):  # a name that no file can have
         return False
-
-
-def listed(names: list[str]) -> str:
-    """Names for a message: the first of them, and how many more there are."""
-    shown = ", ".join(map(printable, names[:_MAX_NAMES]))
-    return shown if len(names) <= _MAX_NAMES else f"{shown} and {len(names) - _MAX_NAMES} more"

@@ -19,10 +19,10 @@ from math import prod
 import torch
 from torch import Tensor
 
-from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
 from cpumoe.checkpoints.held_scales import held_weight, is_per_tensor
 from cpumoe.checkpoints.linear_sources import added_bias, stored_weight
 from cpumoe.checkpoints.model_layout import ExpertsLayout
+from cpumoe.checkpoints.named_tensors import NamedTensors, TensorCheck
 from cpumoe.checkpoints.storage import LinearStorage, StoredTensor
 from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES
 from cpumoe.checkpoints.tensor_parts import TensorPart, slice_of
@@ -37,7 +37,7 @@ from cpumoe.layers.scheme import WHOLE_FLOATS, Scheme
 class ExpertSource(ABC):
     """The experts of one layer, somewhere on disk."""
 
-    checkpoint: Checkpoint
+    checkpoint: NamedTensors
     layout: ExpertsLayout  # what they are, and where
     part: ExpertsPart  # which of them are read, and which slice of each
     storage: LinearStorage | None = None  # how each linear is stored; None for float, quantised as it is read
@@ -201,7 +201,7 @@ class _PerExpert(ExpertSource):
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: NamedTensors,
         layout: ExpertsLayout,
         part: ExpertsPart,
         config: MoEConfig,
@@ -307,7 +307,7 @@ class QuantizedPerExpert(_PerExpert):
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: NamedTensors,
         layout: ExpertsLayout,
         part: ExpertsPart,
         config: MoEConfig,
@@ -373,7 +373,7 @@ class QuantizedPerExpert(_PerExpert):
 class FloatPerExpert(_PerExpert, FloatExpertSource):
     """Float weights, one linear per projection and expert."""
 
-    def __init__(self, checkpoint: Checkpoint, layout: ExpertsLayout, part: ExpertsPart, config: MoEConfig) -> None:
+    def __init__(self, checkpoint: NamedTensors, layout: ExpertsLayout, part: ExpertsPart, config: MoEConfig) -> None:
         super().__init__(checkpoint, layout, part, config)
         self._config = replace(config, scale_dtype=scale_dtype_of_stored(self._dtypes.get("weight")))
 

@@ -9,9 +9,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
 from cpumoe.checkpoints.expert_sources import Buffers, ExpertSource, FloatExpertSource, scale_dtype_of_stored
 from cpumoe.checkpoints.model_layout import ExpertsLayout, FusedMatrix
+from cpumoe.checkpoints.named_tensors import NamedTensors, TensorCheck
 from cpumoe.checkpoints.storage import LinearStorage, StoredTensor
 from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES
 from cpumoe.checkpoints.tensor_parts import TensorPart, slice_of
@@ -34,7 +34,7 @@ class _Matrix:
 class _Fused(ExpertSource):
     """Experts of which each matrix is one tensor, or one and its scales, or gate and up are one each."""
 
-    def __init__(self, checkpoint: Checkpoint, layout: ExpertsLayout, part: ExpertsPart, config: MoEConfig) -> None:
+    def __init__(self, checkpoint: NamedTensors, layout: ExpertsLayout, part: ExpertsPart, config: MoEConfig) -> None:
         assert layout.fused is not None  # the caller has looked
         self.layout = layout
         self.part = part
@@ -129,7 +129,7 @@ def _joined(parts: list[Tensor]) -> Tensor:
 class FusedFloat(_Fused, FloatExpertSource):
     """Float weights of all experts in one tensor, [experts, out, in] or [experts, in, out]."""
 
-    def __init__(self, checkpoint: Checkpoint, layout: ExpertsLayout, part: ExpertsPart, config: MoEConfig) -> None:
+    def __init__(self, checkpoint: NamedTensors, layout: ExpertsLayout, part: ExpertsPart, config: MoEConfig) -> None:
         super().__init__(checkpoint, layout, part, config)
         assert layout.fused is not None
         name = layout.fused.gate_up.tensors[0]
@@ -184,7 +184,7 @@ class FusedQuantized(_Fused):
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: NamedTensors,
         layout: ExpertsLayout,
         part: ExpertsPart,
         config: MoEConfig,

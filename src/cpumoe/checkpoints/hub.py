@@ -11,7 +11,8 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from cpumoe.checkpoints.checkpoint import INDEX_FILE, SINGLE_FILE, listed, read_json
+from cpumoe.checkpoints.checkpoint import INDEX_FILE, SINGLE_FILE, read_json
+from cpumoe.checkpoints.named_tensors import listed
 from cpumoe.errors import CheckpointError
 
 #: What is downloaded: configuration, safetensors and what tokenizers are made of. Never code and never pickles.

@@ -13,13 +13,14 @@ from math import prod
 from typing import Any, ParamSpec, TypeVar
 
 from cpumoe import cpu
-from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
+from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.contents import Part, Problems, bits_per_weight, experts_bytes, experts_weights, offers, total
 from cpumoe.checkpoints.expert_sources import ExpertSource
 from cpumoe.checkpoints.layer_names import EXPERT
 from cpumoe.checkpoints.loading import find_experts
 from cpumoe.checkpoints.model_layout import Describe, ModelLayout
 from cpumoe.checkpoints.model_tensors import check_model, quantized_linears
+from cpumoe.checkpoints.named_tensors import TensorCheck
 from cpumoe.checkpoints.storage import refuse_stored_input_scales
 from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES
 from cpumoe.checkpoints.tensor_kinds import NOT_LOADED, ORDER, kinds_of

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck, naming
+from cpumoe.checkpoints.named_tensors import NamedTensors, TensorCheck, naming
 from cpumoe.checkpoints.storage import LinearStorage, StoredTensor
 from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES
 from cpumoe.checkpoints.tensor_parts import TensorPart, slice_of
@@ -22,7 +22,7 @@ class LinearSource:
     """One quantised linear of a checkpoint."""
 
     def __init__(
-        self, checkpoint: Checkpoint, name: str, rows: int, columns: int, storage: LinearStorage, has_bias: bool
+        self, checkpoint: NamedTensors, name: str, rows: int, columns: int, storage: LinearStorage, has_bias: bool
     ) -> None:
         self.name = name
         self.rows, self.columns = rows, columns
@@ -59,6 +59,12 @@ class LinearSource:
 
     def load(self, slices: int = 1, index: int = 0) -> QuantizedLinear:
         """Packs the linear, or one of equal parts of its rows, of which alone it reads the bytes."""
+        weight = self.read(slices, index)
+        with naming(self.name):
+            return QuantizedLinear.from_weight(weight, self.storage.scheme)
+
+    def read(self, slices: int = 1, index: int = 0) -> QuantizedWeight:
+        """The weight [rows, columns], or one of equal parts of its rows, as packing takes it."""
         tensors, rows = {}, self.rows // slices
         for suffix, (stored, part) in self._parts(ExpertsPart((0,), slices, index)).items():
             name = f"{self.name}.{suffix}"
@@ -73,8 +79,7 @@ class LinearSource:
         if bias is None and (added := added_bias(self._checkpoint, self.name, self.rows, self.storage)) is not None:
             self._checkpoint.refuse_other_contents(f"{self.name}.bias", added)
         with naming(self.name):
-            weight = replace(self.storage.decode(tensors, rows, self.columns), bias=bias)
-            return QuantizedLinear.from_weight(weight, self.storage.scheme)
+            return replace(self.storage.decode(tensors, rows, self.columns), bias=bias)
 
     def _read(self, name: str, part: TensorPart) -> Tensor:
         if self._checkpoint.info(name).shape == ():
@@ -101,7 +106,7 @@ class LinearSource:
         return spec.packed_bytes
 
 
-def added_bias(checkpoint: Checkpoint, name: str, rows: int, storage: LinearStorage | None) -> StoredTensor | None:
+def added_bias(checkpoint: NamedTensors, name: str, rows: int, storage: LinearStorage | None) -> StoredTensor | None:
     """What a bias must be that is in the files and not in the model; None if there is none, or it must not be there."""
     if storage is None or not storage.adds_biases or f"{name}.bias" not in checkpoint:
         return None
@@ -114,12 +119,12 @@ def _refuse_numbers(name: str, bias: Tensor) -> None:
         raise CheckpointError(f"{name} has {float(bias[at])} for output {at}, and the model has no bias; 0 is accepted")
 
 
-def is_tied_away(checkpoint: Checkpoint, name: str, storage: LinearStorage) -> bool:
+def is_tied_away(checkpoint: NamedTensors, name: str, storage: LinearStorage) -> bool:
     """Whether a head that is tied to the embeddings has no tensors of its own, whatever config.json says of it."""
     return not checkpoint.infos_of(name, storage.tensors(1, 1))
 
 
-def stored_weight(checkpoint: Checkpoint, name: str, storage: LinearStorage) -> QuantizedWeight:
+def stored_weight(checkpoint: NamedTensors, name: str, storage: LinearStorage) -> QuantizedWeight:
     """The quantised linear ``name`` as the definition of its format has it."""
     found = checkpoint.infos_of(name, (*storage.tensors(1, 1), "bias"))
     tensors = {suffix: checkpoint.read(f"{name}.{suffix}") for suffix in found}

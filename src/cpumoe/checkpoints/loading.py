@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 
-from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck, naming
+from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.expert_sources import (
     FLOAT_SCHEMES,
     Buffers,
@@ -19,6 +19,7 @@ from cpumoe.checkpoints.expert_sources import (
 from cpumoe.checkpoints.fused_sources import FusedFloat, FusedQuantized
 from cpumoe.checkpoints.held_scales import held_scheme
 from cpumoe.checkpoints.model_layout import ExpertsLayout, FusedExperts, ModelLayout
+from cpumoe.checkpoints.named_tensors import NamedTensors, TensorCheck, naming
 from cpumoe.checkpoints.regrouped_sources import RegroupedPerExpert
 from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.checkpoints.tensor_file import FLOAT_DTYPES
@@ -75,8 +76,26 @@ def find_experts(
         part: which experts in which order, and which slice of each; None: all of them. Raises ValueError for one that
             has no experts, and UnsupportedScheme where the scales of the scheme do not go with the slices.
     """
+    part = ExpertsPart.whole(layout.shape.expert_count) if part is None else part
+    if layout.fused is None:
+        storage = _common_storage(checkpoint, layout)
+    else:
+        storage = checkpoint.storage_of(layout.fused.gate_up.tensors[0].rpartition(".")[0])
+        storage = storage if storage is not None and storage.fused else None
+    if storage is not None and storage.fused and (layout.fused is None or not layout.fused.gate_up.interleaved):
+        raise _not_in_one_tensor(checkpoint, layout, storage)
+    return expert_source(checkpoint, layout, storage, scheme, part)
+
+
+def expert_source(
+    tensors: NamedTensors,
+    layout: ExpertsLayout,
+    storage: LinearStorage | None,
+    scheme: Scheme | None,
+    part: ExpertsPart,
+) -> ExpertSource:
+    """The source of a layer's experts where it is known how they are stored; None: in float, for ``scheme``."""
     shape = layout.shape
-    part = ExpertsPart.whole(shape.expert_count) if part is None else part
     _check_part(layout, part)
 
     def config(of: Scheme) -> MoEConfig:
@@ -91,22 +110,16 @@ def find_experts(
             return replace(whole, intermediate_size=shape.intermediate_size // part.slices, held_experts=held)
 
     if layout.fused is not None:
-        first = layout.fused.gate_up.tensors[0]
-        stored = checkpoint.storage_of(first.rpartition(".")[0])
-        if stored is not None and stored.fused:
-            if not layout.fused.gate_up.interleaved:
-                raise _not_in_one_tensor(checkpoint, layout, stored)
-            return FusedQuantized(checkpoint, _as_quantized(layout), part, config(stored.scheme), stored)
-        return FusedFloat(checkpoint, layout, part, config(scheme or _float_scheme(checkpoint, first)))
-    storage = _common_storage(checkpoint, layout)
-    if storage is not None and storage.fused:
-        raise _not_in_one_tensor(checkpoint, layout, storage)
+        if storage is not None:
+            return FusedQuantized(tensors, _as_quantized(layout), part, config(storage.scheme), storage)
+        as_is = _float_scheme(tensors, layout.fused.gate_up.tensors[0])
+        return FusedFloat(tensors, layout, part, config(scheme or as_is))
     if storage is not None and storage.has_input_order and storage.scheme.group_size is not None and part.slices > 1:
-        return RegroupedPerExpert(checkpoint, layout, part, config(regrouped_scheme(storage.scheme)), storage)
+        return RegroupedPerExpert(tensors, layout, part, config(regrouped_scheme(storage.scheme)), storage)
     if storage is not None:
-        return QuantizedPerExpert(checkpoint, layout, part, config(held_scheme(storage.scheme)), storage)
-    as_is = _float_scheme(checkpoint, f"{layout.linears[0][0]}.weight")
-    return FloatPerExpert(checkpoint, layout, part, config(scheme or as_is))
+        return QuantizedPerExpert(tensors, layout, part, config(held_scheme(storage.scheme)), storage)
+    as_is = _float_scheme(tensors, f"{layout.linears[0][0]}.weight")
+    return FloatPerExpert(tensors, layout, part, config(scheme or as_is))
 
 
 def _check_part(layout: ExpertsLayout, part: ExpertsPart) -> None:
@@ -148,9 +161,9 @@ def _as_quantized(layout: ExpertsLayout) -> ExpertsLayout:
     return replace(layout, fused=FusedExperts(gate_up, down))
 
 
-def _float_scheme(checkpoint: Checkpoint, tensor: str) -> Scheme:
+def _float_scheme(tensors: NamedTensors, tensor: str) -> Scheme:
     """The scheme of experts in float, by the dtype of their first tensor. (Without it the check has to tell.)"""
-    dtype = checkpoint.info(tensor).dtype if tensor in checkpoint else ""
+    dtype = tensors.info(tensor).dtype if tensor in tensors else ""
     return FLOAT_SCHEMES.get(dtype, FLOAT_SCHEMES[FLOAT_DTYPES[0]])
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
+from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.expert_sources import ExpertSource
 from cpumoe.checkpoints.linear_sources import LinearSource, is_tied_away
 from cpumoe.checkpoints.model_layout import LinearPlace, ModelLayout
+from cpumoe.checkpoints.named_tensors import TensorCheck
 from cpumoe.checkpoints.storage import StoredTensor
 from cpumoe.checkpoints.tensor_file import FLOAT_DTYPES
 

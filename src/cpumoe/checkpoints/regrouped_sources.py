@@ -8,9 +8,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.expert_sources import Buffers, QuantizedPerExpert
 from cpumoe.checkpoints.model_layout import ExpertsLayout
+from cpumoe.checkpoints.named_tensors import NamedTensors
 from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.checkpoints.tensor_file import DTYPES
 from cpumoe.checkpoints.tensor_parts import TensorPart, slice_of
@@ -31,7 +31,7 @@ class RegroupedPerExpert(QuantizedPerExpert):
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        checkpoint: NamedTensors,
         layout: ExpertsLayout,
         part: ExpertsPart,
         config: MoEConfig,

@@ -48,7 +48,7 @@ DTYPES = {
 }
 FLOAT_DTYPES = ("BF16", "F16", "F32")  # of weights that are not quantised, and of scales
 _KIND = "a safetensors file"
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 # A call of the system for a run takes as long as to copy some kilobytes. Runs that are shorter than this and not
 # farther apart are read together with what lies between: those of scales, mostly, which are few bytes beside the
@@ -233,7 +233,7 @@ class TensorFileWriter:
         self._sizes: dict[str, int] = {}
         for name, (dtype, shape) in tensors.items():
             size = prod(shape) * dtype.itemsize
-            header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+            header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
             offset += size
             self._sizes[name] = size
         self._pending: Iterator[str] = iter(tensors)

@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpumoe.checkpoints.checkpoint import LAYER, Checkpoint, TensorCheck
+from cpumoe.checkpoints.checkpoint import LAYER, Checkpoint
 from cpumoe.checkpoints.expert_sources import ExpertSource
 from cpumoe.checkpoints.linear_sources import LinearSource
 from cpumoe.checkpoints.loading import experts_of, load_experts
 from cpumoe.checkpoints.model_layout import Describe
 from cpumoe.checkpoints.model_tensors import check_model, quantized_linears
+from cpumoe.checkpoints.named_tensors import TensorCheck
 from cpumoe.checkpoints.storage import LinearStorage, refuse_stored_input_scales
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers import reference

@@ -12,10 +12,10 @@ from math import comb
 from typing import Any
 
 from cpumoe import cpu
-from cpumoe.checkpoints.checkpoint import naming
 from cpumoe.checkpoints.contents import experts_bytes, total
 from cpumoe.checkpoints.expert_sources import ExpertSource
 from cpumoe.checkpoints.inspection import Survey
+from cpumoe.checkpoints.named_tensors import naming
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers.parallel_layout import Exchange, ExpertsPart, ParallelLayout
 from cpumoe.layers.scheme import PER_TOKEN_INT8, Scheme

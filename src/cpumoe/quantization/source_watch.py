@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from cpumoe.checkpoints.checkpoint import INDEX_FILE, Checkpoint, listed
+from cpumoe.checkpoints.checkpoint import INDEX_FILE, Checkpoint
+from cpumoe.checkpoints.named_tensors import listed
 from cpumoe.errors import CheckpointError
 from cpumoe.quantization.unfinished_work import removal
 

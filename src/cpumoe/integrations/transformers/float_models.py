@@ -15,7 +15,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from cpumoe import ops
-from cpumoe.checkpoints.checkpoint import naming
+from cpumoe.checkpoints.named_tensors import naming
 from cpumoe.checkpoints.storage import refuse_stored_input_scales
 from cpumoe.integrations.transformers.decode import speed_up
 from cpumoe.integrations.transformers.expert_modules import ExpertsModule, describe_experts, expert_modules

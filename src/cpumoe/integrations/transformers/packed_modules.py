@@ -8,10 +8,11 @@ from functools import partial
 from torch import nn
 from transformers import PreTrainedModel
 
-from cpumoe.checkpoints.checkpoint import Checkpoint, TensorCheck
+from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.loading import find_experts
 from cpumoe.checkpoints.model_layout import LinearPlace
 from cpumoe.checkpoints.model_tensors import check_model, quantized_linears
+from cpumoe.checkpoints.named_tensors import TensorCheck
 from cpumoe.checkpoints.storage import refuse_stored_input_scales
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.integrations.transformers.model_description import describe_model

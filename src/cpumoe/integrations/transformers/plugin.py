@@ -23,9 +23,10 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from cpumoe.checkpoints.checkpoint import Checkpoint, check_activations, listed, read_json
+from cpumoe.checkpoints.checkpoint import Checkpoint, check_activations, read_json
 from cpumoe.checkpoints.formats import parse_quantization
 from cpumoe.checkpoints.formats.compressed_tensors import QuantizationConfig
+from cpumoe.checkpoints.named_tensors import listed
 from cpumoe.checkpoints.packed_cache import PackedCache
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.integrations.transformers.attention import ATTENTION, register_attention

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers.quantizers.base import HfQuantizer
 
-from cpumoe.checkpoints.checkpoint import listed
 from cpumoe.checkpoints.layer_names import EXPERT
+from cpumoe.checkpoints.named_tensors import listed
 from cpumoe.checkpoints.tensor_file import TensorFile
 from cpumoe.errors import UnsupportedScheme
 

@@ -62,6 +62,21 @@ async def rate(engine: BatchEngine | StepEngine, prompts: list[list[int]], new: 
     return len(prompts) * new / seconds
 
 
+async def measured(arguments: argparse.Namespace) -> dict[tuple[str, int], list[float]]:
+    """Rates by engine and number of requests. One event loop for all: transformers' engine keeps the one it has seen."""
+    model = cpumoe.load_model(arguments.folder, linears=arguments.linears, attn_implementation="sdpa")
+    rates: dict[tuple[str, int], list[float]] = {}
+    for turn in range(arguments.rounds):
+        for kind in arguments.engines:
+            engine = started(kind, model)
+            for requests in arguments.requests:
+                random = torch.Generator().manual_seed(1000 * turn + requests)
+                ids = torch.randint(4, model.config.vocab_size, (requests, PROMPT), generator=random).tolist()
+                rates.setdefault((kind, requests), []).append(await rate(engine, ids, arguments.tokens))
+            engine.stop()
+    return rates
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
@@ -71,16 +86,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=24, help="of each answer (24)")
     parser.add_argument("--rounds", type=int, default=2, help="turns that each engine has (2)")
     arguments = parser.parse_args()
-    model = cpumoe.load_model(arguments.folder, linears=arguments.linears, attn_implementation="sdpa")
-    rates: dict[tuple[str, int], list[float]] = {}
-    for turn in range(arguments.rounds):
-        for kind in arguments.engines:
-            engine = started(kind, model)
-            for requests in arguments.requests:
-                random = torch.Generator().manual_seed(1000 * turn + requests)
-                ids = torch.randint(4, model.config.vocab_size, (requests, PROMPT), generator=random).tolist()
-                rates.setdefault((kind, requests), []).append(asyncio.run(rate(engine, ids, arguments.tokens)))
-            engine.stop()
+    rates = asyncio.run(measured(arguments))
     for (kind, requests), seen in rates.items():
         print(f"{kind}, {requests} requests: {statistics.median(seen):.1f} tokens/s (best {max(seen):.1f})")
 

@@ -59,6 +59,11 @@ struct OpenMP {
   int (*thread_num)() = nullptr;
   int (*num_threads)() = nullptr;
   int (*max_threads)() = nullptr;
+  int (*proc_bind)() = nullptr;  // not every runtime has it
+
+  // Whether each thread of a team is bound to a place of its own. What the calling thread may run on is its place then,
+  // and says nothing of the others.
+  bool binds() const { return proc_bind != nullptr && proc_bind() != 0; }
 
   bool found() const {
     return parallel != nullptr && thread_num != nullptr && num_threads != nullptr && max_threads != nullptr;
@@ -83,6 +88,7 @@ const OpenMP* open_mp() {
     look_up("omp_get_thread_num", found.thread_num);
     look_up("omp_get_num_threads", found.num_threads);
     look_up("omp_get_max_threads", found.max_threads);
+    look_up("omp_get_proc_bind", found.proc_bind);
     if (!found.found()) return nullptr;  // PyTorch may still be imported: look again next time
     ready.store(true, std::memory_order_release);
   }
@@ -267,6 +273,7 @@ int thread_count() {
   }
   if (threads != 0) return threads;
   const OpenMP* omp = open_mp();
+  if (omp != nullptr && omp->binds()) return omp->max_threads();
   const int cpus = available_cpus();
   return omp != nullptr && omp->max_threads() < cpus ? omp->max_threads() : cpus;
 }

@@ -57,6 +57,17 @@ def test_environment() -> None:
         assert f"CPUMOE_NUM_THREADS={bad}; a whole number from 1 to 4096 is accepted" in done.stderr
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU")
+@pytest.mark.parametrize("binding", ["GOMP_CPU_AFFINITY", "OMP_PROC_BIND"])
+def test_threads_that_are_bound(binding: str) -> None:
+    """Where OpenMP binds threads, the caller may run on its own place alone; its team is as large as ever."""
+    first, second = sorted(os.sched_getaffinity(0))[:2]
+    value = f"{first} {second}" if binding == "GOMP_CPU_AFFINITY" else "true"
+    code = "import os; print(len(os.sched_getaffinity(0)), cpumoe.get_num_threads())"
+    done = run(code, **{binding: value, "OMP_NUM_THREADS": "2"})
+    assert done.stdout.split() == ["1", "2"], done.stderr
+
+
 def test_torch_threads_are_shared() -> None:
     assert _core.thread_source() == "openmp"
 

@@ -110,6 +110,11 @@ def added_bias(checkpoint: NamedTensors, name: str, rows: int, storage: LinearSt
     """What a bias must be that is in the files and not in the model; None if there is none, or it must not be there."""
     if storage is None or not storage.adds_biases or f"{name}.bias" not in checkpoint:
         return None
+    return zero_bias(rows)
+
+
+def zero_bias(rows: int) -> StoredTensor:
+    """A bias that a tool has written for a linear that has none."""
     return StoredTensor(FLOAT_DTYPES, (rows,), check=_refuse_numbers)
 
 

@@ -50,11 +50,7 @@ class NamedTensors(ABC):
 
     def refuse_other_contents(self, name: str, stored: StoredTensor) -> None:
         """Raises CheckpointError or UnsupportedScheme if the tensor ``name`` does not hold what is known of it."""
-        found = self.read(name)
-        if stored.values is not None and found.tolist() != list(stored.values):
-            raise CheckpointError(f"{name} is {found.tolist()}; {list(stored.values)} is accepted")
-        if stored.check is not None:
-            stored.check(name, found)
+        stored.refuse_other(name, self.read(name))
 
 
 class HeldTensors(NamedTensors):
@@ -71,6 +67,11 @@ class HeldTensors(NamedTensors):
         if tensor.dtype not in DTYPE_NAMES:
             raise CheckpointError(f"{self.place}: {name} is {tensor.dtype}, which is no dtype of checkpoints")
         self._tensors[name] = tensor
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Lets go of tensors; those that never came are no mistake."""
+        for name in names:
+            self._tensors.pop(name, None)
 
     @property
     def names(self) -> KeysView[str]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from cpumoe.checkpoints.tensor_file import DTYPES, TensorInfo
-from cpumoe.errors import UnsupportedScheme
+from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers.activation_rounding import needs_input_scales
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.scheme import NVFP4, STATIC_FP8, STATIC_INT8, Scheme
@@ -49,6 +49,13 @@ class StoredTensor:
     def is_known(self) -> bool:
         """Whether it is known what it holds: nothing is decoded then."""
         return self.values is not None or self.check is not None
+
+    def refuse_other(self, name: str, found: Tensor) -> None:
+        """Raises CheckpointError or UnsupportedScheme if the tensor ``name`` does not hold what is known of it."""
+        if self.values is not None and found.tolist() != list(self.values):
+            raise CheckpointError(f"{name} is {found.tolist()}; {list(self.values)} is accepted")
+        if self.check is not None:
+            self.check(name, found)
 
     @property
     def bytes(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -104,6 +104,64 @@ class QuantizedWeight:
             factors=of(self.factors, -1),
             bias=of(self.bias, -1),
         )
+
+    def rows(self, ranges: Sequence[tuple[int, int]]) -> QuantizedWeight:
+        """Some of the rows of a weight [out, in], in this order: ``ranges`` of a first row and a number of rows."""
+        out = self.values.shape[0]
+
+        def of(tensor: Tensor, unit: int = 1) -> Tensor:
+            for first, count in ranges:
+                if first % unit != 0 or (count % unit != 0 and first + count != out):
+                    raise ValueError(
+                        f"rows {first} to {first + count - 1} of {out} with scales for blocks of {unit}; multiples of "
+                        f"{unit} are accepted"
+                    )
+            parts = [tensor[first // unit : -(-(first + count) // unit)] for first, count in ranges]
+            return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+        scale_rows = self.scales.shape[0]
+        return replace(
+            self,
+            values=of(self.values),
+            scales=self.scales if scale_rows == 1 else of(self.scales, 1 if scale_rows == out else _BLOCK_ROWS),
+            zero_points=None if self.zero_points is None else of(self.zero_points),
+            factors=None if self.factors is None else of(self.factors),
+            bias=None if self.bias is None else of(self.bias),
+        )
+
+    def goes_above(self, other: QuantizedWeight) -> bool:
+        """Whether the rows of another weight [out, in] can follow these in one matrix."""
+
+        def same(a: Tensor | None, b: Tensor | None) -> bool:
+            return a is b or (a is not None and b is not None and torch.equal(a, b))
+
+        kinds = [
+            (weight.element, weight.values.dtype, weight.values.shape[1:], weight.scales.dtype, weight.scales.shape[1:])
+            for weight in (self, other)
+        ]
+        # Scales of blocks follow each other where the last block is whole; one for all of a matrix cannot be two.
+        units = [_BLOCK_ROWS if len(w.scales) not in (1, len(w.values)) else 1 for w in (self, other)]
+        return (
+            kinds[0] == kinds[1]
+            and units[0] == units[1]
+            and len(self.values) % units[0] == 0
+            and not any(len(w.scales) == 1 < len(w.values) for w in (self, other))
+            and all(same(getattr(self, name), getattr(other, name)) for name in ("input_order", "input_scales"))
+            and all(
+                (getattr(self, n) is None) == (getattr(other, n) is None) for n in ("zero_points", "factors", "bias")
+            )
+        )
+
+    @staticmethod
+    def below_one_another(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:
+        """The rows of all parts [out, in], each of which :meth:`goes_above` the next, in one matrix."""
+        first = parts[0]
+        if len(parts) == 1:
+            return first
+        names = ("values", "scales", "zero_points", "factors", "bias")
+        tensors = {n: [getattr(part, n) for part in parts] for n in names if getattr(first, n) is not None}
+        joined: dict[str, Any] = {name: torch.cat(of_parts) for name, of_parts in tensors.items()}
+        return replace(first, **joined)
 
     def column_slice(self, slices: int, index: int) -> QuantizedWeight:
         """One of equal parts of the inputs, with all rows and their biases."""

@@ -119,7 +119,7 @@ def _dynamic_4bit_int_moe(
     )
 
 
-register(
+dynamic_4bit_int_moe = register(
     "dynamic_4bit_int_moe(Tensor x, Tensor topk_ids, Tensor topk_weights, Tensor gate_up_packed, Tensor down_packed, "
     "int hidden_size, int intermediate_size, int gate_up_size, int group_size, bool apply_router_weight_on_input, "
     "int activation_kind) -> Tensor",

@@ -1,0 +1,263 @@
+"""vLLM's configurations of quantisation, with layers that cpumoe serves.
+
+Each is vLLM's own class with a layer in front: what a ``quantization_config`` means, and which linears of a checkpoint
+it is about, is read by our parsers; layers that are not served get vLLM's method, unchanged.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
+from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.model_executor.layers.quantization.inc import INCConfig
+from vllm.model_executor.layers.quantization.modelopt import ModelOptFp8Config, ModelOptNvFp4Config
+from vllm.model_executor.layers.quantization.mxfp4 import GptOssMxfp4Config
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.models.utils import WeightsMapper
+from vllm.transformers_utils.config import get_safetensors_params_metadata
+
+from cpumoe.checkpoints.formats import parse_quantization
+from cpumoe.checkpoints.storage import LinearStorage, Quantization
+from cpumoe.checkpoints.tensor_file import DTYPES
+from cpumoe.errors import CheckpointError, CpumoeError, UnsupportedScheme
+from cpumoe.integrations.vllm.experts_method import ExpertsMethod
+from cpumoe.integrations.vllm.linear_method import LinearMethod, StoredLinear, refuse_unknown_linear
+from cpumoe.integrations.vllm.served_experts import GPT_OSS_NAMES, ServedExperts
+from cpumoe.integrations.vllm.settings import activations_wanted
+from cpumoe.integrations.vllm.telling import tell_left, tell_taken
+
+
+class _Served:
+    """In front of a configuration of vLLM's.
+
+    What happens to it, in this order: ``from_config``; ``maybe_update_config`` with the name of the model; all of it is
+    pickled for the workers; ``apply_vllm_mapper`` with what the model's class calls things, once or more; then
+    ``get_quant_method`` for each layer.
+    """
+
+    #: ``quant_method`` of config.json, whatever vLLM makes of it.
+    method: ClassVar[str]
+
+    _quantization: Quantization | None = None  # None: everything is vLLM's
+    _model_type: str | None = None
+    _names: dict[str, str]  # modules as vLLM calls them -> as the files do
+    _dtypes: dict[str, dict[str, torch.dtype]]  # of the tensors of modules in the files, by suffix
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        try:
+            quantization = parse_quantization({**config, "quant_method": cls.method})
+        except CpumoeError as problem:
+            tell_left("this checkpoint", problem)
+            return super().from_config(config)  # type: ignore[misc]  # of vLLM's class
+        served = super().from_config(cls.readable(config))  # type: ignore[misc]
+        served._quantization, served._names, served._dtypes = quantization, {}, {}
+        return served
+
+    @classmethod
+    def readable(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """The same without what vLLM's class would refuse and cpumoe serves."""
+        return config
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        if self._quantization is None:
+            stock: list[torch.dtype] = super().get_supported_act_dtypes()  # type: ignore[misc]
+            return stock
+        return [torch.bfloat16, torch.float16, torch.float32]
+
+    def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
+        super().maybe_update_config(model_name, hf_config=hf_config, revision=revision)  # type: ignore[misc]
+        if self._quantization is None:
+            return
+        headers = get_safetensors_params_metadata(model_name, revision=revision)
+        stored = {name: info for name, info in headers.items() if "dtype" in info}
+        if not any(".experts." in name for name in stored):
+            reason = "it has no experts" if stored else "the names of its tensors are not known"
+            self._leave("this checkpoint", reason)
+            return
+        self._model_type = getattr(hf_config, "model_type", None)
+        for name, info in stored.items():
+            module, _, suffix = name.rpartition(".")
+            self._names[module] = module
+            self._dtypes.setdefault(module, {})[suffix] = DTYPES.get(info["dtype"], torch.uint8)
+        try:
+            self._quantization = self._quantization.with_tensors(frozenset(stored))
+        except CpumoeError as problem:
+            self._leave("this checkpoint", problem)
+
+    def _leave(self, what: str, reason: object) -> None:
+        self._quantization = None
+        tell_left(what, reason)
+
+    def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
+        super().apply_vllm_mapper(hf_to_vllm_mapper)  # type: ignore[misc]
+        if self._quantization is None:
+            return
+        mapped = ((hf_to_vllm_mapper.map_name(name), stored) for name, stored in self._names.items())
+        self._names = {name: stored for name, stored in mapped if name is not None}
+
+    def get_checkpoint_weight_mapper(self) -> Any:
+        """Renamings of the checkpoint's tensors; vLLM's own leave out those of activation order."""
+        if self._quantization is None:
+            return super().get_checkpoint_weight_mapper()  # type: ignore[misc]
+        if self._model_type == "gpt_oss":
+            pattern, name = GPT_OSS_NAMES
+            return WeightsMapper(orig_to_new_regex={re.compile(pattern): name})
+        return WeightsMapper()
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        if self._quantization is not None:
+            try:
+                method = self._served_method(layer, prefix)
+            except (CpumoeError, ValueError) as problem:
+                tell_left(prefix, problem)
+            else:
+                if method is not None:
+                    return method
+        return super().get_quant_method(layer, prefix)  # type: ignore[misc]
+
+    def _served_method(self, layer: Any, prefix: str) -> Any:
+        """The method of a layer that is served, or of a linear that is in float; None for what is vLLM's."""
+        if isinstance(layer, RoutedExperts):
+            stored = self._stored_experts(layer, prefix)
+            if stored is None:
+                return None  # in float: vLLM asks for a method by name, which is ours too
+            served = ServedExperts(layer, stored.storage, stored.dtypes)
+            self._tell()
+            return ExpertsMethod(layer.moe_config, served)
+        if isinstance(layer, LinearBase | ParallelLMHead):
+            linears = self._stored_linears(prefix)
+            if linears is None:
+                return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
+            refuse_unknown_linear(layer)
+            self._tell()
+            return LinearMethod(prefix, linears)
+        return None
+
+    def _tell(self) -> None:
+        assert self._quantization is not None
+        tell_taken(", ".join(dict.fromkeys(str(scheme) for scheme in self._quantization.schemes)))
+
+    def _storage_of(self, module: str) -> LinearStorage | None:
+        """How a linear of the files is stored, with the activations that are asked for."""
+        assert self._quantization is not None
+        storage = self._quantization.storage_of(module)
+        if storage is None or activations_wanted() is None:
+            return storage
+        return replace(storage, scheme=storage.scheme.with_int8_activations())
+
+    def _stored_experts(self, layer: Any, prefix: str) -> StoredLinear | None:
+        """Where an expert's linears are in the files; raises CheckpointError where those of a layer differ."""
+        inner = [name for name in self._names if name.startswith(f"{prefix}.")]
+        projections = (layer.ckpt_gate_proj_name, layer.ckpt_up_proj_name, layer.ckpt_down_proj_name)
+        ends = tuple(f".{name}" for name in projections if name is not None)
+        names = [self._names[name] for name in inner if name.endswith(ends)]
+        if not names:  # all experts in one tensor, or names that the model's own loader changes
+            names = [self._names.get(prefix, f"{prefix}.0.{projections[0]}")]
+        storages = {self._storage_of(name): name for name in names}
+        if len(storages) > 1:
+            text = ", ".join(f"{name} {'float' if s is None else s.scheme}" for s, name in storages.items())
+            raise CheckpointError(f"experts of one layer have different schemes ({text}); one scheme is served")
+        ((storage, name),) = storages.items()
+        return None if storage is None else StoredLinear(name, storage, self._dtypes.get(name, {}))
+
+    def _stored_linears(self, prefix: str) -> list[StoredLinear] | None:
+        """The linears of the files that one of vLLM's consists of; None if they are in float."""
+        before, _, last = prefix.rpartition(".")
+        names = [prefix]
+        if prefix not in self._names:
+            parts = self.packed_modules_mapping.get(last, [last])  # type: ignore[attr-defined]
+            names = [f"{before}.{part}" if before else part for part in parts]
+        stored = []
+        for name in names:
+            module = self._names.get(name)
+            storage = None if module is None else self._storage_of(module)
+            if module is not None and storage is not None:
+                stored.append(StoredLinear(module, storage, self._dtypes.get(module, {})))
+        if stored and len(stored) != len(names):
+            raise UnsupportedScheme(f"of {', '.join(names)} some are quantised and some are not")
+        return stored or None
+
+
+class CompressedTensors(_Served, CompressedTensorsConfig):  # type: ignore[misc]  # untyped base
+    method = "compressed-tensors"
+
+    @classmethod
+    def readable(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Without activation order, which vLLM has given up."""
+        groups = config.get("config_groups")
+        if not isinstance(groups, Mapping):
+            return config
+
+        def plain(group: Mapping[str, Any]) -> dict[str, Any]:
+            weights = group.get("weights")
+            ordered = isinstance(weights, Mapping) and weights.get("actorder") in ("group", "dynamic")
+            return {**group, "weights": {**weights, "actorder": None}} if ordered and weights else dict(group)
+
+        return {**config, "config_groups": {name: plain(group) for name, group in groups.items()}}
+
+
+class Gptq(_Served, AutoGPTQConfig):  # type: ignore[misc]
+    method = "gptq"
+
+    @classmethod
+    def readable(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Symmetric and in the order of the inputs, as vLLM's kernels want it."""
+        return {**config, "sym": True, "desc_act": False}
+
+
+class Awq(_Served, AutoAWQConfig):  # type: ignore[misc]
+    method = "awq"
+
+
+class Fp8(_Served, Fp8Config):  # type: ignore[misc]
+    method = "fp8"
+
+
+class Mxfp4(_Served, GptOssMxfp4Config):  # type: ignore[misc]
+    method = "mxfp4"
+
+
+class ModelOptFp8(_Served, ModelOptFp8Config):  # type: ignore[misc]
+    method = "modelopt"
+
+
+class ModelOptNvfp4(_Served, ModelOptNvFp4Config):  # type: ignore[misc]
+    method = "modelopt"
+
+
+class AutoRound(_Served, INCConfig):  # type: ignore[misc]
+    method = "auto-round"
+
+
+#: vLLM's names of methods -> the configurations that serve them.
+_METHODS: dict[str, type[_Served]] = {
+    "compressed-tensors": CompressedTensors,
+    "gptq": Gptq,
+    "gptq_marlin": Gptq,
+    "auto_gptq": Gptq,
+    "awq": Awq,
+    "awq_marlin": Awq,
+    "auto_awq": Awq,
+    "fp8": Fp8,
+    "gpt_oss_mxfp4": Mxfp4,
+    "modelopt": ModelOptFp8,
+    "modelopt_fp4": ModelOptNvfp4,
+    "inc": AutoRound,
+}
+
+
+def register() -> None:
+    """Puts the configurations into the place of vLLM's."""
+    for name, config in _METHODS.items():
+        register_quantization_config(name)(config)

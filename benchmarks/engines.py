@@ -63,7 +63,7 @@ async def rate(engine: BatchEngine | StepEngine, prompts: list[list[int]], new: 
 
 
 async def measured(arguments: argparse.Namespace) -> dict[tuple[str, int], list[float]]:
-    """Rates by engine and number of requests. One event loop for all: transformers' engine keeps the one it has seen."""
+    """Rates by engine and number of requests, all in one event loop: transformers' engine keeps the one it has seen."""
     model = cpumoe.load_model(arguments.folder, linears=arguments.linears, attn_implementation="sdpa")
     rates: dict[tuple[str, int], list[float]] = {}
     for turn in range(arguments.rounds):

@@ -1,8 +1,9 @@
 """Experts whose tensors somebody else reads, and hands over one by one in any order.
 
-An expert is packed as soon as all of its tensors have come, and these are let go of: beside what is packed there is
-never more than what has come of experts that are not complete. How a linear is stored its :class:`LinearStorage` knows,
-and which part of it a rank holds the sources of ``loading.py`` do, which read from what was handed over.
+Experts are packed, a few at a time, when all of their tensors have come, and these are let go of: beside what is packed
+there is little more than what has come of experts that are not complete. How a linear is stored its
+:class:`LinearStorage` knows, and which part of it a rank holds the sources of ``loading.py`` do, which read from what
+was handed over.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import Tensor
 
@@ -116,6 +118,7 @@ class PushedExperts(ABC):
 
 
 _AT_ONCE = 64 << 20  # bytes that are read into memory of our own, where a source has many experts
+_MOST_TOGETHER = 8
 
 
 class _Packing:
@@ -154,6 +157,7 @@ class PushedLinears(PushedExperts):
         self._of_linear = frozenset((*layer.suffixes, *bias))
         self._count = len(self._of_linear) * len(layer.projections)
         self._come: Counter[int] = Counter()
+        self._ready: list[int] = []
         # Slices in activation order have as many inputs as the fullest of all experts.
         storage = layer.storage
         self._waits_for_all = storage is not None and storage.has_input_order and layer.slices > 1
@@ -174,8 +178,24 @@ class PushedLinears(PushedExperts):
         self._tensors.add(f"{name}.{suffix}", tensor)
         self._come[expert] += 1
         if self._come[expert] == self._count and not self._waits_for_all:
-            self._pack(expert, self._source((expert,)))
-            self._tensors.drop(self._names_of(expert))
+            self._ready.append(expert)
+            if len(self._ready) == self._together:
+                self._pack_ready()
+
+    def _pack_ready(self) -> None:
+        """Packs the experts that are complete; those that follow one another together, which all threads can do."""
+        ready, self._ready = sorted(self._ready), []
+        while ready:
+            count = next((n for n in range(1, len(ready)) if ready[n] != ready[0] + n), len(ready))
+            run, ready = tuple(ready[:count]), ready[count:]
+            self._pack(run[0], self._source(run))
+            for expert in run:
+                self._tensors.drop(self._names_of(expert))
+
+    @cached_property
+    def _together(self) -> int:
+        """How many complete experts are packed together."""
+        return max(1, min(_MOST_TOGETHER, _AT_ONCE // self._source((self._ready[0],)).expert_bytes))
 
     def _names_of(self, expert: int) -> list[str]:
         name = self.layer.names[expert]
@@ -205,6 +225,7 @@ class PushedLinears(PushedExperts):
         check.raise_problems()
         if self._waits_for_all:
             self._pack(0, self._source(tuple(every)))
+        self._pack_ready()
         return self._packed()
 
 

@@ -18,6 +18,7 @@ from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.errors import CheckpointError
 from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.layers.quantized_experts import QuantizedWeight
+from cpumoe.layers.scheme import Scheme
 
 
 @dataclass(frozen=True)
@@ -109,23 +110,21 @@ class PushedLinear:
         for source, _ in sources:
             source.check(check)
         check.raise_problems()
-        runs: list[tuple[list[QuantizedWeight], LinearStorage]] = []
+        runs: list[tuple[list[QuantizedWeight], Scheme]] = []
         with naming(str(self._tensors.place)):
             for source, ranges in sources:
-                storage = source.storage
                 # What was one scale for all of a linear each of its rows has, if there is such a scheme.
-                weight = held_weight(source.read(), storage.scheme, source.rows).rows(ranges)
+                scheme = held_scheme(source.storage.scheme)
+                weight = held_weight(source.read(), source.storage.scheme, source.rows).rows(ranges)
                 if len(weight.values) == 0:
                     continue
-                last = runs[-1] if runs else None
-                if last is not None and last[1].scheme == storage.scheme and last[0][-1].goes_above(weight):
-                    last[0].append(weight)
+                last, of_last = runs[-1] if runs else ([], None)
+                if of_last == scheme and last[-1].goes_above(weight, scheme.weights.group.rows):
+                    last.append(weight)
                 else:
-                    runs.append(([weight], storage))
-            return [
-                QuantizedLinear.from_weight(QuantizedWeight.below_one_another(weights), held_scheme(storage.scheme))
-                for weights, storage in runs
-            ]
+                    runs.append(([weight], scheme))
+            joined = ((QuantizedWeight.below_one_another(weights), scheme) for weights, scheme in runs)
+            return [QuantizedLinear.from_weight(weight, scheme) for weight, scheme in joined]
 
     def _source(self, parts: tuple[int, ...]) -> tuple[LinearSource, list[tuple[int, int]]]:
         """A linear of the files, and the rows of it that are held."""

@@ -129,28 +129,23 @@ class QuantizedWeight:
             bias=None if self.bias is None else of(self.bias),
         )
 
-    def goes_above(self, other: QuantizedWeight) -> bool:
-        """Whether the rows of another weight [out, in] can follow these in one matrix."""
+    def goes_above(self, other: QuantizedWeight, rows_of_a_scale: int | None) -> bool:
+        """Whether the rows of another weight [out, in] of the same scheme can follow these in one matrix.
 
-        def same(a: Tensor | None, b: Tensor | None) -> bool:
-            return a is b or (a is not None and b is not None and torch.equal(a, b))
+        ``rows_of_a_scale``: how many rows share scales; None: all of them.
+        """
 
-        kinds = [
-            (weight.element, weight.values.dtype, weight.values.shape[1:], weight.scales.dtype, weight.scales.shape[1:])
-            for weight in (self, other)
-        ]
-        # Scales of blocks follow each other where the last block is whole; one for all of a matrix cannot be two.
-        units = [_BLOCK_ROWS if len(w.scales) not in (1, len(w.values)) else 1 for w in (self, other)]
-        return (
-            kinds[0] == kinds[1]
-            and units[0] == units[1]
-            and len(self.values) % units[0] == 0
-            and not any(len(w.scales) == 1 < len(w.values) for w in (self, other))
-            and all(same(getattr(self, name), getattr(other, name)) for name in ("input_order", "input_scales"))
-            and all(
-                (getattr(self, n) is None) == (getattr(other, n) is None) for n in ("zero_points", "factors", "bias")
-            )
-        )
+        def kind(weight: QuantizedWeight) -> tuple[object, ...]:
+            given = [getattr(weight, name) is None for name in ("zero_points", "factors", "bias")]
+            return (weight.values.dtype, weight.values.shape[1:], weight.scales.dtype, weight.scales.shape[1:], *given)
+
+        def same(name: str) -> bool:
+            mine, theirs = getattr(self, name), getattr(other, name)
+            return mine is theirs or (mine is not None and theirs is not None and torch.equal(mine, theirs))
+
+        # One scale for all rows cannot be two; blocks follow each other where the last one is whole.
+        is_whole = rows_of_a_scale is not None and len(self.values) % rows_of_a_scale == 0
+        return is_whole and kind(self) == kind(other) and same("input_order") and same("input_scales")
 
     @staticmethod
     def below_one_another(parts: Sequence[QuantizedWeight]) -> QuantizedWeight:

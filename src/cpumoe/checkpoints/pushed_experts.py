@@ -154,7 +154,7 @@ class PushedLinears(PushedExperts):
     def __init__(self, layer: PushedLayer) -> None:
         super().__init__(layer)
         bias = (_BIAS,) if layer.shape.has_bias else ()
-        self._of_linear = frozenset((*layer.suffixes, *bias))
+        self._of_linear = (*layer.suffixes, *bias)
         self._count = len(self._of_linear) * len(layer.projections)
         self._come: Counter[int] = Counter()
         self._ready: list[int] = []
@@ -173,7 +173,7 @@ class PushedLinears(PushedExperts):
             zero_bias(tensor.shape[0]).refuse_other(f"{name}.{suffix}", tensor)
             return
         if suffix not in self._of_linear:
-            accepted = ", ".join(sorted(self._of_linear))
+            accepted = ", ".join(self._of_linear)
             raise CheckpointError(f"{name} has a tensor {suffix}; {accepted} are accepted")
         self._tensors.add(f"{name}.{suffix}", tensor)
         self._come[expert] += 1

@@ -115,7 +115,7 @@ void RowTraffic::unpack(std::int64_t first, std::int64_t last) {
   const auto numbers = static_cast<std::size_t>(sending_.topk * 4);
   if (exchange_->has_failed()) {  // the step will end with it; until then nothing may follow from what is not there
     std::fill(copies_ + first * sending_.topk, copies_ + last * sending_.topk, -1);
-    std::memset(rows_ + first * row_bytes_, 0, static_cast<std::size_t>((last - first) * row_bytes_));
+    std::fill(rows_ + first * row_bytes_, rows_ + last * row_bytes_, std::uint8_t{0});
     std::fill(weights_ + first * sending_.topk, weights_ + last * sending_.topk, 0.0f);
     return;
   }

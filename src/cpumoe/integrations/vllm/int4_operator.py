@@ -12,6 +12,7 @@ import platform
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+from vllm.platforms import current_platform
 
 from cpumoe import ops
 from cpumoe.ops.products import dynamic_4bit_int_moe
@@ -25,7 +26,10 @@ _library: torch.library.Library | None = None
 def register() -> None:
     """Gives the operator a kernel where vLLM's refuses to run."""
     global _library
-    if platform.machine() in ("aarch64", "arm64") or not hasattr(torch.ops._C, _OPERATOR):
+    if platform.machine() in ("aarch64", "arm64"):
+        return
+    current_platform.import_kernels()  # vLLM's operators
+    if not hasattr(torch.ops._C, _OPERATOR):
         return
     _library = torch.library.Library("_C", "IMPL")
     _library.impl(_OPERATOR, _dynamic_4bit_int_moe, "CPU", allow_override=True)

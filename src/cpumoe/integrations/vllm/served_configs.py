@@ -7,7 +7,6 @@ it is about, is read by our parsers; layers that are not served get vLLM's metho
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -49,24 +48,30 @@ class _Served:
     method: ClassVar[str]
 
     _quantization: Quantization | None = None  # None: everything is vLLM's
+    _is_unknown_to_vllm: bool = False  # its class has read something else: no layer can be left to it
     _model_type: str | None = None
     _names: dict[str, str]  # modules as vLLM calls them -> as the files do
     _dtypes: dict[str, dict[str, torch.dtype]]  # of the tensors of modules in the files, by suffix
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
+        read = super().from_config  # type: ignore[misc]  # of vLLM's class
         try:
             quantization = parse_quantization({**config, "quant_method": cls.method})
         except CpumoeError as problem:
             tell_left("this checkpoint", problem)
-            return super().from_config(config)  # type: ignore[misc]  # of vLLM's class
-        served = super().from_config(cls.readable(config))  # type: ignore[misc]
-        served._quantization, served._names, served._dtypes = quantization, {}, {}
+            return read(config)
+        try:
+            served, is_unknown = read(config), False
+        except (ValueError, NotImplementedError, AssertionError):
+            served, is_unknown = read(cls.readable(config)), True
+        served._quantization, served._is_unknown_to_vllm = quantization, is_unknown
+        served._names, served._dtypes = {}, {}
         return served
 
     @classmethod
     def readable(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """The same without what vLLM's class would refuse and cpumoe serves."""
+        """Something that vLLM's class reads in the place of what it refuses and cpumoe serves."""
         return config
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
@@ -96,6 +101,8 @@ class _Served:
             self._leave("this checkpoint", problem)
 
     def _leave(self, what: str, reason: object) -> None:
+        if self._is_unknown_to_vllm:
+            raise UnsupportedScheme(f"cpumoe does not serve {what} ({reason}), and vLLM does not know its scheme")
         self._quantization = None
         tell_left(what, reason)
 
@@ -120,6 +127,8 @@ class _Served:
             try:
                 method = self._served_method(layer, prefix)
             except (CpumoeError, ValueError) as problem:
+                if self._is_unknown_to_vllm:
+                    raise UnsupportedScheme(f"{prefix}: {problem}; vLLM itself does not know this scheme") from problem
                 tell_left(prefix, problem)
             else:
                 if method is not None:
@@ -194,17 +203,12 @@ class CompressedTensors(_Served, CompressedTensorsConfig):  # type: ignore[misc]
 
     @classmethod
     def readable(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Without activation order, which vLLM has given up."""
-        groups = config.get("config_groups")
-        if not isinstance(groups, Mapping):
-            return config
-
-        def plain(group: Mapping[str, Any]) -> dict[str, Any]:
-            weights = group.get("weights")
-            ordered = isinstance(weights, Mapping) and weights.get("actorder") in ("group", "dynamic")
-            return {**group, "weights": {**weights, "actorder": None}} if ordered and weights else dict(group)
-
-        return {**config, "config_groups": {name: plain(group) for name, group in groups.items()}}
+        """8-bit integers: vLLM does not know activation order any more, nor 6-bit floats."""
+        weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+        inputs = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+        plain = {"format": "int-quantized", "weights": weights, "input_activations": inputs}
+        groups = config["config_groups"].items()
+        return {**config, "config_groups": {name: {"targets": group["targets"], **plain} for name, group in groups}}
 
 
 class Gptq(_Served, AutoGPTQConfig):  # type: ignore[misc]
@@ -212,7 +216,7 @@ class Gptq(_Served, AutoGPTQConfig):  # type: ignore[misc]
 
     @classmethod
     def readable(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Symmetric and in the order of the inputs, as vLLM's kernels want it."""
+        """Symmetric, and in the order of the inputs."""
         return {**config, "sym": True, "desc_act": False}
 
 

@@ -1,0 +1,111 @@
+"""Whole models in vLLM: the tokens of cpumoe's own path in fp32, in every on-disk form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import CPUS, ONE_PROCESS, needs_two_cpus, run_models
+
+#: In standard deviations of the logits. Other orders of additions elsewhere in a model move an activation by a step of
+#: its quantiser now and then, and with it the logits by a little; a likeliest token that leads by less may lose.
+_CLOSE = 0.1
+
+#: One scale for all tokens of a call: what is in a batch changes what comes out.
+_BY_BATCH = ("compressed-tensors fp8-tensor-dynamic",)
+
+
+def _is_right(found: Any, answers: list[dict[str, Any]]) -> None:
+    """All tokens, up to where the second likeliest was as good; and that must be the exception."""
+    assert isinstance(found, list), found
+    compared = 0
+    for one, answer in zip(found, answers, strict=True):
+        for token, expected, margin in zip(one["tokens"], answer["tokens"], answer["margins"], strict=True):
+            if token != expected:
+                assert margin < _CLOSE, f"{one['tokens']} instead of {answer['tokens']} (margins {answer['margins']})"
+                break
+            compared += 1
+    assert compared >= sum(len(answer["tokens"]) for answer in answers) // 2
+
+
+@pytest.fixture(scope="module")
+def eager(checkpoints: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    out = tmp_path_factory.mktemp("eager") / "found.json"
+    return run_models(checkpoints / "cases.json", out, {"enforce_eager": True}, ONE_PROCESS)
+
+
+def test_every_checkpoint(eager: tuple[dict[str, Any], str], cases: dict[str, Any]) -> None:
+    found, _ = eager
+    assert found.keys() == cases.keys()
+    wrong = {}
+    for name, case in cases.items():
+        if name in _BY_BATCH:
+            assert isinstance(found[name], list), found[name]
+            continue
+        try:
+            _is_right(found[name], case["answers"])
+        except AssertionError as problem:
+            wrong[name] = str(problem)
+    assert not wrong, "\n".join(f"{name}: {text}" for name, text in wrong.items())
+
+
+def test_all_of_it_is_ours(eager: tuple[dict[str, Any], str]) -> None:
+    """One line for each kind of checkpoint, and nothing is left to vLLM."""
+    _, printed = eager
+    told = [line for line in printed.splitlines() if "cpumoe" in line and "telling.py" in line]
+    assert any("computes the experts of this model and its quantised linears (w4a8-g128), with " in t for t in told)
+    assert not [line for line in told if "leaves" in line and "CPUMOE_VLLM=0 leaves" not in line]
+
+
+def test_compiled(checkpoints: Path, cases: dict[str, Any], tmp_path: Path) -> None:
+    """torch.compile is vLLM's default. What it has compiled and kept without cpumoe must not be taken for this."""
+    environment = {**ONE_PROCESS, "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
+    kept = tmp_path / "cache" / "torch_compile_cache" / "torch_aot_compile"
+    for count, switch, only in ((1, "0", ["float"]), (4, "1", ["float", "pack-quantized w4a8-g64", "gpt-oss mxfp4"])):
+        environment |= {"CPUMOE_VLLM": switch}
+        found, _ = run_models(checkpoints / "cases.json", tmp_path / "found", {}, environment, only)
+        for name in only:
+            _is_right(found[name], cases[name]["answers"])
+        assert len(list(kept.iterdir())) == count
+
+
+@needs_two_cpus
+@pytest.mark.parametrize("experts", [False, True], ids=["TP", "TP and EP"])
+def test_two_workers(experts: bool, checkpoints: Path, cases: dict[str, Any], tmp_path: Path) -> None:
+    first = "int-quantized w4a8-g32"
+    only = [first, "qwen2_moe"] if experts else [first, "pack-quantized, ordered", "gpt-oss mxfp4"]
+    options = {"enforce_eager": True, "tensor_parallel_size": 2, "enable_expert_parallel": experts}
+    environment = {"VLLM_CPU_OMP_THREADS_BIND": f"{CPUS[0]}|{CPUS[1]}"}
+    found, _ = run_models(checkpoints / "cases.json", tmp_path / "found", options, environment, only)
+    for name in only:
+        _is_right(found[name], cases[name]["answers"])
+
+
+@pytest.mark.parametrize(
+    ("latent", "environment"), [(True, {}), (False, {"VLLM_MLA_DISABLE": "1"})], ids=["latent", "expanded"]
+)
+def test_deepseek_beside_vllm_itself(
+    latent: bool, environment: dict[str, str], checkpoints: Path, cases: dict[str, Any], tmp_path: Path
+) -> None:
+    """Groups and a bias for the choice, latent attention: as vLLM alone computes the same weights in float."""
+    prompts = [{"prompt": answer["prompt"], "tokens": answer["tokens"]} for answer in cases["float"]["answers"]]
+    folders = {"quantised": checkpoints / "deepseek", "float": checkpoints / "deepseek-float"}
+    own = {name: {"folder": str(folder), "answers": prompts} for name, folder in folders.items()}
+    (tmp_path / "cases.json").write_text(json.dumps(own))
+    options: dict[str, Any] = {"enforce_eager": True}
+    if latent:
+        options["attention_config"] = {"backend": "CPU_MLA"}
+    environment = {**ONE_PROCESS, **environment}
+    ours, _ = run_models(tmp_path / "cases.json", tmp_path / "ours", options, environment)
+    theirs, _ = run_models(
+        tmp_path / "cases.json", tmp_path / "theirs", options, {**environment, "CPUMOE_VLLM": "0"}, ["float"]
+    )
+    for name, tolerance in (("quantised", 1e-2), ("float", 1e-4)):
+        assert isinstance(ours[name], list), ours[name]
+        for one, other in zip(ours[name], theirs["float"], strict=True):
+            assert one["tokens"] == other["tokens"]
+            for mine, stock in zip(one["logprobs"], other["logprobs"], strict=True):
+                shared = mine.keys() & stock.keys()
+                assert max(abs(mine[token] - stock[token]) for token in shared) < tolerance

@@ -7,7 +7,7 @@ PIP := $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 SOURCES := pyproject.toml CMakeLists.txt $(shell find src core -name '*.py' -o -name '*.pyi' -o -name '*.cc' -o -name '*.h')
 CORE_SOURCES := CMakeLists.txt $(shell find core -name '*.cc' -o -name '*.h')
 
-.PHONY: demo test test-python test-core bench docs fuzz wheel lint format clean
+.PHONY: demo test test-python test-core test-vllm bench docs fuzz wheel lint format clean
 .PHONY: test-heavy test-lm-eval test-static test-x86 test-emulated test-sanitized test-arm test-compilers test-symbols
 .DELETE_ON_ERROR:
 
@@ -62,9 +62,16 @@ $(VENV)/created:
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
-# The package as users get it: built in isolation, installed from a wheel.
-$(VENV)/installed: $(VENV)/created constraints.txt $(SOURCES)
-	$(PIP) '.[test]'
+# The package as users get it: built in isolation, installed from a wheel, which all environments share.
+build/package/built: $(VENV)/created $(SOURCES)
+	rm -rf build/package
+	$(BIN)/pip wheel -q --disable-pip-version-check --no-deps -w build/package .
+	touch $@
+
+# pip takes another wheel of the same version for the one that is there, hence the second line.
+$(VENV)/installed: build/package/built constraints.txt
+	$(PIP) "$$(ls build/package/*.whl)[test]"
+	$(PIP) --force-reinstall --no-deps build/package/*.whl
 	touch $@
 
 $(VENV)/tools: $(VENV)/installed
@@ -85,6 +92,23 @@ endef
 
 build/core/core_test: $(VENV)/cmake $(CORE_SOURCES)
 	$(call build_core_test,core)
+	touch $@
+
+# vLLM wants other versions than our tests, so it has an environment of its own. What it must answer is written by ours.
+VLLM_VENV := .venv-vllm
+VLLM_CHECKPOINTS := $(CURDIR)/build/vllm-checkpoints
+test-vllm: $(VENV)/installed $(VLLM_VENV)/installed
+	$(BIN)/python tests/vllm/make_checkpoints.py $(VLLM_CHECKPOINTS)
+	CPUMOE_VLLM_CHECKPOINTS=$(VLLM_CHECKPOINTS) $(VLLM_VENV)/bin/python -m pytest tests/vllm
+
+$(VLLM_VENV)/vllm: tests/vllm/install_vllm.py constraints.txt
+	$(PYTHON) -m venv $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python tests/vllm/install_vllm.py constraints.txt
+	touch $@
+
+$(VLLM_VENV)/installed: $(VLLM_VENV)/vllm build/package/built
+	$(VLLM_VENV)/bin/pip install -q --disable-pip-version-check -c constraints.txt build/package/*.whl pytest hypothesis
+	$(VLLM_VENV)/bin/pip install -q --disable-pip-version-check --force-reinstall --no-deps build/package/*.whl
 	touch $@
 
 # ---- what CI runs besides `make test`; needs qemu-user-static, g++-aarch64-linux-gnu, clang-14, g++-11 ------------------
@@ -111,13 +135,13 @@ test-emulated: $(VENV)/installed $(VENV)/cmake
 
 # A second copy of the C++ library in the process, as wheels built by other toolchains bring it: nothing of ours may
 # depend on which copy answers.
-test-static: $(VENV)/installed $(VENV)/cmake
-	$(call build_extension,static,-DCMAKE_MODULE_LINKER_FLAGS='-static-libstdc++ -static-libgcc')
-	@if ldd build/static/_core*.so | grep -q libstdc; then echo "libstdc++ is still shared"; exit 1; fi
-	@if nm -C $$(find build/static/CMakeFiles -path '*core/*.o') | grep -E 'basic_[io]stream|ios_base'; then \
+test-static: $(VENV)/installed build/core/core_test
+	$(call build_extension,core,-DCMAKE_MODULE_LINKER_FLAGS='-static-libstdc++ -static-libgcc')
+	@if ldd build/core/_core*.so | grep -q libstdc; then echo "libstdc++ is still shared"; exit 1; fi
+	@if nm -C $$(find build/core/CMakeFiles -path '*core/*.o') | grep -E 'basic_[io]stream|ios_base'; then \
 	  echo "iostreams are used"; exit 1; fi
-	$(call package_with,static)
-	PYTHONPATH=$(CURDIR)/build/static-package $(BIN)/python -m pytest tests/test_ops.py tests/layers/test_experts.py tests/layers/test_bad_input.py
+	$(call package_with,core)
+	PYTHONPATH=$(CURDIR)/build/core-package $(BIN)/python -m pytest tests/test_ops.py tests/layers/test_experts.py tests/layers/test_bad_input.py
 
 # The package with the extension of another build: $(call package_with,name)
 define package_with
@@ -158,15 +182,15 @@ test-compilers: $(VENV)/cmake
 # first of each choice right bits.
 X86_CPUS := qemu64:scalar Nehalem:scalar SandyBridge:scalar Haswell:avx2 Skylake-Client:avx2 Skylake-Server:avx2 \
   Cascadelake-Server:avx2 Icelake-Server:avx2 EPYC:avx2 EPYC-Rome:avx2 EPYC-Milan:avx2
-test-x86: $(VENV)/cmake
-	$(call build_core_test,x86,-DCMAKE_EXE_LINKER_FLAGS=-static)
+test-x86: build/core/core_test
+	$(CMAKE) --build build/core --target core_test_static
 	@seen=; for entry in $(X86_CPUS); do \
 	  cpu=$${entry%%:*}; \
-	  chosen=$$(qemu-x86_64-static -cpu $$cpu build/x86/core_test isa 2> /dev/null) || exit 1; \
+	  chosen=$$(qemu-x86_64-static -cpu $$cpu build/core/core_test_static isa 2> /dev/null) || exit 1; \
 	  echo "$$cpu: $$chosen"; \
 	  [ "$$chosen" = "$${entry##*:}" ] || { echo "$${entry##*:} was expected"; exit 1; }; \
 	  case "$$seen" in *"<$$chosen>"*) tests=nan ;; *) tests=layers ;; esac; seen="$$seen<$$chosen>"; \
-	  qemu-x86_64-static -cpu $$cpu build/x86/core_test $$tests 2> /dev/null | tail -n 1 | grep ' 0 failed' || exit 1; \
+	  qemu-x86_64-static -cpu $$cpu build/core/core_test_static $$tests 2> /dev/null | tail -n 1 | grep ' 0 failed' || exit 1; \
 	done
 
 # Arm kernels under qemu: i8mm and dot product, dot product alone, neither.
@@ -178,4 +202,4 @@ test-arm: $(VENV)/cmake
 	qemu-aarch64-static -cpu cortex-a72 build/arm/core_test layers  # scalar code, which the others are compared with
 
 clean:
-	rm -rf build $(VENV)
+	rm -rf build $(VENV) $(VLLM_VENV)

@@ -127,6 +127,7 @@ class _Packing:
     def __init__(self, config: MoEConfig, backend: str | None) -> None:
         self.config = config
         self.buffers = Buffers()
+        self._left = config.local_experts
         self._backend = select_backend(config, backend)
         self._packer = ExpertsPacker(config) if isinstance(self._backend, NativeBackend) else None
         self._parts: dict[int, QuantizedExperts] = {}  # by the first of them, for backends that take all at once
@@ -140,6 +141,9 @@ class _Packing:
             self._parts[first] = experts.copy()
         else:
             self._packer.put(first, experts)
+        self._left -= experts.count
+        if not self._left:  # whoever hands tensors over may finish a layer much later than it is complete
+            self.buffers = Buffers()
 
     def finish(self) -> Experts:
         if self._packer is not None:

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import cpumoe
+
+SHIPPED = Path(cpumoe.__file__).parent / "data" / "python-stdlib-w4a8-g128"
 CHECKPOINT = Path(__file__).parent / "data" / "checkpoints" / "qwen3moe-w4a8-g32-packed"
 
 _PATCHED = """
@@ -54,6 +57,31 @@ def test_neither_transformers_nor_the_quantiser_is_imported() -> None:
 def test_transformers_is_taken_over_unless_that_is_switched_off(order: str, switch: str | None, found: str) -> None:
     done = run(order + _PATCHED, switch)
     assert done.stdout.strip() == found, done.stderr
+
+
+_OLD = """
+import importlib.metadata
+version = importlib.metadata.version
+importlib.metadata.version = lambda name: "5.19.2" if name == "transformers" else version(name)
+"""
+
+
+@pytest.mark.parametrize("order", ["import cpumoe\nimport transformers", "import transformers\nimport cpumoe"])
+def test_an_older_transformers_is_left_as_it_is(order: str) -> None:
+    done = run("import transformers\n" + _OLD + order + _PATCHED)
+    assert done.stdout.strip() == "transformers transformers transformers False", done.stderr
+    assert done.stderr.count("cpumoe leaves transformers as it is: it needs transformers 5.22 or newer, and this is") == 1
+
+
+def test_what_needs_a_newer_transformers_says_so() -> None:
+    done = run(_OLD + "import cpumoe\ncpumoe.load_model")
+    expected = "ImportError: cpumoe.load_model needs transformers 5.22 or newer, and this is 5.19.2: pip install "
+    assert expected in done.stderr
+    command = f"import cpumoe_command, sys\nsys.argv[1:] = ['generate', {str(SHIPPED)!r}, 'x']\n"
+    done = run(_OLD + command + "sys.exit(cpumoe_command.main())")
+    assert done.returncode == 2
+    assert "this command needs transformers 5.22 or newer, and this is 5.19.2" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("switch", ["", "off", "2"])

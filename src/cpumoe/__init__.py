@@ -42,6 +42,8 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'cpumoe' has no attribute {name!r}")
+    if needed := hook.too_old():
+        raise ImportError(f"cpumoe.{name} needs {needed}")
     try:
         module = importlib.import_module(_LAZY[name])
     except ModuleNotFoundError as problem:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cpumoe.checkpoints.regular_files import refuse_special_files
+from cpumoe.integrations.transformers import hook
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -35,6 +36,8 @@ def check_folder(folder: Path) -> None:
 
 def prepare_transformers() -> None:
     """Imports transformers so that it does not use the network and prints nothing between our lines."""
+    if needed := hook.too_old():
+        raise RuntimeError(f"this command needs {needed}")
     # These are read only once, when huggingface_hub and transformers are imported.
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import logging
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -39,6 +41,23 @@ _SCHEMES = ["w4a8", "w4a8-g32", "w4a8-g64", "w4a8-g128", "w8a8"]
 _SCHEMES += ["w4a16-g32", "w4a16-g128", "w8a16", "mxfp4a16", "nvfp4a16"]
 _SCHEMES += ["fp8", "fp8-block", "fp8a16", "mxfp4", "mxfp8", "bf16"]
 EXPERTS_IMPLEMENTATIONS = ("cpumoe", *(f"cpumoe-{scheme}" for scheme in _SCHEMES))
+
+
+#: Older versions lack functions that the plug-in builds on.
+OLDEST = (5, 22)
+
+
+@cache
+def too_old() -> str | None:
+    """The version of transformers if it is older than what is needed, in words; transformers is not imported."""
+    try:
+        version = importlib.metadata.version("transformers")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if tuple(int(number) for number in re.findall(r"\d+", version)[:2]) >= OLDEST:
+        return None
+    oldest = ".".join(map(str, OLDEST))
+    return f"transformers {oldest} or newer, and this is {version}: pip install 'cpumoe[transformers]'"
 
 
 def _always() -> bool:
@@ -130,12 +149,19 @@ _AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
 
 
 def _take_over(name: str, module: ModuleType) -> None:
-    _AFTER_IMPORT.pop(name)(module)
+    change = _AFTER_IMPORT.pop(name)
+    if too_old() is None:
+        change(module)
     _log_take_over()
 
 
 @cache  # logged once
 def _log_take_over() -> None:
+    if needed := too_old():
+        # Where vLLM is, it brings the version that it wants, and loads models itself.
+        level = logging.INFO if "vllm" in sys.modules else logging.WARNING
+        _log.log(level, "cpumoe leaves transformers as it is: it needs %s", needed)
+        return
     _log.info(
         "transformers loads quantised checkpoints (%s) through cpumoe from here on and knows "
         "experts_implementation=%r and others; %s=0 switches this off",

@@ -19,9 +19,7 @@ _SHAPE = ModelShape(
 
 def test_packed_while_they_are_loaded(checkpoints: Path, tmp_path: Path) -> None:
     write_checkpoint(tmp_path, _SHAPE, storage_for(Scheme.parse("w4a8-g128")))
-    printed = run(
-        HERE / "measure_load.py", checkpoints / "int-quantized-w4a8-g32", tmp_path, environment=ONE_PROCESS
-    )
+    printed = run(HERE / "measure_load.py", checkpoints / "int-quantized-w4a8-g32", tmp_path, environment=ONE_PROCESS)
     (line,) = (line for line in printed.splitlines() if line.startswith("MEASURED "))
     measured = json.loads(line.removeprefix("MEASURED "))
     weights = 3 * _SHAPE.experts * _SHAPE.hidden * _SHAPE.intermediate

@@ -1,11 +1,15 @@
 """Servers beside each other: vLLM with cpumoe, vLLM's own bf16 path, and ``cpumoe serve``, on the same machine.
 
-    python benchmarks/vllm_servers.py --python .venv-vllm/bin/python [--layers 8] [--requests 1 8 32]
+    .venv/bin/python benchmarks/vllm_servers.py --python .venv-vllm/bin/python [--layers 8] [--requests 1 8 32]
 
-The interpreter is one of an environment with vLLM and cpumoe (``make test-vllm`` makes ``.venv-vllm``). The checkpoints
-have the shape of Qwen3-30B-A3B with fewer layers and random weights: w4a8-g128 with a head in w8a8, and bf16. They are
-written to a temporary folder, or to ``--folder``, where they are kept. Servers are started one after another, each
-alone on the machine; clients are threads that ask for as many tokens at once as there are requests.
+``--python`` is that of an environment with vLLM and cpumoe (``make test-vllm`` makes ``.venv-vllm``); ``cpumoe serve``
+runs with the interpreter of this script. The checkpoints have the shape of Qwen3-30B-A3B with fewer layers and random
+weights: w4a8-g128 with a head in w8a8, and bf16. They are written to a temporary folder, or to ``--folder``, where they
+are kept. Servers are started one after another, each alone on the machine; clients are threads that ask for as many
+tokens at once as there are requests.
+
+vLLM's scheduler waits for its worker by asking again and again, on a core of its own. ``--processes one`` (the default)
+puts both into one process, which machines with few cores want; both of vLLM's rows are measured that way.
 """
 
 from __future__ import annotations
@@ -130,6 +134,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=8, help="of the model (8; bf16 takes 1.3 GB for each)")
     parser.add_argument("--requests", nargs="+", type=int, default=[1, 8, 32])
     parser.add_argument("--tokens", type=int, default=48, help="of each answer (48)")
+    parser.add_argument("--processes", choices=["one", "several"], default="one", help="of vLLM (one)")
     parser.add_argument("--rounds", type=int, default=3, help="of each number of requests (3)")
     arguments = parser.parse_args()
     shape = ModelShape(arguments.layers)
@@ -137,13 +142,18 @@ def main() -> None:
         folder = arguments.folder or Path(scratch)
         quantized = checkpoint(folder / f"w4a8-g128-{shape.layers}", shape, "w4a8-g128")
         floats = checkpoint(folder / f"bf16-{shape.layers}", shape, None)
-        python = str(arguments.python)
-        vllm = [python, "-m", "vllm.entrypoints.cli.main", "serve"]
+        vllm = [str(arguments.python), "-m", "vllm.entrypoints.cli.main", "serve"]
         options = ["--served-model-name", "model", "--max-model-len", "512", "--max-num-seqs", "64"]
         switches = {"VLLM_CPU_KVCACHE_SPACE": "1"}
+        if arguments.processes == "one":
+            threads = str(cpumoe.get_num_threads())
+            switches |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": threads}
         servers = {
             "vLLM with cpumoe, w4a8-g128": ([*vllm, str(quantized), *options], switches),
-            "cpumoe serve, w4a8-g128": ([python, "-m", "cpumoe", "serve", str(quantized), "--name", "model"], {}),
+            "cpumoe serve, w4a8-g128": (
+                [sys.executable, "-m", "cpumoe", "serve", str(quantized), "--name", "model"],
+                {},
+            ),
             "vLLM, bf16": ([*vllm, str(floats), *options], switches | {"CPUMOE_VLLM": "0"}),
         }
         rows = []

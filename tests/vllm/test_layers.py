@@ -205,6 +205,33 @@ def test_silu_with_a_limit_is_what_vllm_means_by_it(config: VllmConfig, folder: 
     torch.testing.assert_close(ours, theirs)
 
 
+def test_floats_that_vllm_has_no_kernel_for(config: VllmConfig) -> None:
+    """vLLM's own method refuses this activation on CPUs when it is made, before it knows whose the layer is."""
+    config.compilation_config.static_forward_context.pop(_PREFIX, None)
+    runner = FusedMoEFactory(
+        num_experts=_EXPERTS,
+        top_k=2,
+        hidden_size=_HIDDEN,
+        intermediate_size=_INNER,
+        prefix=_PREFIX,
+        activation="swiglustep",
+        params_dtype=torch.float32,
+    )
+    linears = {name: torch.randn(_EXPERTS, _INNER, _HIDDEN) / 10 for name in ("gate_proj", "up_proj", "down_proj")}
+    named = [(f"{expert}.{name}.weight", held[expert]) for expert in range(_EXPERTS) for name, held in linears.items()]
+    assert list(runner.load_weights(named))
+    experts = runner.routed_experts
+    experts.quant_method.process_weights_after_loading(experts)
+    x, logits = torch.randn(_TOKENS, _HIDDEN), torch.randn(_TOKENS, _EXPERTS)
+    weights, ids = _chosen(logits.softmax(-1), logits, 2, True)
+    gate, up, down = linears.values()
+    hidden = functional.silu(torch.einsum("th,eih->tei", x, gate)).clamp(max=7.0)
+    hidden = hidden * torch.einsum("th,eih->tei", x, up).clamp(-7.0, 7.0)
+    every = torch.einsum("tei,ehi->teh", hidden, down)
+    expected = (every.gather(1, ids.unsqueeze(-1).expand(-1, -1, _HIDDEN)) * weights.unsqueeze(-1)).sum(1)
+    torch.testing.assert_close(_run(runner, config, x, logits), expected, rtol=1e-3, atol=1e-3)
+
+
 # ---- physical experts ------------------------------------------------------------------------------------------------
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from conftest import run
 
 import cpumoe
 from cpumoe.integrations.vllm import registration, served_configs, symbols
+from cpumoe_command.vllm_plugin import TESTED
 
 _LOAD = "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
 _SHOW = (
@@ -55,6 +57,17 @@ def test_unknown_switch() -> None:
     assert "ValueError: CPUMOE_VLLM='off'; 0 (vLLM is left as it is) and 1 " in done.stderr
 
 
+def test_mistyped_settings() -> None:
+    """They stop vLLM, which would compute something else without a word."""
+    for name, value in (("CPUMOE_ACTIVATIONS", "in8"), ("CPUMOE_SCHEME", "w4a8g128")):
+        code = "from cpumoe_command.vllm_plugin import register; register()"
+        done = subprocess.run(
+            [sys.executable, "-c", code], env={**os.environ, name: value}, capture_output=True, text=True
+        )
+        assert done.returncode != 0
+        assert f"{value!r}" in done.stderr.splitlines()[-1]
+
+
 def test_another_version() -> None:
     change = "import vllm; vllm.__version__ = '9.9.9+cpu'\n"
     printed = run("-c", change + _LOAD + _SHOW)
@@ -69,17 +82,16 @@ def test_another_version() -> None:
 def test_a_symbol_that_is_gone() -> None:
     change = "import vllm.model_executor.layers.linear as linear; del linear.QKVParallelLinear\n"
     printed = run("-c", change + _LOAD + _SHOW)
-    assert (
-        "cpumoe leaves vLLM 0.32.0 as it is, which lacks vllm.model_executor.layers.linear.QKVParallelLinear" in printed
-    )
+    gone = "vllm.model_executor.layers.linear.QKVParallelLinear"
+    assert f"cpumoe leaves vLLM 0.32.0 as it is, which lacks {gone}" in printed
     assert _THEIRS in printed
 
 
 def test_another_platform() -> None:
     change = "from vllm.platforms import current_platform; type(current_platform).is_cpu = lambda self: False\n"
-    printed = run("-c", change + _LOAD + _SHOW)
+    printed = run("-c", change + _LOAD + _SHOW + "import sys; print('cpumoe' in sys.modules)")
     assert _THEIRS in printed
-    assert "cpumoe" not in printed
+    assert printed.splitlines()[-1] == "False"
 
 
 def test_what_is_broken_does_not_break_vllm() -> None:
@@ -91,7 +103,7 @@ def test_what_is_broken_does_not_break_vllm() -> None:
 
 def test_all_symbols_are_there() -> None:
     """A version of vLLM without one of them is noticed here, by name."""
-    assert vllm.__version__.partition("+")[0] in registration.TESTED
+    assert vllm.__version__.partition("+")[0] in TESTED
     assert symbols.missing_symbols() == []
 
 

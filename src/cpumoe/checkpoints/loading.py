@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
@@ -18,7 +18,7 @@ from cpumoe.checkpoints.expert_sources import (
 )
 from cpumoe.checkpoints.fused_sources import FusedFloat, FusedQuantized
 from cpumoe.checkpoints.held_scales import held_scheme
-from cpumoe.checkpoints.model_layout import ExpertsLayout, FusedExperts, ModelLayout
+from cpumoe.checkpoints.model_layout import ExpertsLayout, ExpertsShape, FusedExperts, ModelLayout
 from cpumoe.checkpoints.named_tensors import NamedTensors, TensorCheck, naming
 from cpumoe.checkpoints.regrouped_sources import RegroupedPerExpert
 from cpumoe.checkpoints.storage import LinearStorage
@@ -78,7 +78,10 @@ def find_experts(
     """
     part = ExpertsPart.whole(layout.shape.expert_count) if part is None else part
     if layout.fused is None:
-        storage = _common_storage(checkpoint, layout)
+        every = (name for linears in layout.linears for name in linears)
+        storage = None
+        if checkpoint.quantization is not None:
+            storage = common_storage(checkpoint.storage_of, every, layout.prefix)
     else:
         storage = checkpoint.storage_of(layout.fused.gate_up.tensors[0].rpartition(".")[0])
         storage = storage if storage is not None and storage.fused else None
@@ -95,31 +98,49 @@ def expert_source(
     part: ExpertsPart,
 ) -> ExpertSource:
     """The source of a layer's experts where it is known how they are stored; None: in float, for ``scheme``."""
-    shape = layout.shape
+    shape, is_fused = layout.shape, layout.fused is not None
     _check_part(layout, part)
-
-    def config(of: Scheme) -> MoEConfig:
-        sizes = (shape.expert_count, shape.hidden_size, shape.intermediate_size)
-        with naming(layout.prefix):
-            whole = MoEConfig(of, *sizes, shape.activation, has_bias=shape.has_bias)
-        if part.is_whole(shape.expert_count):
-            return whole
-        _check_slices(layout, part, of)
-        held = None if part.experts == tuple(range(shape.expert_count)) else len(part.experts)
-        with naming(layout.prefix):
-            return replace(whole, intermediate_size=shape.intermediate_size // part.slices, held_experts=held)
-
-    if layout.fused is not None:
-        if storage is not None:
-            return FusedQuantized(tensors, _as_quantized(layout), part, config(storage.scheme), storage)
-        as_is = _float_scheme(tensors, layout.fused.gate_up.tensors[0])
-        return FusedFloat(tensors, layout, part, config(scheme or as_is))
-    if storage is not None and storage.has_input_order and storage.scheme.group_size is not None and part.slices > 1:
-        return RegroupedPerExpert(tensors, layout, part, config(regrouped_scheme(storage.scheme)), storage)
     if storage is not None:
-        return QuantizedPerExpert(tensors, layout, part, config(held_scheme(storage.scheme)), storage)
-    as_is = _float_scheme(tensors, f"{layout.linears[0][0]}.weight")
-    return FloatPerExpert(tensors, layout, part, config(scheme or as_is))
+        held = experts_scheme(storage, part.slices, is_fused)
+    elif scheme is not None:
+        held = scheme
+    else:
+        first = f"{layout.linears[0][0]}.weight" if layout.fused is None else layout.fused.gate_up.tensors[0]
+        held = _float_scheme(tensors, first)
+    config = experts_config(shape, held, part, layout.prefix)
+    if is_fused:
+        if storage is not None:
+            return FusedQuantized(tensors, _as_quantized(layout), part, config, storage)
+        return FusedFloat(tensors, layout, part, config)
+    if storage is None:
+        return FloatPerExpert(tensors, layout, part, config)
+    if _is_regrouped(storage, part.slices):
+        return RegroupedPerExpert(tensors, layout, part, config, storage)
+    return QuantizedPerExpert(tensors, layout, part, config, storage)
+
+
+def experts_scheme(storage: LinearStorage, slices: int, is_fused: bool = False) -> Scheme:
+    """What stored experts, or slices of them, are in memory; ``is_fused``: all of a layer lie in one tensor."""
+    if is_fused:
+        return storage.scheme
+    return (regrouped_scheme if _is_regrouped(storage, slices) else held_scheme)(storage.scheme)
+
+
+def _is_regrouped(storage: LinearStorage, slices: int) -> bool:
+    return storage.has_input_order and storage.scheme.group_size is not None and slices > 1
+
+
+def experts_config(shape: ExpertsShape, scheme: Scheme, part: ExpertsPart, prefix: str) -> MoEConfig:
+    """What a part of a layer's experts is in memory; raises UnsupportedScheme for slices that there cannot be."""
+    sizes = (shape.expert_count, shape.hidden_size, shape.intermediate_size)
+    with naming(prefix):
+        whole = MoEConfig(scheme, *sizes, shape.activation, has_bias=shape.has_bias)
+    if part.is_whole(shape.expert_count):
+        return whole
+    _check_slices(shape, part, scheme, prefix)
+    held = None if part.experts == tuple(range(shape.expert_count)) else len(part.experts)
+    with naming(prefix):
+        return replace(whole, intermediate_size=shape.intermediate_size // part.slices, held_experts=held)
 
 
 def _check_part(layout: ExpertsLayout, part: ExpertsPart) -> None:
@@ -133,15 +154,15 @@ def _check_part(layout: ExpertsLayout, part: ExpertsPart) -> None:
 _CONFIG_MULTIPLE = 32  # of sizes in memory
 
 
-def _check_slices(layout: ExpertsLayout, part: ExpertsPart, scheme: Scheme) -> None:
+def _check_slices(shape: ExpertsShape, part: ExpertsPart, scheme: Scheme, prefix: str) -> None:
     """Refuses slices that cut through a group or a block of weights that share a scale."""
-    size, group = layout.shape.intermediate_size, scheme.weights.group
+    size, group = shape.intermediate_size, scheme.weights.group
     unit = math.lcm(_CONFIG_MULTIPLE, group.rows or 1, group.columns or 1)
     if size % (part.slices * unit) == 0:
         return
     accepted = [str(n) for n in range(1, size // unit + 1) if size % (n * unit) == 0]
     raise UnsupportedScheme(
-        f"{layout.prefix}: the intermediate size {size} in {part.slices} slices; those of {scheme} are multiples of "
+        f"{prefix}: the intermediate size {size} in {part.slices} slices; those of {scheme} are multiples of "
         f"{unit}, so that {', '.join(accepted)} slices, or expert parallelism, are accepted"
     )
 
@@ -167,19 +188,16 @@ def _float_scheme(tensors: NamedTensors, tensor: str) -> Scheme:
     return FLOAT_SCHEMES.get(dtype, FLOAT_SCHEMES[FLOAT_DTYPES[0]])
 
 
-def _common_storage(checkpoint: Checkpoint, layout: ExpertsLayout) -> LinearStorage | None:
-    """How all linears of a layer's experts are stored; a layer that mixes several is refused."""
-    if checkpoint.quantization is None:
-        return None
+def common_storage(
+    storage_of: Callable[[str], LinearStorage | None], linears: Iterable[str], prefix: str
+) -> LinearStorage | None:
+    """How all linears of a layer's experts are stored; None for float. A layer that mixes several is refused."""
     found: dict[LinearStorage | None, str] = {}
-    for linears in layout.linears:
-        for name in linears:
-            found.setdefault(checkpoint.storage_of(name), name)
+    for name in linears:
+        found.setdefault(storage_of(name), name)
     if len(found) > 1:
         text = ", ".join(f"{name} {'float' if s is None else s.scheme}" for s, name in found.items())
-        raise CheckpointError(
-            f"{layout.prefix}: experts of one layer have different schemes ({text}); one scheme is served"
-        )
+        raise CheckpointError(f"{prefix}: experts of one layer have different schemes ({text}); one scheme is served")
     return next(iter(found))
 
 

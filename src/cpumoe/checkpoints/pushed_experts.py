@@ -40,7 +40,6 @@ class PushedLayer:
     Attributes:
         name: of the layer, for messages.
         shape: of the whole layer, all experts and whole ones.
-        held: how many experts are held here. What one of them is called says ``names``.
         names: of the experts that are held, for messages.
         storage: how each linear is stored; None for float.
         scheme: what float weights are quantised to; None leaves them as they are.
@@ -113,8 +112,9 @@ class PushedExperts(ABC):
     def _packed(self) -> Experts:
         if self._packing is None:
             raise CheckpointError(f"{self.layer.name}: no tensor of its experts has come")
+        packing, self._packing = self._packing, None  # whoever holds on to this does not hold the weights
         with naming(self.layer.name):
-            return self._packing.finish()
+            return packing.finish()
 
 
 _AT_ONCE = 64 << 20  # bytes that are read into memory of our own, where a source has many experts
@@ -181,7 +181,7 @@ class PushedLinears(PushedExperts):
             raise CheckpointError(f"{name} has a tensor {suffix}; {accepted} are accepted")
         self._tensors.add(f"{name}.{suffix}", tensor)
         self._come[expert] += 1
-        if self._come[expert] == self._count and not self._waits_for_all:
+        if self._come[expert] == self._count:
             self._ready.append(expert)
             if len(self._ready) == self._together:
                 self._pack_ready()
@@ -199,6 +199,8 @@ class PushedLinears(PushedExperts):
     @cached_property
     def _together(self) -> int:
         """How many complete experts are packed together."""
+        if self._waits_for_all:
+            return self.layer.held
         return max(1, min(_MOST_TOGETHER, _AT_ONCE // self._source((self._ready[0],)).expert_bytes))
 
     def _names_of(self, expert: int) -> list[str]:
@@ -227,8 +229,6 @@ class PushedLinears(PushedExperts):
         for name in missing:
             check.expect_any(name)
         check.raise_problems()
-        if self._waits_for_all:
-            self._pack(0, self._source(tuple(every)))
         self._pack_ready()
         return self._packed()
 

@@ -56,10 +56,6 @@ class PushedLinear:
         self._linears: list[QuantizedLinear] | None = None
 
     @property
-    def part_count(self) -> int:
-        return len(self._parts)
-
-    @property
     def suffixes(self) -> tuple[str, ...]:
         """All tensors that a linear of the files may have, by the last part of their names."""
         return tuple(dict.fromkeys(suffix for part in self._parts for suffix in part.storage.tensors(1, 1)))
@@ -94,10 +90,14 @@ class PushedLinear:
                     check.expect_any(f"{self._name(parts)}.{suffix}")
             check.raise_problems()
             raise CheckpointError(f"{self._tensors.place}: its tensors overlap")
-        return self._linears
+        linears, self._linears = self._linears, None  # whoever holds on to this does not hold the weights
+        return linears
 
     def _name(self, parts: tuple[int, ...]) -> str:
-        return self._parts[parts[0]].name if len(parts) == 1 else str(self._tensors.place)
+        """Of a linear of the files; parts that are one there have no name but their numbers."""
+        if len(parts) == 1:
+            return self._parts[parts[0]].name
+        return str(self._tensors.place) + ("" if len(parts) == len(self._parts) else str(list(parts)))
 
     def _is_complete(self) -> bool:
         if sum(map(len, self._come)) != len(self._parts):

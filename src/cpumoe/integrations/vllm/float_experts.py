@@ -5,77 +5,37 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-import torch
-from torch import Tensor
 from vllm.model_executor.custom_op import op_registry_oot
 from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 
+from cpumoe.integrations.vllm.experts_method import ServedMethod
 from cpumoe.integrations.vllm.served_experts import ServedExperts
-from cpumoe.integrations.vllm.telling import tell_left, tell_taken
+from cpumoe.integrations.vllm.telling import tell_left
 
 log = logging.getLogger("vllm.plugins.cpumoe")
 
 
-class FloatExpertsMethod(UnquantizedFusedMoEMethod):  # type: ignore[misc]  # untyped base
+class FloatExpertsMethod(ServedMethod, UnquantizedFusedMoEMethod):  # type: ignore[misc]  # untyped base
     """The method of a RoutedExperts whose weights are not quantised; vLLM's own where cpumoe does not serve them."""
 
-    served: ServedExperts | None = None
+    _refusal: Exception | None = None  # of vLLM's own method
 
-    def create_weights(
-        self,
-        layer: Any,
-        num_experts: int,
-        hidden_size: int,
-        intermediate_size_per_partition: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
+    def __init__(self, moe: Any) -> None:
         try:
-            served = ServedExperts(layer, None)
+            super().__init__(moe)
+        except (NotImplementedError, ValueError) as problem:  # an activation or a size that its kernels do not have
+            self.unquantized_backend = self.experts_cls = None
+            self.supports_pre_processed_weights = False
+            self._refusal = problem
+
+    def create_weights(self, layer: Any, *sizes: Any, **attributes: Any) -> None:
+        try:
+            self.served = ServedExperts(layer, None)
         except (ValueError, RuntimeError) as problem:
             tell_left(layer.layer_name, problem)
-            super().create_weights(
-                layer, num_experts, hidden_size, intermediate_size_per_partition, params_dtype, **extra_weight_attrs
-            )
-            return
-        self.served = served
-        tell_taken("float")
-        served.open(layer, params_dtype)
-
-    def process_weights_after_loading(self, layer: Any) -> None:
-        if self.served is None:
-            super().process_weights_after_loading(layer)
-        else:
-            self.served.close(layer)
-
-    def get_fused_moe_quant_config(self, layer: Any) -> Any:
-        return super().get_fused_moe_quant_config(layer) if self.served is None else None
-
-    @property
-    def is_monolithic(self) -> bool:
-        if self.served is None:
-            return bool(super().is_monolithic)
-        return self.served.routing is not None
-
-    def apply_monolithic(self, layer: Any, x: Tensor, router_logits: Tensor, input_ids: Tensor | None = None) -> Tensor:
-        if self.served is None:
-            result: Tensor = super().apply_monolithic(layer, x, router_logits, input_ids)
-            return result
-        return self.served.route_and_compute(layer, x, router_logits)
-
-    def apply(
-        self,
-        layer: Any,
-        x: Tensor,
-        topk_weights: Tensor,
-        topk_ids: Tensor,
-        shared_experts: Any = None,
-        shared_experts_input: Any = None,
-    ) -> Tensor:
-        if self.served is None:
-            result: Tensor = super().apply(layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input)
-            return result
-        return self.served.compute(layer, x, topk_ids, topk_weights)
+            if self._refusal is not None:
+                raise self._refusal from problem
+        super().create_weights(layer, *sizes, **attributes)
 
 
 def register() -> None:
@@ -83,5 +43,5 @@ def register() -> None:
     name = UnquantizedFusedMoEMethod.__name__
     if name in op_registry_oot:
         log.warning("cpumoe leaves experts in float to %s, which is registered already", op_registry_oot[name])
-        return
-    UnquantizedFusedMoEMethod.register_oot(FloatExpertsMethod)
+    else:
+        UnquantizedFusedMoEMethod.register_oot(FloatExpertsMethod)

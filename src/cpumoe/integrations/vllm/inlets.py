@@ -34,6 +34,6 @@ class Inlet(torch.nn.Parameter):
 
 
 def remove_inlets(module: torch.nn.Module) -> None:
-    """Takes the inlets of a module, and those of a module of inlets, away from it."""
+    """Takes the inlets of a module away from it."""
     for name in [name for name, parameter in module.named_parameters(recurse=False) if isinstance(parameter, Inlet)]:
         delattr(module, name)

@@ -25,6 +25,7 @@ from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.integrations.vllm.inlets import Inlet, remove_inlets
 from cpumoe.integrations.vllm.served_experts import refuse_made_up_weights
+from cpumoe.integrations.vllm.telling import LINEARS, take, tell_taken
 from cpumoe.layers import reference
 from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.layers.packed_weights import unpack_weight
@@ -74,6 +75,8 @@ class LinearMethod(LinearMethodBase):  # type: ignore[misc]  # untyped base
         params_dtype: torch.dtype,
         **extra_weight_attrs: Any,
     ) -> None:
+        for one in self._stored:
+            take(LINEARS, one.storage.scheme)
         rows = held_rows(layer, self._stored[0].storage)
         stored, is_as_in_files = self._stored, len(self._stored) == len(rows)
         if not is_as_in_files:
@@ -83,8 +86,10 @@ class LinearMethod(LinearMethodBase):  # type: ignore[misc]  # untyped base
                 )
             stored = stored[:1] * len(rows)
         parts = [
-            LinearPart(one.name if is_as_in_files else self._prefix, one.storage, r.rows, r.first, r.count)
-            for one, r in zip(stored, rows, strict=True)
+            LinearPart(
+                one.name if is_as_in_files else f"{self._prefix}[{place}]", one.storage, r.rows, r.first, r.count
+            )
+            for place, (one, r) in enumerate(zip(stored, rows, strict=True))
         ]
         intake = self._intake = PushedLinear(self._prefix, input_size, parts)
         loader = _LinearLoader(intake, [r.shard for r in rows])
@@ -101,6 +106,7 @@ class LinearMethod(LinearMethodBase):  # type: ignore[misc]  # untyped base
     def process_weights_after_loading(self, layer: Any) -> None:
         if self._intake is None:
             raise CheckpointError(f"{self._prefix}: its weights were packed before, and cannot be loaded anew")
+        tell_taken()
         linears, self._intake = self._intake.finish(), None
         remove_inlets(layer)
         if getattr(layer, "_cpu_skip_gemm_dispatch", False):
@@ -144,13 +150,12 @@ class _LinearLoader:
 
     def of(self, suffix: str) -> Any:
         def load(param: object, loaded_weight: Tensor, loaded_shard_id: Any = None) -> None:
-            shard = getattr(loaded_weight, "shard_id", None) if loaded_shard_id is None else loaded_shard_id
-            if shard is None:
+            if loaded_shard_id is None:
                 parts = self._all
-            elif isinstance(shard, tuple):
-                parts = tuple(place for one in shard for place in self._places[one])
+            elif isinstance(loaded_shard_id, tuple):
+                parts = tuple(place for one in loaded_shard_id for place in self._places[one])
             else:
-                parts = self._places[shard]
+                parts = self._places[loaded_shard_id]
             self._intake.push(parts, suffix, loaded_weight)
 
         return load

@@ -26,14 +26,15 @@ from vllm.model_executor.models.utils import WeightsMapper
 from vllm.transformers_utils.config import get_safetensors_params_metadata
 
 from cpumoe.checkpoints.formats import parse_quantization
+from cpumoe.checkpoints.loading import common_storage
 from cpumoe.checkpoints.storage import LinearStorage, Quantization
 from cpumoe.checkpoints.tensor_file import DTYPES
-from cpumoe.errors import CheckpointError, CpumoeError, UnsupportedScheme
+from cpumoe.errors import CpumoeError, UnsupportedScheme
 from cpumoe.integrations.vllm.experts_method import ExpertsMethod
 from cpumoe.integrations.vllm.linear_method import LinearMethod, StoredLinear, refuse_unknown_linear
 from cpumoe.integrations.vllm.served_experts import GPT_OSS_NAMES, ServedExperts
 from cpumoe.integrations.vllm.settings import activations_wanted
-from cpumoe.integrations.vllm.telling import tell_left, tell_taken
+from cpumoe.integrations.vllm.telling import tell_left
 
 
 class _Served:
@@ -50,8 +51,10 @@ class _Served:
     _quantization: Quantization | None = None  # None: everything is vLLM's
     _is_unknown_to_vllm: bool = False  # its class has read something else: no layer can be left to it
     _model_type: str | None = None
-    _names: dict[str, str]  # modules as vLLM calls them -> as the files do
+    _tensors: dict[str, str]  # as vLLM calls them -> as the files do
+    _names: dict[str, str]  # the same for the modules that they belong to
     _dtypes: dict[str, dict[str, torch.dtype]]  # of the tensors of modules in the files, by suffix
+    _left: list[str]  # layers that vLLM computes, by its names
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Any:
@@ -66,7 +69,7 @@ class _Served:
         except (ValueError, NotImplementedError, AssertionError):
             served, is_unknown = read(cls.readable(config)), True
         served._quantization, served._is_unknown_to_vllm = quantization, is_unknown
-        served._names, served._dtypes = {}, {}
+        served._tensors, served._names, served._dtypes, served._left = {}, {}, {}, []
         return served
 
     @classmethod
@@ -91,9 +94,9 @@ class _Served:
             self._leave("this checkpoint", reason)
             return
         self._model_type = getattr(hf_config, "model_type", None)
+        self._call_tensors({name: name for name in stored})
         for name, info in stored.items():
             module, _, suffix = name.rpartition(".")
-            self._names[module] = module
             self._dtypes.setdefault(module, {})[suffix] = DTYPES.get(info["dtype"], torch.uint8)
         try:
             self._quantization = self._quantization.with_tensors(frozenset(stored))
@@ -110,17 +113,27 @@ class _Served:
         super().apply_vllm_mapper(hf_to_vllm_mapper)  # type: ignore[misc]
         if self._quantization is None:
             return
-        mapped = ((hf_to_vllm_mapper.map_name(name), stored) for name, stored in self._names.items())
-        self._names = {name: stored for name, stored in mapped if name is not None}
+        # Rules are written for names of tensors: some of them ask how one ends.
+        mapped = ((hf_to_vllm_mapper.map_name(name), stored) for name, stored in self._tensors.items())
+        self._call_tensors({name: stored for name, stored in mapped if name is not None})
+
+    def _call_tensors(self, tensors: dict[str, str]) -> None:
+        self._tensors = tensors
+        modules = ((name.rpartition(".")[0], stored.rpartition(".")[0]) for name, stored in tensors.items())
+        self._names = dict(modules)
 
     def get_checkpoint_weight_mapper(self) -> Any:
         """Renamings of the checkpoint's tensors; vLLM's own leave out those of activation order."""
         if self._quantization is None:
             return super().get_checkpoint_weight_mapper()  # type: ignore[misc]
+        renamed: dict[re.Pattern[str], str | None] = {}
         if self._model_type == "gpt_oss":
             pattern, name = GPT_OSS_NAMES
-            return WeightsMapper(orig_to_new_regex={re.compile(pattern): name})
-        return WeightsMapper()
+            renamed[re.compile(pattern)] = name
+        for prefix in self._left:  # vLLM's own methods have no place for these
+            stored = {s for name, s in self._names.items() if name == prefix or name.startswith(f"{prefix}.")}
+            renamed |= {re.compile(rf"^{re.escape(module)}\.g_idx$"): None for module in stored}
+        return WeightsMapper(orig_to_new_regex=renamed)
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         if self._quantization is not None:
@@ -130,6 +143,7 @@ class _Served:
                 if self._is_unknown_to_vllm:
                     raise UnsupportedScheme(f"{prefix}: {problem}; vLLM itself does not know this scheme") from problem
                 tell_left(prefix, problem)
+                self._left.append(prefix)
             else:
                 if method is not None:
                     return method
@@ -141,21 +155,14 @@ class _Served:
             stored = self._stored_experts(layer, prefix)
             if stored is None:
                 return None  # in float: vLLM asks for a method by name, which is ours too
-            served = ServedExperts(layer, stored.storage, stored.dtypes)
-            self._tell()
-            return ExpertsMethod(layer.moe_config, served)
+            return ExpertsMethod(layer.moe_config, ServedExperts(layer, stored.storage, stored.dtypes))
         if isinstance(layer, LinearBase | ParallelLMHead):
             linears = self._stored_linears(prefix)
             if linears is None:
                 return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
             refuse_unknown_linear(layer)
-            self._tell()
             return LinearMethod(prefix, linears)
         return None
-
-    def _tell(self) -> None:
-        assert self._quantization is not None
-        tell_taken(", ".join(dict.fromkeys(str(scheme) for scheme in self._quantization.schemes)))
 
     def _storage_of(self, module: str) -> LinearStorage | None:
         """How a linear of the files is stored, with the activations that are asked for."""
@@ -173,15 +180,14 @@ class _Served:
         names = [self._names[name] for name in inner if name.endswith(ends)]
         if not names:  # all experts in one tensor, or names that the model's own loader changes
             names = [self._names.get(prefix, f"{prefix}.0.{projections[0]}")]
-        storages = {self._storage_of(name): name for name in names}
-        if len(storages) > 1:
-            text = ", ".join(f"{name} {'float' if s is None else s.scheme}" for s, name in storages.items())
-            raise CheckpointError(f"experts of one layer have different schemes ({text}); one scheme is served")
-        ((storage, name),) = storages.items()
-        return None if storage is None else StoredLinear(name, storage, self._dtypes.get(name, {}))
+        storage = common_storage(self._storage_of, names, prefix)
+        return None if storage is None else StoredLinear(names[0], storage, self._dtypes.get(names[0], {}))
 
     def _stored_linears(self, prefix: str) -> list[StoredLinear] | None:
-        """The linears of the files that one of vLLM's consists of; None if they are in float."""
+        """The linears of the files that one of vLLM's consists of; None if they are in float, or shared.
+
+        Raises UnsupportedScheme where it is not known which they are.
+        """
         before, _, last = prefix.rpartition(".")
         names = [prefix]
         if prefix not in self._names:
@@ -195,6 +201,9 @@ class _Served:
                 stored.append(StoredLinear(module, storage, self._dtypes.get(module, {})))
         if stored and len(stored) != len(names):
             raise UnsupportedScheme(f"of {', '.join(names)} some are quantised and some are not")
+        is_shared = last == "lm_head"  # with the embedding: the files need not have it
+        if not stored and not is_shared and not all(name in self._names for name in names):
+            raise UnsupportedScheme(f"the files have no {', '.join(n for n in names if n not in self._names)}")
         return stored or None
 
 

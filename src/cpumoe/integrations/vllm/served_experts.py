@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.fused_moe import RoutedExperts
 
-from cpumoe import __version__
+from cpumoe.checkpoints.loading import experts_config, experts_scheme
 from cpumoe.checkpoints.model_layout import ExpertsShape
 from cpumoe.checkpoints.pushed_experts import PushedExperts, PushedLayer, PushedLinears, PushedStacks
 from cpumoe.checkpoints.storage import LinearStorage
@@ -19,9 +20,10 @@ from cpumoe.integrations.vllm.inlets import Inlet, remove_inlets
 from cpumoe.integrations.vllm.layer_facts import Routing, activation_of, routing_of
 from cpumoe.integrations.vllm.settings import float_scheme
 from cpumoe.integrations.vllm.slices import exchange_of_slices
+from cpumoe.integrations.vllm.telling import EXPERTS, take, tell_taken
 from cpumoe.layers.backends import NativeBackend, select_backend
-from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.experts import Experts
+from cpumoe.layers.parallel_layout import ExpertsPart
 from cpumoe.layers.scheme import Scheme
 from cpumoe.ops.exchange import expert_sums
 from cpumoe.ops.packing import packed_experts
@@ -87,6 +89,8 @@ class ServedExperts:
             raise UnsupportedScheme("adapters (LoRA) of experts are not served")
         if layer.expert_map_manager.num_fused_shared_experts:
             raise UnsupportedScheme("shared experts among the routed ones are not served")
+        if type(layer).weight_loader is not RoutedExperts.weight_loader and not _is_gpt_oss(layer):
+            raise UnsupportedScheme(f"experts of the class {type(layer).__name__}, which load in a way of their own")
         refuse_made_up_weights()
         parallel = moe.moe_parallel_config
         self._storage = storage
@@ -105,39 +109,47 @@ class ServedExperts:
             parallel.tp_size,
             parallel.tp_rank,
         )
-        scheme = storage.scheme if storage is not None else self._layer.scheme or Scheme.parse("bf16")
-        facts = MoEConfig(scheme, shape.expert_count, shape.hidden_size, shape.intermediate_size, shape.activation)
-        self._is_native = isinstance(select_backend(facts), NativeBackend)
-        self._stacked = (_STACKED if storage is not None and storage.fused else _STACKED_FLOATS) if (
-            (storage is not None and storage.fused) or (storage is None and _is_gpt_oss(layer))
-        ) else None  # fmt: skip
+        self._stacked: Mapping[str, _Stacked] | None = None
+        if storage is not None and storage.fused:
+            self._stacked = _STACKED
+        elif storage is None and _is_gpt_oss(layer):
+            self._stacked = _STACKED_FLOATS
+        self._check_backend()
         self._intake: PushedExperts | None = None
         self._slices = 0
 
-    @property
-    def scheme(self) -> Scheme | None:
-        """What the checkpoint has; None for float."""
-        return None if self._storage is None else self._storage.scheme
+    def _check_backend(self) -> None:
+        """Raises UnsupportedScheme or NoBackend for what nobody computes; else it would be met when all is read."""
+        known, storage = self._layer, self._storage
+        if storage is None:
+            scheme = known.scheme or Scheme.parse("bf16")  # or another kind of floats
+        else:
+            scheme = experts_scheme(storage, known.slices, storage.fused)
+        slices = 1 if self._stacked else known.slices  # of those vLLM cuts the tensors itself
+        part = ExpertsPart(tuple(range(known.held)), slices, known.slice if slices > 1 else 0)
+        select_backend(experts_config(known.shape, scheme, part, known.name))
 
     # ---- taking tensors in -------------------------------------------------------------------------------------------
 
     def open(self, layer: Any, params_dtype: torch.dtype) -> None:
         """Gives the layer a parameter for every tensor that vLLM's loaders look for."""
+        take(EXPERTS, self._layer.scheme if self._storage is None else self._storage.scheme)
         if self._stacked is not None:
             self._open_stacks(layer, params_dtype)
             return
         intake = self._intake = PushedLinears(self._layer)
+        places = _places(layer)
         biases = self._layer.shape.has_bias or self._storage is not None  # a bias that nobody expects is looked at
         for suffix in (*self._layer.suffixes, *(("bias",) if biases else ())):
             dtype = self._dtypes.get(suffix, params_dtype)
             for stem in ("w13", "w2"):
-                layer.register_parameter(f"{stem}_{suffix}", Inlet(_ExpertLoader(layer, intake, suffix), dtype))
+                layer.register_parameter(f"{stem}_{suffix}", Inlet(_ExpertLoader(intake, places, suffix), dtype))
         if _is_gpt_oss(layer):
             single = nn.Module()
-            for expert in range(layer.moe_config.num_experts):
+            for expert, place in places.items():
                 for projection in self._layer.projections:
                     for suffix in (*self._layer.suffixes, "bias"):
-                        loader = _SingleLoader(layer, intake, expert, projection, suffix)
+                        loader = _SingleLoader(intake, place, projection, suffix)
                         name = f"{expert}_{projection}_proj_{suffix}"
                         single.register_parameter(name, Inlet(loader, self._dtypes.get(suffix, params_dtype)))
             layer.add_module(_SINGLE, single)
@@ -156,18 +168,19 @@ class ServedExperts:
         """Packs, and puts the packed weights into the layer; raises CheckpointError by name for what is missing."""
         if self._intake is None:
             raise CheckpointError(f"{layer.layer_name}: its weights were packed before, and cannot be loaded anew")
+        tell_taken()
         experts, self._intake = self._intake.finish(), None
         remove_inlets(layer)
         layer._modules.pop(_SINGLE, None)
         layer.cpumoe_experts = experts
-        if self._is_native:
+        is_native = isinstance(experts.backend, NativeBackend)
+        if is_native:
             # As an expert load balancer moves them: a row for each expert, in the memory of the packed weights.
             for name, packed in (("w13_packed", "gate_up_packed"), ("w2_packed", "down_packed")):
                 rows = packed_experts(experts.get_buffer(packed))
                 layer.register_parameter(name, nn.Parameter(rows, requires_grad=False))
-        if self._layer.slices > 1 and self._is_native:
+        if self._layer.slices > 1 and is_native:
             self._slices = exchange_of_slices(self._layer.slices)
-        _tell_compiler()
 
     # ---- computing ---------------------------------------------------------------------------------------------------
 
@@ -202,34 +215,39 @@ class ServedExperts:
         return sums.to(x.dtype)
 
 
+def _places(layer: Any) -> dict[int, int]:
+    """The experts of the whole layer, physical ones where there are copies -> their places here; -1 for none."""
+    find = layer._map_global_expert_id_to_local_expert_id
+    return {expert: find(expert) for expert in range(layer.moe_config.num_experts)}
+
+
 def _held_experts(layer: Any) -> list[int]:
-    """The experts of the whole layer, physical ones where there are copies, that this rank holds, in its order."""
-    of_layer = range(layer.moe_config.num_experts)
-    places = {layer._map_global_expert_id_to_local_expert_id(expert): expert for expert in of_layer}
-    return [places[place] for place in range(layer.local_num_experts)]
+    """The experts of the whole layer that this rank holds, in its order."""
+    experts = {place: expert for expert, place in _places(layer).items()}
+    return [experts[place] for place in range(layer.local_num_experts)]
+
+
+#: Formats whose loaders do not hand the tensors of a checkpoint to a model.
+_OTHER_LOAD_FORMATS = ("dummy", "ipc_cache", "modelexpress", "runai_streamer_sharded", "sharded_state", "tensorizer")
 
 
 def refuse_made_up_weights() -> None:
     """Raises UnsupportedScheme where vLLM does not read the weights of a checkpoint."""
     load_format = str(getattr(get_current_vllm_config().load_config, "load_format", "auto"))
-    if load_format in ("dummy", "sharded_state", "bitsandbytes", "gguf", "tensorizer"):
+    if load_format in _OTHER_LOAD_FORMATS:
         raise UnsupportedScheme(f"weights of the load format {load_format!r} are not served")
 
 
-def _tell_compiler() -> None:
-    """vLLM keeps compiled models on disk, by its own configuration: what cpumoe computes is part of what they are."""
-    additional = get_current_vllm_config().additional_config
-    if isinstance(additional, dict):
-        additional["cpumoe"] = __version__
-
-
 class _ExpertLoader:
-    """What vLLM's loaders call for a tensor of an expert."""
+    """What vLLM's loaders call for a tensor of an expert.
+
+    It must not know the layer: vLLM keeps what stands at a parameter for as long as there is its layer.
+    """
 
     supports_moe_loading = True
 
-    def __init__(self, layer: Any, intake: PushedLinears, suffix: str) -> None:
-        self._layer, self._intake, self._suffix = layer, intake, suffix
+    def __init__(self, intake: PushedLinears, places: Mapping[int, int], suffix: str) -> None:
+        self._intake, self._places, self._suffix = intake, places, suffix
 
     def __call__(
         self,
@@ -251,7 +269,7 @@ class _ExpertLoader:
             for place, tensor in enumerate(loaded_weight):
                 self._intake.push(place, projection, self._suffix, tensor)
             return True if return_success else None
-        place = self._layer._map_global_expert_id_to_local_expert_id(expert_id)
+        place = self._places[expert_id]
         if place >= 0:
             self._intake.push(place, projection, self._suffix, loaded_weight)
         return place >= 0 if return_success else None
@@ -260,9 +278,8 @@ class _ExpertLoader:
 class _SingleLoader:
     """The same for a parameter that is that of one expert."""
 
-    def __init__(self, layer: Any, intake: PushedLinears, expert: int, projection: str, suffix: str) -> None:
-        self._place = layer._map_global_expert_id_to_local_expert_id(expert)
-        self._intake, self._projection, self._suffix = intake, projection, suffix
+    def __init__(self, intake: PushedLinears, place: int, projection: str, suffix: str) -> None:
+        self._intake, self._place, self._projection, self._suffix = intake, place, projection, suffix
 
     def __call__(self, param: object, loaded_weight: Tensor) -> None:
         if self._place >= 0:

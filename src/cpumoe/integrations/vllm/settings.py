@@ -7,6 +7,8 @@ import os
 from cpumoe.checkpoints.checkpoint import check_activations
 from cpumoe.layers.scheme import Scheme
 
+_NAMES = ("CPUMOE_ACTIVATIONS", "CPUMOE_SCHEME", "CPUMOE_BACKEND")
+
 
 def activations_wanted() -> str | None:
     """``CPUMOE_ACTIVATIONS``: what weight-only checkpoints are run with; None for activations as they come."""
@@ -17,3 +19,14 @@ def float_scheme() -> Scheme | None:
     """``CPUMOE_SCHEME``: what experts in float are quantised to; None leaves them as they are."""
     name = os.environ.get("CPUMOE_SCHEME")
     return None if name is None else Scheme.parse(name)
+
+
+def check() -> None:
+    """Raises ValueError for a value that there is not."""
+    activations_wanted()
+    float_scheme()
+
+
+def as_text() -> str:
+    """Those that change what is computed."""
+    return " ".join(f"{name}={os.environ[name]}" for name in _NAMES if name in os.environ)

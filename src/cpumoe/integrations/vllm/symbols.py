@@ -26,6 +26,7 @@ SYMBOLS: dict[str, tuple[str, ...]] = {
     ),
     "vllm.model_executor.layers.fused_moe.routed_experts": (
         "RoutedExperts.expert_map",
+        "RoutedExperts.weight_loader",
         "RoutedExperts._map_global_expert_id_to_local_expert_id",
     ),
     "vllm.model_executor.layers.linear": (

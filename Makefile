@@ -99,7 +99,7 @@ VLLM_VENV := .venv-vllm
 VLLM_CHECKPOINTS := $(CURDIR)/build/vllm-checkpoints
 test-vllm: $(VENV)/installed $(VLLM_VENV)/installed
 	$(BIN)/python tests/vllm/make_checkpoints.py $(VLLM_CHECKPOINTS)
-	CPUMOE_VLLM_CHECKPOINTS=$(VLLM_CHECKPOINTS) $(VLLM_VENV)/bin/python -m pytest tests/vllm
+	CPUMOE_VLLM_CHECKPOINTS=$(VLLM_CHECKPOINTS) $(VLLM_VENV)/bin/python -m pytest --durations=12 tests/vllm
 
 $(VLLM_VENV)/vllm: tests/vllm/install_vllm.py constraints.txt
 	$(PYTHON) -m venv $(VLLM_VENV)

@@ -18,6 +18,8 @@ from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.errors import CheckpointError
 from cpumoe.layers import reference
 from cpumoe.layers.packed_weights import unpack_weight
+from cpumoe.layers.quantized_experts import QuantizedWeight
+from cpumoe.layers.rounding import quantize_weight
 
 _COLUMNS = 256
 _QUANTIZED = {name: (section, store) for name, (section, store) in FORMS.items() if section is not None}
@@ -169,3 +171,18 @@ def test_what_is_wrong() -> None:
     cut.push((0,), "weight", fp8["weight"])
     with pytest.raises(CheckpointError, match="rows 64 to 127 of 256 with scales for blocks of 128"):
         cut.push((0,), "weight_scale", fp8["weight_scale"])
+
+
+def test_several_linears_of_the_files_with_several_parts_each() -> None:
+    """Four parts in memory, of which the files have three in one linear and the last alone."""
+    storage, columns = storage_for(Scheme.parse("w4a8-g32")), 64
+    first, second = (quantize_weight(torch.randn(rows, columns), storage.scheme) for rows in (96, 32))
+    pushed = PushedLinear("in_proj_qkvz", columns, [LinearPart(f"[{n}]", storage, 32, 0, 32) for n in range(4)])
+    for suffix, tensor in storage.encode(second).items():
+        pushed.push((3,), suffix, tensor)
+    for suffix, tensor in storage.encode(first).items():
+        pushed.push((0, 1, 2), suffix, tensor)
+    (linear,) = pushed.finish()
+    both = QuantizedWeight.below_one_another([first, second])
+    x = torch.randn(3, columns)
+    torch.testing.assert_close(linear(x), QuantizedLinear.from_weight(both, storage.scheme)(x), rtol=0, atol=0)

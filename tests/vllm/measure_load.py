@@ -1,18 +1,20 @@
 """Prints how much memory vLLM takes while it loads a checkpoint: ``python measure_load.py SMALL LARGE``.
 
 A small model is loaded first, so that what every model needs (code, buffers of the first call) is there. Printed is, in
-bytes and as JSON, what this process has at most while the large one is loaded, less what it had before; pages of files
-do not count.
+bytes and as JSON, what this process has at most while the large one is loaded, and when it is gone, less what it had
+before; pages of files do not count.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 import threading
 from pathlib import Path
 
 from run_models import answers
+from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 
 
@@ -49,5 +51,8 @@ if __name__ == "__main__":
 
     register_model_loader("safetensors")(_MeasuredLoader)
     for folder in sys.argv[1:]:
+        before = _own_bytes()
         answers(folder, [[5, 6, 7]], 1, {"enforce_eager": True, "load_format": "safetensors"})
-    print("MEASURED " + json.dumps(_MeasuredLoader.found[-1]))
+        cleanup_dist_env_and_memory()
+        gc.collect()
+    print("MEASURED " + json.dumps(_MeasuredLoader.found[-1] | {"left": _own_bytes() - before}))

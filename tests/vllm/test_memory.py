@@ -28,3 +28,4 @@ def test_packed_while_they_are_loaded(checkpoints: Path, tmp_path: Path) -> None
     rest = 24_000_000  # embeddings, head, angles of 40960 positions
     assert measured["after"] > packed  # they are in memory, not only in pages of the file
     assert measured["peak"] < packed + layer + rest
+    assert measured["left"] < packed / 4  # and they go with their model

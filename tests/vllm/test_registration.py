@@ -177,3 +177,30 @@ def test_models_without_experts_are_vllms(tmp_path: Path) -> None:
     unknown = served_configs.CompressedTensors.from_config(section)
     with pytest.raises(cpumoe.UnsupportedScheme, match="does not serve this checkpoint .*, and vLLM does not know its"):
         unknown.maybe_update_config(str(tmp_path))
+
+
+def test_names_that_a_model_class_changes(tmp_path: Path) -> None:
+    """vLLM's rules are about tensors, some about how a name ends. A linear that no file has is left to vLLM."""
+    import torch
+    from safetensors.torch import save_file
+    from vllm.model_executor.layers.linear import LinearBase
+    from vllm.model_executor.models.utils import WeightsMapper
+
+    linears = ("model.layers.0.attention.dense", "model.layers.0.mlp.experts.0.gate_proj", "lm_head")
+    suffixes = {"weight": torch.zeros(32, 32, dtype=torch.int8), "weight_scale": torch.ones(32, 1)}
+    held = {f"{name}.{suffix}": tensor for name in linears for suffix, tensor in suffixes.items()}
+    save_file({name: tensor.clone() for name, tensor in held.items()}, tmp_path / "model.safetensors")
+    config = served_configs.CompressedTensors.from_config(_section())
+    config.maybe_update_config(str(tmp_path))
+    rules = {".attention.dense.": ".self_attn.o_proj."}
+    config.apply_vllm_mapper(WeightsMapper(orig_to_new_substr=rules, orig_to_new_prefix={"lm_head.": "text.lm_head."}))
+    (found,) = config._stored_linears("model.layers.0.self_attn.o_proj")
+    assert found.name == linears[0]
+    assert config._stored_linears("text.lm_head")[0].name == "lm_head"
+    with pytest.raises(cpumoe.UnsupportedScheme, match="the files have no model.layers.0.self_attn.other"):
+        config._stored_linears("model.layers.0.self_attn.other")
+    layer = LinearBase.__new__(LinearBase)
+    torch.nn.Module.__init__(layer)
+    method = config.get_quant_method(layer, "model.layers.0.self_attn.other")
+    assert type(method).__module__.startswith("vllm.")
+    assert config._left == ["model.layers.0.self_attn.other"]

@@ -55,14 +55,17 @@ def _quant_config(folder: Path) -> CompressedTensors:
     return made
 
 
-def _layer(config: VllmConfig, folder: Path, **options: Any) -> Any:
-    """A layer of vLLM with the experts of the first layer of a checkpoint."""
+def _empty_layer(config: VllmConfig, **options: Any) -> Any:
+    """A layer of vLLM that waits for the tensors of its experts."""
     config.compilation_config.static_forward_context.pop(_PREFIX, None)
     config.compilation_config.static_all_moe_layers.clear()
     settings = {"num_experts": _EXPERTS, "top_k": 2, "hidden_size": _HIDDEN, "intermediate_size": _INNER}
-    runner = FusedMoEFactory(
-        **settings | options, prefix=_PREFIX, quant_config=_quant_config(folder), params_dtype=torch.float32
-    )
+    return FusedMoEFactory(**settings | options, prefix=_PREFIX, params_dtype=torch.float32)
+
+
+def _layer(config: VllmConfig, folder: Path, **options: Any) -> Any:
+    """A layer of vLLM with the experts of the first layer of a checkpoint."""
+    runner = _empty_layer(config, quant_config=_quant_config(folder), **options)
     found = load_file(folder / "model.safetensors")
     weights = ((n.removeprefix(f"{_PREFIX}."), tensor) for n, tensor in found.items() if n.startswith(f"{_PREFIX}."))
     loaded = list(runner.load_weights(weights))
@@ -207,16 +210,7 @@ def test_silu_with_a_limit_is_what_vllm_means_by_it(config: VllmConfig, folder: 
 
 def test_floats_that_vllm_has_no_kernel_for(config: VllmConfig) -> None:
     """vLLM's own method refuses this activation on CPUs when it is made, before it knows whose the layer is."""
-    config.compilation_config.static_forward_context.pop(_PREFIX, None)
-    runner = FusedMoEFactory(
-        num_experts=_EXPERTS,
-        top_k=2,
-        hidden_size=_HIDDEN,
-        intermediate_size=_INNER,
-        prefix=_PREFIX,
-        activation="swiglustep",
-        params_dtype=torch.float32,
-    )
+    runner = _empty_layer(config, activation="swiglustep")
     linears = {name: torch.randn(_EXPERTS, _INNER, _HIDDEN) / 10 for name in ("gate_proj", "up_proj", "down_proj")}
     named = [(f"{expert}.{name}.weight", held[expert]) for expert in range(_EXPERTS) for name, held in linears.items()]
     assert list(runner.load_weights(named))
@@ -267,16 +261,7 @@ def test_physical_experts(config: VllmConfig, folder: Path) -> None:
 
 
 def test_a_tensor_is_missing(config: VllmConfig, folder: Path) -> None:
-    config.compilation_config.static_forward_context.pop(_PREFIX, None)
-    runner = FusedMoEFactory(
-        num_experts=_EXPERTS,
-        top_k=2,
-        hidden_size=_HIDDEN,
-        intermediate_size=_INNER,
-        prefix=_PREFIX,
-        quant_config=_quant_config(folder),
-        params_dtype=torch.float32,
-    )
+    runner = _empty_layer(config, quant_config=_quant_config(folder))
     experts = runner.routed_experts
     assert isinstance(experts.quant_method, ExpertsMethod)
     found = load_file(folder / "model.safetensors")

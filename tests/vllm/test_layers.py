@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -275,9 +276,14 @@ def test_a_tensor_is_missing(config: VllmConfig, folder: Path) -> None:
 
 
 def test_reasons(config: VllmConfig, folder: Path) -> None:
-    """Layers that are not served are named with the reason, and get vLLM's method."""
+    """What is not served is known before a tensor comes, when it can still be left to vLLM."""
     runner = _layer(config, folder)
-    layer, storage = runner.routed_experts, None
+    layer, storage = runner.routed_experts, _quant_config(folder)._storage_of(f"{_PREFIX}.0.up_proj")
+    parallel = layer.moe_config.moe_parallel_config
+    layer.moe_config.moe_parallel_config = replace(parallel, tp_size=8)
+    with pytest.raises(cpumoe.UnsupportedScheme, match="the intermediate size 128 in 8 slices"):
+        ServedExperts(layer, storage)
+    layer.moe_config.moe_parallel_config = parallel
     layer.moe_config.is_lora_enabled = True
     with pytest.raises(cpumoe.UnsupportedScheme, match="adapters"):
         ServedExperts(layer, storage)

@@ -7,27 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CPUS, ONE_PROCESS, needs_two_cpus, run_models
-
-#: In standard deviations of the logits. Other orders of additions elsewhere in a model move an activation by a step of
-#: its quantiser now and then, and with it the logits by a little; a likeliest token that leads by less may lose.
-_CLOSE = 0.1
+from conftest import CPUS, ONE_PROCESS, is_right, needs_two_cpus, run_models
 
 #: One scale for all tokens of a call: what is in a batch changes what comes out.
 _BY_BATCH = ("compressed-tensors fp8-tensor-dynamic",)
-
-
-def _is_right(found: Any, answers: list[dict[str, Any]]) -> None:
-    """All tokens, up to where the second likeliest was as good; and that must be the exception."""
-    assert isinstance(found, list), found
-    compared = 0
-    for one, answer in zip(found, answers, strict=True):
-        for token, expected, margin in zip(one["tokens"], answer["tokens"], answer["margins"], strict=True):
-            if token != expected:
-                assert margin < _CLOSE, f"{one['tokens']} instead of {answer['tokens']} (margins {answer['margins']})"
-                break
-            compared += 1
-    assert compared >= sum(len(answer["tokens"]) for answer in answers) // 2
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +28,7 @@ def test_every_checkpoint(eager: tuple[dict[str, Any], str], cases: dict[str, An
             assert isinstance(found[name], list), found[name]
             continue
         try:
-            _is_right(found[name], case["answers"])
+            is_right(found[name], case["answers"])
         except AssertionError as problem:
             wrong[name] = str(problem)
     assert not wrong, "\n".join(f"{name}: {text}" for name, text in wrong.items())
@@ -73,25 +56,23 @@ def test_compiled(checkpoints: Path, cases: dict[str, Any], tmp_path: Path) -> N
     """torch.compile is vLLM's default. What it has compiled and kept without cpumoe must not be taken for this."""
     environment = {**ONE_PROCESS, "VLLM_CACHE_ROOT": str(tmp_path / "cache")}
     kept = tmp_path / "cache" / "torch_compile_cache" / "torch_aot_compile"
-    for count, switch, only in ((1, "0", ["float"]), (4, "1", ["float", "pack-quantized w4a8-g64", "gpt-oss mxfp4"])):
+    for count, switch, only in ((1, "0", ["float"]), (3, "1", ["float", "gpt-oss mxfp4"])):
         environment |= {"CPUMOE_VLLM": switch}
         found, _ = run_models(checkpoints / "cases.json", tmp_path / "found", {}, environment, only)
         for name in only:
-            _is_right(found[name], cases[name]["answers"])
+            is_right(found[name], cases[name]["answers"])
         assert len(list(kept.iterdir())) == count
 
 
 @needs_two_cpus
 @pytest.mark.parametrize("experts", [False, True], ids=["TP", "TP and EP"])
 def test_two_workers(experts: bool, checkpoints: Path, cases: dict[str, Any], tmp_path: Path) -> None:
-    first = "int-quantized w4a8-g32"
-    only = [first, "gpt-oss mxfp4"]
-    only += ["qwen2_moe"] if experts else ["pack-quantized, ordered"]
+    only = ["int-quantized w4a8-g32"] if experts else ["pack-quantized, ordered", "gpt-oss mxfp4"]
     options = {"enforce_eager": True, "tensor_parallel_size": 2, "enable_expert_parallel": experts}
     environment = {"VLLM_CPU_OMP_THREADS_BIND": f"{CPUS[0]}|{CPUS[1]}"}
     found, _ = run_models(checkpoints / "cases.json", tmp_path / "found", options, environment, only)
     for name in only:
-        _is_right(found[name], cases[name]["answers"])
+        is_right(found[name], cases[name]["answers"])
 
 
 @pytest.mark.parametrize(

@@ -98,12 +98,12 @@ build/core/core_test: $(VENV)/cmake $(CORE_SOURCES)
 VLLM_VENV := .venv-vllm
 VLLM_CHECKPOINTS := $(CURDIR)/build/vllm-checkpoints
 test-vllm: $(VENV)/installed $(VLLM_VENV)/installed
-	$(BIN)/python tests/vllm/make_checkpoints.py $(VLLM_CHECKPOINTS)
-	CPUMOE_VLLM_CHECKPOINTS=$(VLLM_CHECKPOINTS) $(VLLM_VENV)/bin/python -m pytest --durations=12 tests/vllm
+	$(BIN)/python tests/vllm_plugin/make_checkpoints.py $(VLLM_CHECKPOINTS)
+	CPUMOE_VLLM_CHECKPOINTS=$(VLLM_CHECKPOINTS) $(VLLM_VENV)/bin/python -m pytest --durations=12 tests/vllm_plugin
 
-$(VLLM_VENV)/vllm: tests/vllm/install_vllm.py constraints.txt
+$(VLLM_VENV)/vllm: tests/vllm_plugin/install_vllm.py constraints.txt
 	$(PYTHON) -m venv $(VLLM_VENV)
-	$(VLLM_VENV)/bin/python tests/vllm/install_vllm.py constraints.txt
+	$(VLLM_VENV)/bin/python tests/vllm_plugin/install_vllm.py constraints.txt
 	touch $@
 
 $(VLLM_VENV)/installed: $(VLLM_VENV)/vllm build/package/built
@@ -159,13 +159,17 @@ $(CMAKE) -S . -B build/$(1) -G Ninja -DCPUMOE_PYTHON=ON -DPython_EXECUTABLE=$(CU
 $(CMAKE) --build build/$(1) >> build/$(1).log 2>&1 || (cat build/$(1).log; exit 1)
 endef
 
-# AddressSanitizer and UBSan over the kernels and, with random input, over the Python seam; ThreadSanitizer over the pool.
+# AddressSanitizer and UBSan over the kernels (those of AMX emulated), over whole layers and, with random input, over the
+# Python seam; ThreadSanitizer over the pool.
 SANITIZER_LIBRARIES = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libubsan.so)
 test-sanitized: $(VENV)/installed $(VENV)/cmake
 	$(call build_extension,asan,-DCPUMOE_EMULATE=ON -DCPUMOE_TESTS=ON -DCPUMOE_SANITIZE=address$(comma)undefined)
 	build/asan/core_test
 	$(call build_core_test,tsan,-DCPUMOE_SANITIZE=thread)
 	build/tsan/core_test callers && build/tsan/core_test layers && build/tsan/core_test routing && build/tsan/core_test cached && build/tsan/core_test ranks
+	$(call package_with,asan)
+	PYTHONPATH=$(CURDIR)/build/asan-package ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(SANITIZER_LIBRARIES)" \
+	  $(BIN)/python -m pytest tests/test_golden.py
 	CPUMOE_CORE=$$(ls build/asan/_core*.so) CPUMOE_FUZZ_EXAMPLES=800 ASAN_OPTIONS=detect_leaks=0 \
 	  LD_PRELOAD="$(SANITIZER_LIBRARIES)" $(BIN)/python -m pytest --noconftest tests/test_fuzz_seam.py
 	CPUMOE_CORE=$$(ls build/asan/_core*.so) CPUMOE_FUZZ_EXAMPLES=120 ASAN_OPTIONS=detect_leaks=0 \
@@ -179,7 +183,7 @@ test-compilers: $(VENV)/cmake
 	build/gcc11/core_test layers && build/gcc11/core_test cached
 
 # Other x86 CPUs, as far as qemu knows them (it has no AVX-512): no illegal instruction, the expected choice, and on the
-# first of each choice right bits.
+# first of each choice products that mean what they should.
 X86_CPUS := qemu64:scalar Nehalem:scalar SandyBridge:scalar Haswell:avx2 Skylake-Client:avx2 Skylake-Server:avx2 \
   Cascadelake-Server:avx2 Icelake-Server:avx2 EPYC:avx2 EPYC-Rome:avx2 EPYC-Milan:avx2
 test-x86: build/core/core_test
@@ -189,7 +193,7 @@ test-x86: build/core/core_test
 	  chosen=$$(qemu-x86_64-static -cpu $$cpu build/core/core_test_static isa 2> /dev/null) || exit 1; \
 	  echo "$$cpu: $$chosen"; \
 	  [ "$$chosen" = "$${entry##*:}" ] || { echo "$${entry##*:} was expected"; exit 1; }; \
-	  case "$$seen" in *"<$$chosen>"*) tests=nan ;; *) tests=layers ;; esac; seen="$$seen<$$chosen>"; \
+	  case "$$seen" in *"<$$chosen>"*) tests=nan ;; *) tests=meaning ;; esac; seen="$$seen<$$chosen>"; \
 	  qemu-x86_64-static -cpu $$cpu build/core/core_test_static $$tests 2> /dev/null | tail -n 1 | grep ' 0 failed' || exit 1; \
 	done
 

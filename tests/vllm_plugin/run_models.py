@@ -1,6 +1,6 @@
 """Runs models in vLLM, one after another in this process, and prints what they answered.
 
-    python tests/vllm/run_models.py CASES.json OUT.json [--options JSON] [--only NAME ...]
+    python tests/vllm_plugin/run_models.py CASES.json OUT.json [--options JSON] [--only NAME ...]
 
 ``OUT.json`` has for each name the tokens for each prompt, or a sentence on what went wrong.
 """

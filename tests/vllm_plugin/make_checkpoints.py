@@ -1,6 +1,6 @@
 """Writes the checkpoints that vLLM is tried with, and what cpumoe's own path makes of them.
 
-    python tests/vllm/make_checkpoints.py FOLDER
+    python tests/vllm_plugin/make_checkpoints.py FOLDER
 
 runs with cpumoe's own environment: vLLM's has another version of transformers. ``FOLDER/cases.json`` has for each
 checkpoint prompts, the tokens that follow greedily in fp32, and by how much the first beat the second.

@@ -22,7 +22,7 @@ def eager(
     folder, names = tmp_path_factory.mktemp("eager"), list(cases)
 
     def run_some(part: int) -> tuple[dict[str, Any], str]:
-        environment = {**ONE_PROCESS, "OMP_NUM_THREADS": "1"}
+        environment = {**ONE_PROCESS, "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         return run_models(
             checkpoints / "cases.json", folder / str(part), {"enforce_eager": True}, environment, names[part::2]
         )

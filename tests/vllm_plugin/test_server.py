@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import psutil
 import pytest
@@ -129,13 +130,14 @@ def test_a_worker_dies(cases: dict[str, Any], tmp_path: Path) -> None:
         assert len(workers) == 2, [(one.name(), one.cmdline()) for one in everyone]
         asked = ((answer["prompt"], len(answer["tokens"])) for answer in case["answers"])
         is_right([{"tokens": _streamed(server.client, *one)[0]} for one in asked], case["answers"])
-        stream = server.client.completions.create(
-            model="model", prompt=[5, 6, 7], max_tokens=120, stream=True, extra_body={"ignore_eos": True}
-        )
-        next(iter(stream))
-        workers[1].kill()
-        with pytest.raises(openai.APIError):
-            list(stream)
+        workers[1].suspend()  # the other one waits for it in the middle of a step
+        with ThreadPoolExecutor(1) as clients:
+            stream = clients.submit(_streamed, server.client, [5, 6, 7], 60)
+            time.sleep(1)
+            assert not stream.done()
+            workers[1].kill()
+            with pytest.raises((openai.APIError, httpx.HTTPError)):
+                stream.result(60)
         server.process.wait(60)  # vLLM's exit status is 0
         _, alive = psutil.wait_procs(everyone, 30)
         assert not alive

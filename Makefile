@@ -8,7 +8,7 @@ SOURCES := pyproject.toml CMakeLists.txt $(shell find src core -name '*.py' -o -
 CORE_SOURCES := CMakeLists.txt $(shell find core -name '*.cc' -o -name '*.h')
 
 .PHONY: demo test test-python test-core test-vllm bench docs fuzz wheel lint format clean
-.PHONY: test-heavy test-lm-eval test-static test-x86 test-emulated test-sanitized test-arm test-compilers test-symbols
+.PHONY: test-heavy test-lm-eval test-static test-x86 test-emulated test-sanitized test-asan test-tsan test-arm test-compilers test-symbols
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -162,11 +162,11 @@ endef
 # AddressSanitizer and UBSan over the kernels (those of AMX emulated), over whole layers and, with random input, over the
 # Python seam; ThreadSanitizer over the pool.
 SANITIZER_LIBRARIES = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libubsan.so)
-test-sanitized: $(VENV)/installed $(VENV)/cmake
+test-sanitized: test-asan test-tsan
+
+test-asan: $(VENV)/installed $(VENV)/cmake
 	$(call build_extension,asan,-DCPUMOE_EMULATE=ON -DCPUMOE_TESTS=ON -DCPUMOE_SANITIZE=address$(comma)undefined)
 	build/asan/core_test
-	$(call build_core_test,tsan,-DCPUMOE_SANITIZE=thread)
-	build/tsan/core_test callers && build/tsan/core_test layers && build/tsan/core_test routing && build/tsan/core_test cached && build/tsan/core_test ranks
 	$(call package_with,asan)
 	PYTHONPATH=$(CURDIR)/build/asan-package ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(SANITIZER_LIBRARIES)" \
 	  $(BIN)/python -m pytest tests/test_golden.py
@@ -174,6 +174,10 @@ test-sanitized: $(VENV)/installed $(VENV)/cmake
 	  LD_PRELOAD="$(SANITIZER_LIBRARIES)" $(BIN)/python -m pytest --noconftest tests/test_fuzz_seam.py
 	CPUMOE_CORE=$$(ls build/asan/_core*.so) CPUMOE_FUZZ_EXAMPLES=120 ASAN_OPTIONS=detect_leaks=0 \
 	  LD_PRELOAD="$(SANITIZER_LIBRARIES)" $(BIN)/python -m pytest --noconftest tests/test_fuzz_decoder.py
+
+test-tsan: $(VENV)/cmake
+	$(call build_core_test,tsan,-DCPUMOE_SANITIZE=thread)
+	build/tsan/core_test callers && build/tsan/core_test layers && build/tsan/core_test routing && build/tsan/core_test cached && build/tsan/core_test ranks
 comma := ,
 
 test-compilers: $(VENV)/cmake

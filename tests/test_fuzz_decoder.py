@@ -161,6 +161,8 @@ def layer(rng: np.random.Generator, shape: dict[str, Any], dtype: Any) -> Any:
         weight_on_input=False,
         spread=False,
         copies=None,
+        travel=0,
+        prepared_rows=False,
         loads=np.zeros(EXPERTS, np.int64) if shape["heads"] % 4 else None,
     )
     dense = SimpleNamespace(
@@ -196,6 +198,7 @@ def described(rng: np.random.Generator, shapes: list[dict[str, Any]], dtype: Any
         norm=norm(rng, HIDDEN, dtype),
         head=matrix(rng, VOCABULARY, HIDDEN, dtype, is_packed=shapes[0]["is_packed"]),
         exchange=None,
+        group=None,
     )
 
 

@@ -55,6 +55,9 @@ def test_every_cell_of_a_scheme_runs(scheme: str) -> None:
             for isa in ISAS:
                 with using_isa(isa):
                     results.append(experts(x, ids, weights))
+                if isa == "amx":  # its bf16 tiles add in another order, which may move an activation by a step
+                    bound = 1e-6 if experts.config.scheme.product_activations is None else 1e-3
+                    assert relative(results.pop(), results[0]) < bound
             assert all(torch.equal(result, results[0]) for result in results[1:])
             if method is METHODS[0]:  # what the layer computes does not depend on who chose its experts
                 bound = 1e-4 if experts.config.scheme.product_activations is None else 2e-2

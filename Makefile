@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
+PIP_INSTALL := pip install -q --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/$(PIP_INSTALL)
 
 SOURCES := pyproject.toml CMakeLists.txt $(shell find src core -name '*.py' -o -name '*.pyi' -o -name '*.cc' -o -name '*.h')
 CORE_SOURCES := CMakeLists.txt $(shell find core -name '*.cc' -o -name '*.h')
@@ -49,7 +50,7 @@ lint: $(VENV)/tools
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/mypy benchmarks/peers.py benchmarks/model.py benchmarks/engines.py
+	$(BIN)/mypy benchmarks/peers.py benchmarks/model.py benchmarks/engines.py benchmarks/vllm_servers.py
 	PYTHONPATH=src $(BIN)/lint-imports --no-cache
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'core/*.h' 'core/*.cc')
 
@@ -107,8 +108,8 @@ $(VLLM_VENV)/vllm: tests/vllm_plugin/install_vllm.py constraints.txt
 	touch $@
 
 $(VLLM_VENV)/installed: $(VLLM_VENV)/vllm build/package/built
-	$(VLLM_VENV)/bin/pip install -q --disable-pip-version-check -c constraints.txt build/package/*.whl pytest hypothesis
-	$(VLLM_VENV)/bin/pip install -q --disable-pip-version-check --force-reinstall --no-deps build/package/*.whl
+	$(VLLM_VENV)/bin/$(PIP_INSTALL) build/package/*.whl pytest hypothesis
+	$(VLLM_VENV)/bin/$(PIP_INSTALL) --force-reinstall --no-deps build/package/*.whl
 	touch $@
 
 # ---- what CI runs besides `make test`; needs qemu-user-static, g++-aarch64-linux-gnu, clang-14, g++-11 ------------------

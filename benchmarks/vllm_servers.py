@@ -74,7 +74,7 @@ def running(command: list[str], port: int, environment: dict[str, str]) -> Itera
         )
         try:
             until = time.monotonic() + _START_SECONDS
-            while not _answers(port):
+            while not is_healthy(port):
                 if process.poll() is not None or time.monotonic() > until:
                     log.seek(0)
                     raise SystemExit(f"{' '.join(command)} does not answer:\n{log.read()[-4000:]}")
@@ -88,7 +88,8 @@ def running(command: list[str], port: int, environment: dict[str, str]) -> Itera
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-def _answers(port: int) -> bool:
+def is_healthy(port: int) -> bool:
+    """Whether a server on this machine says that it is well."""
     try:
         urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
     except OSError:
@@ -96,7 +97,8 @@ def _answers(port: int) -> bool:
     return True
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """One that nobody listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
@@ -158,7 +160,7 @@ def main() -> None:
         }
         rows = []
         for name, (command, environment) in servers.items():
-            port = _free_port()
+            port = free_port()
             limits = Limits()
             limits.probe(memory_to_probe())
             with running([*command, "--port", str(port)], port, environment) as address:

@@ -41,6 +41,6 @@ int main(int argc, char** argv) {
   for (const auto& [name, test] : tests) {
     if (only.empty() || only == name) test();
   }
-  std::printf("%d passed, %d failed\n", passed, failed);
+  std::printf("%d passed, %d failed\n", passed.load(), failed.load());
   return failed == 0 ? 0 : 1;
 }

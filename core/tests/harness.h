@@ -1,6 +1,7 @@
 // What all tests of the core use: counting checks, and numbers to check with.
 #pragma once
 
+#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -14,7 +15,7 @@
 
 namespace cpumoe::tests {
 
-inline int passed = 0, failed = 0;
+inline std::atomic<int> passed{0}, failed{0};  // ranks that are threads check too
 
 inline void check(bool ok, const std::string& what) {
   ok ? ++passed : ++failed;

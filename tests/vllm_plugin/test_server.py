@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -21,6 +19,7 @@ import openai
 import psutil
 import pytest
 from conftest import CPUS, is_right, needs_two_cpus
+from vllm_servers import free_port, is_healthy
 
 _START_SECONDS = 300.0
 
@@ -35,9 +34,7 @@ class _Server:
 @contextmanager
 def _serving(folder: str, log: Path, *options: str, **environment: str) -> Iterator[_Server]:
     """``vllm serve``, which answers; it and all of its processes end with the block."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [Path(sys.executable).with_name("vllm"), "serve", folder, "--host", "127.0.0.1", "--port", str(port)]
     sizes = ["--max-model-len", "128", "--max-num-seqs", "16", "--kv-cache-memory-bytes", str(1 << 26)]
     with log.open("wb") as file:
@@ -50,7 +47,7 @@ def _serving(folder: str, log: Path, *options: str, **environment: str) -> Itera
         )
     try:
         until = time.monotonic() + _START_SECONDS
-        while not _answers(port):
+        while not is_healthy(port):
             assert process.poll() is None and time.monotonic() < until, log.read_text()[-6000:]
             time.sleep(0.3)
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", timeout=120, max_retries=0)
@@ -62,14 +59,6 @@ def _serving(folder: str, log: Path, *options: str, **environment: str) -> Itera
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-def _answers(port: int) -> bool:
-    try:
-        urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
-    except OSError:
-        return False
-    return True
 
 
 def _streamed(client: openai.OpenAI, prompt: list[int], count: int) -> tuple[list[int], str]:

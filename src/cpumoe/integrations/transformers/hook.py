@@ -49,7 +49,10 @@ OLDEST = (5, 22)
 
 @cache
 def too_old() -> str | None:
-    """The version of transformers if it is older than what is needed, in words; transformers is not imported."""
+    """What is needed in the place of a transformers that is too old, in words; None where it is not, or not there.
+
+    transformers is not imported for that.
+    """
     try:
         version = importlib.metadata.version("transformers")
     except importlib.metadata.PackageNotFoundError:

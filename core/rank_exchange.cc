@@ -397,9 +397,10 @@ void SharedExchange::do_trade(const void* mine, const std::int64_t* begins, void
 void SharedExchange::do_sum(float* values, std::int64_t count) {
   // In the order of the ranks. The first two may stand in either order, so ranks 0 and 1 begin with what they have.
   const int own = rank();
-  region_->fold(Message::kSum, values, count, [own](int r, const float* theirs, float* mine, std::int64_t n) {
-    if (r == own && own < 2) return;
-    if (r == 0 && own >= 2) {
+  const bool begins_with_own = own < 2;
+  region_->fold(Message::kSum, values, count, [=](int r, const float* theirs, float* mine, std::int64_t n) {
+    if (begins_with_own && r == own) return;
+    if (!begins_with_own && r == 0) {
       std::memcpy(mine, theirs, static_cast<std::size_t>(n) * sizeof(float));
     } else {
       for (std::int64_t i = 0; i < n; ++i) mine[i] += theirs[i];

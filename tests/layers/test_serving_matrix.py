@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import cpumoe
+from cpumoe import ops
 from cpumoe.cli import main
 from cpumoe.evaluation.selftest import using_isa
 from cpumoe.layers.activation import KINDS, Activation
@@ -16,7 +17,6 @@ from cpumoe.layers.activation_rounding import input_scale_arguments
 from cpumoe.layers.backends import serving_matrix
 from cpumoe.layers.routing import RoutingMethod
 from cpumoe.layers.scheme import SCHEMES, Scheme
-from cpumoe.ops.packing import read_spec
 
 EXPERTS, HIDDEN, INNER, TOKENS, TOPK = 4, 128, 128, 5, 2
 METHODS = [method for method in RoutingMethod if method is not RoutingMethod.UNSPECIFIED]
@@ -45,7 +45,7 @@ def test_every_cell_of_a_scheme_runs(scheme: str) -> None:
         gate_up = torch.randn((EXPERTS, rows, HIDDEN), generator=generator) * 0.1
         down = torch.randn((EXPERTS, HIDDEN, INNER), generator=generator) * 0.1
         experts = cpumoe.Experts.quantize(gate_up, down, scheme, activation=activation, **input_scales)
-        inputs = read_spec(experts.get_buffer("gate_up_packed")).activations
+        inputs = ops.read_spec(experts.get_buffer("gate_up_packed")).activations
         for method in METHODS:
             topk = 1 if method is RoutingMethod.LLAMA4 else TOPK
             if method is RoutingMethod.CUSTOM:

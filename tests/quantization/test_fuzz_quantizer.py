@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from tiny_models import write_tiny_model
 
-EXAMPLES = int(os.environ.get("CPUMOE_FUZZ_EXAMPLES", "4"))
+EXAMPLES = int(os.environ.get("CPUMOE_FUZZ_EXAMPLES", "8"))
 
 KILLED, INTERRUPTED, FULL, DONE, EXISTS = 90, 91, 92, 93, 94  # exit codes of children
 WRITING = ("open", "write", "fsync", "mkdir", "sendfile")  # what a full disk stops

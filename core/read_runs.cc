@@ -3,6 +3,8 @@
 #include <errno.h>
 #include <unistd.h>
 
+#include <cstddef>
+
 namespace cpumoe {
 
 std::int64_t read_runs(const FileRuns& part) {

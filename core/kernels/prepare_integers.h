@@ -10,41 +10,33 @@
 namespace cpumoe {
 namespace {
 
-// What turns a value of a row into quanta: (x * lift) * factor.
-struct RowFactors {
-  float lift, factor;
-};
-
-// Range, scale and zero point of a row, from its extremes (asymmetric int8 as PyTorch's dynamic quantisation has it,
-// here shifted by 128 so that the bytes are unsigned; or the same with 16 bits), and the factors to multiply with
-// before rounding.
+// Scale and zero point of a row, from its smallest and its largest value with 0 among them (asymmetric int8 as
+// PyTorch's dynamic quantisation has it, here shifted by 128 so that the bytes are unsigned; or the same with 16 bits).
+// Returns the factor that values are multiplied with before rounding.
+//
+// A row whose scale would be subnormal, below 2^-126, counts as a row of zeros: so small a scale has few bits, its
+// reciprocal may be infinite, and such rows would be off by more than a step. The limit of the range is exact: both
+// range / steps and 1 / (steps / range), rounded to fp32, are below 2^-126 if and only if the range is below it.
 template <int bits>
-inline RowFactors row_parameters(float low, float high, RowScale* q) {
-  constexpr float kLargest = 3.40282347e+38f, kLift = 0x1p100f;
+inline float row_parameters(float low, float high, RowScale* q) {
+  constexpr float kLargest = 3.40282347e+38f;
   constexpr auto kSteps = static_cast<float>((1 << bits) - 1), kMiddle = static_cast<float>(1 << (bits - 1));
   const float range = high - low;
-  RowFactors f{1.0f, 1.0f};
-  if (range == 0.0f) {
+  float factor = 0.0f;
+  if (range < kSteps * 0x1p-126f) {
     q->scale = 0.0f;  // zeros must give zero, not what rounding leaves of the zero point's share
-  } else if (range > kLargest) {
-    f.factor = kSteps * 0.5f / (high * 0.5f - low * 0.5f);  // the range overflows, its half does not
-    q->scale = 1.0f / f.factor;
-  } else if (f.factor = kSteps / range; f.factor <= kLargest) {
-    q->scale = 1.0f / f.factor;
   } else {
-    // A range below 1e-36 (1e-34), whose factor overflows. The scale is subnormal, with few bits: it is rounded up, so
-    // that the range fits the steps, and values are counted in the scale as it came out.
-    q->scale = range / kSteps;
-    if (q->scale * kSteps < range) q->scale += 0x1p-149f;
-    f = {kLift, 1.0f / (q->scale * kLift)};
+    // A range that overflows has a half that does not.
+    factor = range > kLargest ? kSteps * 0.5f / (high * 0.5f - low * 0.5f) : kSteps / range;
+    q->scale = 1.0f / factor;
   }
-  const float scaled_low = low * f.lift * f.factor, scaled_high = high * f.lift * f.factor;
+  const float scaled_low = low * factor, scaled_high = high * factor;
   constexpr float kFirst = -kMiddle, kLast = kMiddle - 1.0f;
   float z = (kFirst + scaled_low) + (kLast + scaled_high) > 0.0f ? kFirst - scaled_low : kLast - scaled_high;
   z = z < kFirst ? kFirst : z > kLast ? kLast : z;
   const float rounded = (z + 12582912.0f) - 12582912.0f;  // to nearest even
   q->zero = static_cast<std::int32_t>(rounded) + (1 << (bits - 1));
-  return f;
+  return factor;
 }
 
 template <class V, int bits, DType type>
@@ -86,15 +78,15 @@ RowScale quantize_typed(const PrepareRow& args) {
     rmax = args.range[1];
   }
   RowScale q{};
-  RowFactors factors{};
+  float factor_of_row = 0.0f;
   if (bad == 0.0f) {
-    factors = row_parameters<bits>(rmin, rmax, &q);
+    factor_of_row = row_parameters<bits>(rmin, rmax, &q);
   } else {
     // This row's products become 0 * NaN: the token comes out as NaN and touches no other.
     q.scale = __builtin_nanf("");
     q.zero = 0;
   }
-  const V lift = V::set(factors.lift), factor = V::set(factors.factor);
+  const V factor = V::set(factor_of_row);
   const bool clean = bad == 0.0f;
   for (std::int64_t chunk = 0; chunk < args.padded / 64; ++chunk) {
     std::uint8_t* dst = args.dst + chunk / 2 * args.record_stride + chunk % 2 * args.half_stride;
@@ -102,7 +94,7 @@ RowScale quantize_typed(const PrepareRow& args) {
       const std::int64_t i = chunk * 64 + j;
       std::int64_t filled = clean ? args.count - i : 0;
       if (filled > 0) {
-        const V value = V::template load_as<type>(filled >= V::kWidth ? x + i : rest) * lift * factor;
+        const V value = V::template load_as<type>(filled >= V::kWidth ? x + i : rest) * factor;
         if constexpr (bits == 8) {
           V::store_rounded(dst + j, value, q.zero);
         } else {

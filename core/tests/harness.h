@@ -5,13 +5,13 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
-#include <random>
 #include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "../dispatch.h"
 #include "../kernel.h"
+#include "random.h"
 
 namespace cpumoe::tests {
 
@@ -55,10 +55,9 @@ inline std::vector<const Kernels*> other_kernels() {
 inline const Kernels& scalar() { return *instruction_sets()[0].kernels; }
 
 inline std::vector<float> random_values(std::size_t count, unsigned seed, float offset = 0.1f) {
-  std::mt19937 random(seed);
-  std::normal_distribution<float> normal(offset, 1.0f);
+  Random random(seed);
   std::vector<float> values(count);
-  for (auto& v : values) v = normal(random);
+  for (auto& v : values) v = random.normal(offset);
   return values;
 }
 

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <algorithm>
-#include <random>
 
 #include "../formats.h"
 #include "../linear.h"
@@ -91,20 +90,22 @@ inline DType type_of_floats(WeightFormat format) {
 }
 
 // Values and scales of the whole range.
-inline void fill_weights(Matrix& m, std::mt19937& random) {
+inline void fill_weights(Matrix& m, Random& random) {
   const PackedSpec& spec = m.spec;
   const FormatTraits traits = traits_of(spec.weights);
   const bool integers =
       traits.decoding == Decoding::kBytes || traits.decoding == Decoding::kNibbles || traits.has_zeros();
   const int smallest = integers || traits.bits == 8 ? -(1 << (std::min(traits.bits, 8) - 1)) : 0;
-  std::uniform_int_distribution<int> value(smallest, smallest + (1 << std::min(traits.bits, 8)) - 1);
-  std::uniform_real_distribution<float> scale(0.001f, 0.02f);
+  const auto value = [&] {
+    return static_cast<std::int8_t>(random.integer(smallest, smallest + (1 << std::min(traits.bits, 8)) - 1));
+  };
+  const auto scale = [&] { return random.uniform(0.001f, 0.02f); };
   const auto rows = static_cast<std::size_t>(spec.experts * spec.columns);
   const auto scales = rows * static_cast<std::size_t>(m.groups());
   const std::size_t count = rows * static_cast<std::size_t>(spec.depth);
   if (!traits.has_scales()) {
     const DType type = type_of_floats(spec.weights);
-    m.floats = random_values(count, static_cast<unsigned>(random()));
+    m.floats = random_values(count, random.bits());
     m.float_bytes.resize(count * static_cast<std::size_t>(size_of(type)));
     scalar().store_row(m.floats.data(), static_cast<std::int64_t>(count), type, m.float_bytes.data());
     scalar().load_row(m.float_bytes.data(), type, static_cast<int>(count), m.floats.data());
@@ -113,11 +114,11 @@ inline void fill_weights(Matrix& m, std::mt19937& random) {
   m.values.resize(count);
   for (auto& v : m.values) {
     do {
-      v = static_cast<std::int8_t>(value(random));
+      v = value();
     } while (traits.decoding == Decoding::kE4M3 && (v & 0x7F) == 0x7F);  // NaN
   }
   m.scales.resize(scales);
-  for (auto& s : m.scales) s = spec.scales == ScaleType::kF16 ? as_half(scale(random)) : as_bfloat(scale(random));
+  for (auto& s : m.scales) s = spec.scales == ScaleType::kF16 ? as_half(scale()) : as_bfloat(scale());
   if (has_tile_scales(spec.weights)) {  // one for 16 rows
     for (std::size_t i = 0; i < scales; ++i) {
       const std::size_t groups = static_cast<std::size_t>(m.groups());
@@ -125,12 +126,13 @@ inline void fill_weights(Matrix& m, std::mt19937& random) {
     }
   }
   if (traits.has_zeros()) m.zeros.resize(scales);
-  for (auto& z : m.zeros) z = static_cast<std::int8_t>(value(random));
+  for (auto& z : m.zeros) z = value();
   if (traits.has_factor) m.factors.resize(rows);
-  for (auto& f : m.factors) f = scale(random);
+  for (auto& f : m.factors) f = scale();
   if (size_of(spec.scales) == 1) m.byte_scales.resize(scales);
   for (std::size_t i = 0; i < m.byte_scales.size(); ++i) {
-    m.byte_scales[i] = static_cast<std::uint8_t>(spec.scales == ScaleType::kE8M0 ? 120 + random() % 8 : random() % 127);
+    m.byte_scales[i] =
+        static_cast<std::uint8_t>(spec.scales == ScaleType::kE8M0 ? random.integer(120, 127) : random.integer(0, 126));
     m.scales[i] = static_cast<float>(value_of(spec.scales, m.byte_scales[i]));
   }
 }
@@ -143,21 +145,20 @@ inline Matrix make_matrix(PackedSpec spec, unsigned seed) {
   if (has_tile_scales(spec.weights)) spec.scales = ScaleType::kF32;
   if (traits_of(spec.rows).stored_scale) spec.input_scales = spec.gated && seed % 2 == 1 ? 2 : 1;
   m.spec = spec;
-  std::mt19937 random(seed);
+  Random random(seed);
   const FormatTraits traits = traits_of(spec.weights);
-  std::uniform_real_distribution<float> bias(-1.0f, 1.0f), input_scale(0.01f, 0.03f);
   const auto rows = static_cast<std::size_t>(spec.experts * spec.columns);
   fill_weights(m, random);
   m.input_scales.resize(static_cast<std::size_t>(spec.experts * spec.input_scales));
-  for (auto& s : m.input_scales) s = input_scale(random) * (spec.rows == RowFormat::kNvfp4 ? 2e4f : 1.0f);
+  for (auto& s : m.input_scales) s = random.uniform(0.01f, 0.03f) * (spec.rows == RowFormat::kNvfp4 ? 2e4f : 1.0f);
   if (spec.has_bias) {
     m.bias.resize(rows);
-    for (auto& b : m.bias) b = bias(random);
+    for (auto& b : m.bias) b = random.uniform(-1.0f, 1.0f);
   }
   for (std::int64_t i = 0; i < spec.experts * spec.input_orders; ++i) {
     std::vector<std::int32_t> order(static_cast<std::size_t>(spec.depth));
     for (std::size_t k = 0; k < order.size(); ++k) order[k] = static_cast<std::int32_t>(k);
-    std::shuffle(order.begin(), order.end(), random);
+    random.shuffle(order);
     m.orders.insert(m.orders.end(), order.begin(), order.end());
   }
   m.packed = layout_of(spec, "matrix");

@@ -8,7 +8,8 @@
 
 namespace cpumoe::tests {
 
-// A row by itself, as a kernel prepares it; `stored` is the scale that is not found in the row.
+// A row by itself, as a kernel prepares it; `stored` is the scale that is not found in the row, `range` that of a row
+// of which this is a part.
 struct PreparedRow {
   RowFormat format;
   RowTraits traits;
@@ -17,14 +18,14 @@ struct PreparedRow {
   std::vector<float> record_scales;
 
   PreparedRow(const Kernels& k, RowFormat row_format, const void* x, DType type, std::int64_t count,
-              float stored = 0.0f)
+              float stored = 0.0f, const float* range = nullptr)
       : format(row_format),
         traits(traits_of(row_format)),
         bytes(static_cast<std::size_t>((count + 127) / 128 * 2 * traits.planes * traits.half_bytes()), 1),
         record_scales(static_cast<std::size_t>((count + 127) / 128), 1.0f) {
     const std::ptrdiff_t half = std::ptrdiff_t{traits.half_bytes()} * traits.planes;
     scale = k.of(format).prepare(
-        {x, type, count, (count + 127) / 128 * 128, bytes.data(), 2 * half, half, stored, record_scales.data()});
+        {x, type, count, (count + 127) / 128 * 128, bytes.data(), 2 * half, half, stored, record_scales.data(), range});
   }
 
   double at(std::int64_t i) const {

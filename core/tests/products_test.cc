@@ -227,12 +227,12 @@ void test_layers() {
       if ((tokens == 300 || tokens == 2) && later) continue;
       const std::int64_t topk = std::min<std::int64_t>(3, c.experts);
       const auto x = random_values(static_cast<std::size_t>(tokens * c.hidden), 41);
-      std::mt19937 random(43);
+      Random random(43);
       std::vector<std::int32_t> ids(static_cast<std::size_t>(tokens * topk));
       std::vector<float> weights(ids.size());
       for (std::size_t i = 0; i < ids.size(); ++i) {
-        ids[i] = static_cast<std::int32_t>(random() % static_cast<unsigned>(c.experts + 1)) - 1;
-        weights[i] = static_cast<float>(random() % 1000) * 1e-3f;
+        ids[i] = random.integer(-1, static_cast<int>(c.experts) - 1);
+        weights[i] = static_cast<float>(random.below(1000)) * 1e-3f;
       }
       ActivationSpec spec;
       spec.kind = c.activation;

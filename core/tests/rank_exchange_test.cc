@@ -12,7 +12,6 @@
 #include <functional>
 #include <limits>
 #include <memory>
-#include <random>
 #include <string>
 #include <thread>
 #include <vector>
@@ -165,10 +164,9 @@ bool trades(RankExchange& exchange, const Sizes& sizes, std::int64_t round) {
 }
 
 float value_of(int rank, std::int64_t round, std::size_t index) {
-  std::minstd_rand random(static_cast<unsigned>(rank * 7919 + round * 31 + static_cast<std::int64_t>(index)));
-  random();
-  return std::ldexp(static_cast<float>(static_cast<double>(random()) / 2147483647.0 - 0.5),
-                    static_cast<int>(random() % 24));
+  Random random(static_cast<std::uint64_t>(rank * 7919 + round * 31 + static_cast<std::int64_t>(index)));
+  const float share = random.uniform(-0.5f, 0.5f);
+  return share * static_cast<float>(1 << random.below(24));
 }
 
 // In the order of the ranks: what the sum is to the bit.
@@ -226,14 +224,14 @@ void test_many_turns() {
   constexpr int kRanks = 4, kRounds = 1500;
   std::atomic<int> wrong{0};
   const auto problems = run_ranks(kRanks, 60, [&](SharedExchange& exchange) {
-    std::mt19937 shared(17);                                         // what all ranks do
-    std::mt19937 own(static_cast<unsigned>(exchange.rank() + 100));  // when
-    const auto size = [&] { return static_cast<std::int64_t>(shared() % 3 == 0 ? shared() % 9000 : shared() % 70); };
+    Random shared(17);                                              // what all ranks do
+    Random own(static_cast<std::uint64_t>(exchange.rank() + 100));  // when
+    const auto size = [&] { return std::int64_t{shared.below(shared.below(3) == 0 ? 9000 : 70)}; };
     for (int round = 0; round < kRounds; ++round) {
-      const unsigned kind = shared() % 4;
+      const unsigned kind = shared.below(4);
       Sizes sizes(kind == 1 ? kRanks * kRanks : kRanks);
       for (std::int64_t& one : sizes) one = size();
-      if (own() % 32 == 0) std::this_thread::sleep_for(std::chrono::microseconds(own() % 500));
+      if (own.below(32) == 0) std::this_thread::sleep_for(std::chrono::microseconds(own.below(500)));
       if (kind == 0) wrong += !gathers(exchange, sizes, round);
       if (kind == 1) wrong += !trades(exchange, sizes, round);
       if (kind == 2) wrong += !sums(exchange, static_cast<std::size_t>(sizes[0] / 4), round);
@@ -424,10 +422,10 @@ void test_row_traffic() {
     for (const RowTravel travel : {RowTravel::kToAll, RowTravel::kToExperts}) {
       std::atomic<int> wrong{0};
       const auto problems = run_ranks(ranks, 60, [&](SharedExchange& exchange) {
-        std::mt19937 shared(23);
+        Random shared(23);
         for (int round = 0; round < 60; ++round) {
           Sizes counts(static_cast<std::size_t>(ranks));
-          for (std::int64_t& count : counts) count = shared() % 3 == 0 ? 0 : shared() % (round % 10 == 9 ? 300 : 5);
+          for (std::int64_t& count : counts) count = shared.below(3) == 0 ? 0 : shared.below(round % 10 == 9 ? 300 : 5);
           wrong += !travels(exchange, travel, counts);
         }
       });

@@ -66,6 +66,11 @@ def one_row(*values: float, inputs: int = 32) -> Tensor:
         # 448 is the largest: the scale is 1, and steps are 32 from 256 on, 2^-9 near zero.
         (PER_TOKEN_FP8, None, (448.0, 300.0, 272.0, 0.001, -3.3), (448.0, 288.0, 256.0, 0.001953125, -3.25)),
         (PER_TENSOR_FP8, None, (448.0, 300.0), (448.0, 288.0)),
+        # Integers per token: 255 steps of 2^-126 are the smallest range that is not a row of zeros.
+        (PER_TOKEN_INT8, None, (255 * 2.0**-126, 3.4 * 2.0**-126), (255 * 2.0**-126, 3 * 2.0**-126)),
+        (PER_TOKEN_INT8, None, (-100 * 2.0**-126, 154 * 2.0**-126, 1e-37), (0.0, 0.0, 0.0)),
+        ("int16", None, (-65535 * 2.0**-126, -3.4 * 2.0**-126), (-65535 * 2.0**-126, -3 * 2.0**-126)),
+        ("int16", None, (65534 * 2.0**-126, 3.4 * 2.0**-126), (0.0, 0.0)),
         (PER_TOKEN_AND_128_FP8, None, (448.0, 300.0), (448.0, 288.0)),
         (STATIC_FP8, 2.0, (1000.0, 300.0, 0.001), (896.0, 288.0, 0.0)),
         (STATIC_INT8, 0.5, (1.25, 0.75, -0.25, 100.0, -100.0), (1.0, 1.0, 0.0, 63.5, -64.0)),

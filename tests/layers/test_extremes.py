@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cpumoe
-from cpumoe import _core, ops, select_experts
+from cpumoe import Scheme, _core, ops, select_experts
 from cpumoe.layers import reference
+from cpumoe.layers.activation_rounding import held_activations, smallest_range
 from cpumoe.layers.scheme import PER_TOKEN_INT8
 
 SMALLEST, LARGEST = 2.0**-149, torch.finfo(torch.float32).max
@@ -59,11 +60,14 @@ def check_row(x: torch.Tensor, bits: int) -> None:
     row = x.unsqueeze(0)
     got = on_every_isa(identity(x.numel(), bits), row)[0]
     assert torch.equal(got, reference.activations(row, PER_TOKEN_INT8 if bits == 8 else "int16")[0])
+    if x.max().clamp(min=0) - x.min().clamp(max=0) < smallest_range(bits):
+        assert torch.equal(got, torch.zeros_like(got))
+        return
     exact = x.double()
     step = float(exact.max().clamp(min=0) - exact.min().clamp(max=0)) / (2**bits - 1)
-    # Half a step of the value and half of the zero point; the step itself is a number of fp32. At the very end of fp32
-    # the nearest multiple of the step may be infinite.
-    assert (got.double().clamp(-LARGEST, LARGEST) - exact).abs().max() <= 1.01 * step + SMALLEST
+    # Half a step of the value and half of the zero point. At the very end of fp32 the nearest multiple of the step may
+    # be infinite.
+    assert (got.double().clamp(-LARGEST, LARGEST) - exact).abs().max() <= 1.01 * step
 
 
 @settings(max_examples=300, deadline=None)
@@ -72,7 +76,7 @@ def test_a_row_is_off_by_no_more_than_a_step(values: list[float], bits: int) -> 
     check_row(torch.tensor(values), bits)
 
 
-@pytest.mark.parametrize("high", [LARGEST, 2.0e38, 1e-30, 7.6e-37, 7.4e-37, 1e-38, 1e-40, 3.6e-43, 1e-44, SMALLEST])
+@pytest.mark.parametrize("high", [LARGEST, 2.0e38, 1e-30, 1e-33, 3.1e-36, 2.9e-36, 7.6e-37, 1e-38, 1e-40, SMALLEST])
 @pytest.mark.parametrize("low", [0.0, -0.3, -1.0])
 @pytest.mark.parametrize("bits", [8, 16])
 def test_rows_of_every_range(high: float, low: float, bits: int) -> None:
@@ -80,8 +84,35 @@ def test_rows_of_every_range(high: float, low: float, bits: int) -> None:
     check_row(torch.linspace(1.0, low, 7).double().mul(-high).float(), bits)
 
 
+@pytest.mark.parametrize("bits", [8, 16])
+def test_the_smallest_range(bits: int) -> None:
+    """The limit is where the scale is 2^-126, both as the range by its steps and as the reciprocal of the factor."""
+    limit, steps = torch.tensor(smallest_range(bits)), torch.tensor(2.0**bits - 1)
+    below = torch.nextafter(limit, torch.tensor(0.0))
+    for range_, is_tiny in ((below, True), (limit, False)):
+        assert bool(range_ / steps < 2.0**-126) == bool(1 / (steps / range_) < 2.0**-126) == is_tiny
+        for low, high in ((0.0, range_), (-range_, 0.0), (-range_ / 2, range_ / 2)):
+            x = torch.tensor([[0.0, low, -0.0, high, high / 3]])
+            linear = identity(5, bits)
+            got = on_every_isa(linear, x)
+            assert torch.equal(got, torch.zeros(1, 5)) == is_tiny
+            check_row(x[0], bits)
+            poisoned = torch.cat((x, x, x))
+            poisoned[1, 2] = torch.nan
+            out = on_every_isa(lambda rows, linear=linear: linear(rows).nan_to_num(7.0), poisoned)
+            assert torch.equal(out, torch.cat((got, torch.full((1, 5), 7.0), got)))
+
+
+@pytest.mark.parametrize("scheme", ["w4a8-g32", "w4a16-g32", "w8a8", "w8a16", "w4a16-g32-asym", "mxfp4a16+int8"])
+def test_rows_below_the_smallest_range_give_zeros(scheme: str) -> None:
+    linear = cpumoe.QuantizedLinear.quantize(torch.randn(24, 96), scheme, bias=torch.randn(24))
+    held = held_activations(Scheme.parse(scheme))
+    x = (torch.rand(20, 96) - 0.5) * smallest_range(16 if held == "int16" else 8) * 0.99
+    assert torch.equal(linear(x), linear(torch.zeros(20, 96)))
+
+
 @pytest.mark.parametrize("scheme", ["w4a8-g32", "w4a16-g32", "w8a16", "w4a16-g32-asym", "mxfp4a16", "nvfp4a16"])
-def test_products_scale_with_their_row(scheme: str, isa: str) -> None:
+def test_products_scale_with_their_row(scheme: str) -> None:
     """Powers of two change the exponent and nothing else, up to ranges that are no fp32 number."""
     linear = cpumoe.QuantizedLinear.quantize(torch.randn(24, 96), scheme)
     x = torch.randn(5, 96).clamp(-1.9, 1.9)
@@ -126,16 +157,16 @@ def test_activations(activation: str, gated: bool) -> None:
     # erf has an absolute error, the argument of gelu_tanh's sigmoid a relative one.
     cancelled = 4e-7 * x.double().abs().clamp(max=15.0) if activation == "gelu" else 0.0
     relative = 4e-5 if activation == "gelu_tanh" else 2e-5
-    bound = (relative + coarse(x)) * truth.abs() * (2 if activation == "relu2" else 1)
+    bound = relative * truth.abs() * (2 if activation == "relu2" else 1)
+    # Rows below the smallest range are zeros, before the activation and after it.
+    limit = smallest_range(8)
+    assert not got[x.abs() < limit].any()
+    assert activation == "gelu" or not got[truth.abs() < 0.999 * limit].any()
+    near_zero = torch.where((x.abs() < limit) | (truth.abs() < 1.001 * limit), truth.abs(), 0.0)
     # The last 120: a sigmoid rounded to the smallest number, times an argument of -104.
-    excess = (got - truth).abs() - (bound + coarse(truth) * truth.abs() + cancelled + 120 * SMALLEST)
+    excess = (got - truth).abs() - (bound + near_zero + cancelled + 120 * SMALLEST)
     worst = torch.where(finite, excess, -1.0).argmax()
     assert excess[worst] <= 0, (x[worst], got[worst], truth[worst])
-
-
-def coarse(x: torch.Tensor) -> torch.Tensor:
-    """The relative error of quantising a single value where the step is subnormal."""
-    return torch.where(x.double().abs() < 3e-36, 1.01 / 255, 0.0)
 
 
 def passing_through(activation: str, gated: bool) -> cpumoe.Experts:
@@ -152,7 +183,7 @@ def passing_through(activation: str, gated: bool) -> cpumoe.Experts:
     )
 
 
-def test_many_large_negative_gates_add_up_to_nothing(isa: str) -> None:
+def test_many_large_negative_gates_add_up_to_nothing() -> None:
     one = torch.ones(1, 32, 32, dtype=torch.int8)
     gate_up = torch.cat((torch.eye(32, dtype=torch.int8)[None], torch.zeros_like(one)), 1)
     bias = torch.cat((torch.zeros(1, 32), torch.ones(1, 32)), 1)
@@ -276,6 +307,7 @@ def some(*shape):
 experts = cpumoe.Experts.quantize(some(4, 128, 64), some(4, 64, 64), "w4a8-g32")
 linear = cpumoe.QuantizedLinear.quantize(some(40, 64), "w8a8")
 x = some(70, 64) * 1e-35
+x[::7] *= 1e-2  # counts as zeros
 logits = some(70, 4) - 100
 kv = some(2, 1, 2, 50, 64) * 1e-20
 weights = torch.full((70, 2), 0.5) * 1e-3

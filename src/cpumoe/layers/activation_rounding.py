@@ -100,8 +100,9 @@ def _nvfp4(x: Tensor, global_scale: Tensor) -> Tensor:
     return torch.where(scale == 0, 0.0, codes * scale * (1.0 / global_scale)).flatten(-2)
 
 
-_SMALLEST = 2.0**-149  # subnormal number of fp32
-_LIFT = 2.0**100  # takes the smallest ranges to where their reciprocals are numbers
+def smallest_range(bits: int) -> float:
+    """Return the range of values below which a row counts as zeros: its scale would be subnormal in fp32."""
+    return (2.0**bits - 1) * torch.finfo(torch.float32).tiny
 
 
 def _per_token_integers(x: Tensor, bits: int) -> Tensor:
@@ -112,20 +113,13 @@ def _per_token_integers(x: Tensor, bits: int) -> Tensor:
     steps, first, last = 2.0**bits - 1, -(2.0 ** (bits - 1)), 2.0 ** (bits - 1) - 1
     # Tensors on the left: PyTorch computes `255.0 / span` as a reciprocal times 255, rounded twice.
     quanta = torch.full_like(span, steps)
-    factor = torch.where(span == 0, 1.0, quanta / span)
-    factor = torch.where(torch.isinf(span), quanta / 2 / (high / 2 - low / 2), factor)  # the range overflows
-    step = torch.where(span == 0, 0.0, 1.0 / factor)
-    # A range so small that its factor overflows: the step is subnormal, rounded up so that the steps hold the range,
-    # and values are counted in the step as it came out.
-    small = span / steps
-    small = torch.where(small * steps < span, small + _SMALLEST, small)
-    tiny = torch.isinf(factor)
-    step = torch.where(tiny, small, step)
-    lift = torch.where(tiny, _LIFT, 1.0)
-    factor = torch.where(tiny, 1.0 / (small * _LIFT), factor)
-    scaled_low, scaled_high = low * lift * factor, high * lift * factor
+    factor = torch.where(torch.isinf(span), quanta / 2 / (high / 2 - low / 2), quanta / span)  # the range overflows
+    tiny = span < smallest_range(bits)
+    step = torch.where(tiny, 0.0, 1.0 / factor)
+    factor = torch.where(tiny, 0.0, factor)
+    scaled_low, scaled_high = low * factor, high * factor
     near_low = (first + scaled_low) + (last + scaled_high) > 0
     zero = torch.where(near_low, first - scaled_low, last - scaled_high).clamp(first, last).round()
-    scaled = x * lift * factor
+    scaled = x * factor
     rounded = torch.trunc(scaled + torch.copysign(torch.tensor(0.49999997), scaled))
     return ((rounded + zero).clamp(first, last) - zero) * step

@@ -6,6 +6,7 @@ import os
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from cpumoe import cpu
 
@@ -39,3 +40,15 @@ def test_machines_without_the_defect_are_left_alone(monkeypatch: pytest.MonkeyPa
     monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
     assert cpu.guard_onednn().startswith("not needed")
     assert "ONEDNN_MAX_CPU_ISA" not in os.environ
+
+
+@pytest.mark.parametrize("limit", ["AVX2", "avx512_core"])
+def test_float_dtype_follows_the_limit_of_onednn(limit: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "_cpu_flags", lambda: {"avx512_bf16"})
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    assert cpu.float_dtype() == (torch.bfloat16, "this CPU has avx512_bf16")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    assert cpu.float_dtype() == (
+        torch.float32,
+        f"oneDNN may not use bf16 products (ONEDNN_MAX_CPU_ISA={limit.upper()})",
+    )

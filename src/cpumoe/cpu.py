@@ -18,6 +18,8 @@ _TORCH_CAME_FIRST = "torch" in sys.modules
 
 _GUARD = "ONEDNN_MAX_CPU_ISA"
 _GUARD_VALUE = "AVX512_CORE_BF16"
+# Values of ONEDNN_MAX_CPU_ISA with which oneDNN has no bf16 products.
+_ISAS_WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX512_CORE_VNNI"}
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,9 @@ def float_dtype() -> tuple[torch.dtype, str]:
     native = next((flag for flag in ("amx_bf16", "avx512_bf16", "bf16") if flag in flags), None)
     if native is None:
         return torch.float32, "this CPU has no bf16 products"
+    limit = os.environ.get(_GUARD, "").upper()
+    if limit in _ISAS_WITHOUT_BF16:
+        return torch.float32, f"oneDNN may not use bf16 products ({_GUARD}={limit})"
     if os.environ.get(_GUARD, _GUARD_VALUE) != _GUARD_VALUE and _core.amx_palette_hidden():
         return torch.float32, f"oneDNN may use AMX ({_GUARD}={os.environ[_GUARD]}), whose tile sizes are hidden here"
     return torch.bfloat16, f"this CPU has {native}"

@@ -1,5 +1,6 @@
 """Quantises the model in every scheme, rounded to nearest and calibrated, and measures each on the held-out text.
 
+    git archive af38e21 models/python-stdlib/checkpoint | tar x  # the float model: 42 MB, in the history alone
     python models/python-stdlib/measure.py --data build/model-data --out build/model-quantized
 
 Writes ``measured.json`` (bits per byte by scheme, the expert load of the shipped scheme), the heat map of that load,

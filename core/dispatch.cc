@@ -28,6 +28,7 @@ extern const Kernels kNeonDotKernels, kNeonI8mmKernels;
 namespace {
 
 constexpr const char* kOtherArchitecture = "this build is for another processor architecture";
+[[maybe_unused]] constexpr const char* kLeftOut = "this build leaves it out";  // CPUMOE_WITHOUT of CMakeLists.txt
 
 #if defined(__x86_64__)
 
@@ -88,7 +89,7 @@ std::string avx512_bf16_obstacle() {
   return bit(cpuid(7, 1).a, 5) && bit(cpuid(7).c, 1) ? "" : "the CPU lacks AVX512-BF16 or VBMI";
 }
 
-std::string amx_obstacle() {
+[[maybe_unused]] std::string amx_obstacle() {
   if (std::string why = avx512_bf16_obstacle(); !why.empty()) return why;
   const Registers seven = cpuid(7);
   if (!bit(seven.c, 8)) return "the CPU lacks GFNI";
@@ -138,7 +139,9 @@ IsaEntry present(const Kernels& kernels, const std::string& obstacle) {
   return {kernels.name, &own, obstacle.empty(), obstacle};
 }
 
-[[maybe_unused]] IsaEntry absent(const char* name) { return {name, nullptr, false, kOtherArchitecture}; }
+[[maybe_unused]] IsaEntry absent(const char* name, const char* reason = kOtherArchitecture) {
+  return {name, nullptr, false, reason};
+}
 
 std::vector<IsaEntry> find_instruction_sets() {
   std::vector<IsaEntry> found;
@@ -149,8 +152,16 @@ std::vector<IsaEntry> find_instruction_sets() {
   found.push_back(present(kAvx2Kernels, avx2_obstacle()));
   found.push_back(present(kAvxVnniKernels, avx_vnni_obstacle()));
   found.push_back(present(kAvx512VnniKernels, avx512_vnni_obstacle()));
+#if defined(CPUMOE_WITHOUT_AVX512_BF16)
+  found.push_back(absent("avx512_bf16", kLeftOut));
+#else
   found.push_back(present(kAvx512Bf16Kernels, avx512_bf16_obstacle()));
+#endif
+#if defined(CPUMOE_WITHOUT_AMX)
+  found.push_back(absent("amx", kLeftOut));
+#else
   found.push_back(present(kAmxKernels, amx_obstacle()));
+#endif
 #else
   for (const char* name : {"avx2", "avx_vnni", "avx512_vnni", "avx512_bf16", "amx"}) found.push_back(absent(name));
 #if defined(__aarch64__)

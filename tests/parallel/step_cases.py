@@ -44,11 +44,18 @@ def _until(condition: Callable[[], object]) -> None:
 class _Asked:
     """A job that was given to an engine, and what came of it."""
 
-    def __init__(self, engine: StepEngine, prompt: list[int], count: int) -> None:
+    def __init__(
+        self, engine: StepEngine, prompt: list[int], count: int, at_first_token: Callable[[], object] = lambda: None
+    ) -> None:
         self.items: list[Any] = []
-        self._count = count
-        self.job = Job(prompt, count, frozenset(), Sampling(), self.items.append)
+        self._count, self._at_first_token = count, at_first_token
+        self.job = Job(prompt, count, frozenset(), Sampling(), self._take)
         engine.add(self.job)
+
+    def _take(self, item: Any) -> None:
+        self.items.append(item)
+        if len(self.items) == 1:
+            self._at_first_token()
 
     @property
     def end(self) -> Any:
@@ -156,7 +163,7 @@ class _Run:
 
     def what_is_known(self) -> None:
         """A prompt that goes on from another goes where that one was computed."""
-        (beginning,) = _prompts(64)
+        beginning = list(range(20, 84))  # begins as no other prompt of these cases does
         first = _Asked(self._engine, beginning, 4)
         assert first.tokens
         _until(lambda: self._engine._schedules.is_idle)
@@ -169,11 +176,13 @@ class _Run:
         """A group refuses its rows: the requests of that step fail, and what comes later is computed."""
         if self._groups == 1:
             return
-        (prompt,) = _prompts(20)
-        long = _Asked(self._engine, prompt, 200)
-        _until(lambda: len(long.items) > 3)
-        refused = _Asked(self._engine, _POISON, 4)  # the first group is busy
-        for one in (long, refused):
+        prompt = [7] * 20  # no group has it in its prefix cache, so that the first one takes it
+        _until(lambda: self._engine._schedules.is_idle)
+        refused: list[_Asked] = []
+        # The engine's thread adds it between two steps: the first group is busy with `long`, so that another takes it.
+        long = _Asked(self._engine, prompt, 200, lambda: refused.append(_Asked(self._engine, _POISON, 4)))
+        _until(lambda: refused)
+        for one in (long, *refused):
             assert isinstance(one.end, Failure)
             assert "could not compute" in one.end.sentence
         assert self._engine.problem is None

@@ -145,7 +145,9 @@ class StepEngine:
             job.fail(ENDING if self._stopping else NOT_COMPUTED)
 
     def _take_jobs(self) -> bool:
-        """Takes what was added and drops what has ended; waits if there is nothing to compute. False at the end."""
+        """Drops what has ended and takes what was added; waits if there is nothing to compute. False at the end."""
+        # First, because a group's ended sequences would count as its work when a new job chooses a group.
+        self._unfinished.difference_update(self._schedules.drop_ended())
         while not self._stopping:
             idle = self._schedules.is_idle
             try:
@@ -157,7 +159,6 @@ class StepEngine:
                 break
             if job is not None:
                 self._schedules.add(job)
-        self._unfinished.difference_update(self._schedules.drop_ended())
         return not self._stopping
 
     def _compute(self, pieces: list[list[Piece]]) -> None:

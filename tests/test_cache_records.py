@@ -22,7 +22,7 @@ def by_definition(values: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("depth", [1, 5, 64, 65, 128, 200, 576])
-def test_records_hold_what_their_definition_says(isa: str, depth: int, dtype: torch.dtype) -> None:
+def test_records_hold_what_their_definition_says(depth: int, dtype: torch.dtype) -> None:
     values = torch.randn(3, 2, 7, depth).to(dtype)
     records = to_cache_records(values)
     assert records.dtype == torch.int8 and records.shape == (3, 2, 7, cache_record_bytes(depth))

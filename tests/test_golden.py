@@ -53,7 +53,7 @@ FP32_CASES = [c["name"] for c in CASES if c["xdt"] == "f32" and c["kind"] not in
 
 
 @pytest.mark.parametrize("name", FP32_CASES)
-def test_within_2e6_of_pytorch_on_x86(name: str, isa: str) -> None:
+def test_within_2e6_of_pytorch_on_x86(name: str) -> None:
     x, linear = load(name)
     rows = comparable(x)
     assert relative_error(linear(x)[rows], recorded(X86, name)[rows]) < 2e-6
@@ -73,7 +73,7 @@ def test_no_further_from_kleidiai_than_pytorch_on_x86(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [c["name"] for c in CASES if c["kind"] == "huge"])
-def test_a_range_that_overflows_is_computed_as_any_other(name: str, isa: str) -> None:
+def test_a_range_that_overflows_is_computed_as_any_other(name: str) -> None:
     """Exactly as the same row a thousandth as large, infinite only where no number is left for the result."""
     x, linear = load(name)
     assert not comparable(x).all()
@@ -83,7 +83,7 @@ def test_a_range_that_overflows_is_computed_as_any_other(name: str, isa: str) ->
 
 
 @pytest.mark.parametrize("name", [c["name"] for c in CASES if c["kind"] in POISONED])
-def test_a_poisoned_row_is_nan_and_alone(name: str, isa: str) -> None:
+def test_a_poisoned_row_is_nan_and_alone(name: str) -> None:
     x, linear = load(name)
     bad = ~torch.isfinite(x.float()).all(-1)
     assert bad.any()

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from sampling import first_of
 
 import cpumoe
 
@@ -45,7 +46,10 @@ def test_neither_transformers_nor_the_quantiser_is_imported() -> None:
     assert done.stdout.splitlines() == ["[]", "True False"], done.stderr
 
 
-@pytest.mark.parametrize("order", ["import cpumoe\nimport transformers", "import transformers\nimport cpumoe"])
+@pytest.mark.every(3)
+@pytest.mark.parametrize(
+    "order", first_of(["import cpumoe\nimport transformers", "import transformers\nimport cpumoe"], 1)
+)
 @pytest.mark.parametrize(
     ("switch", "found"),
     [
@@ -66,13 +70,16 @@ importlib.metadata.version = lambda name: "5.19.2" if name == "transformers" els
 """
 
 
-@pytest.mark.parametrize("order", ["import cpumoe\nimport transformers", "import transformers\nimport cpumoe"])
+@pytest.mark.parametrize(
+    "order", first_of(["import cpumoe\nimport transformers", "import transformers\nimport cpumoe"], 1)
+)
 def test_an_older_transformers_is_left_as_it_is(order: str) -> None:
     done = run("import transformers\n" + _OLD + order + _PATCHED)
     assert done.stdout.strip() == "transformers transformers transformers False", done.stderr
     assert done.stderr.count("cpumoe leaves transformers as it is: it needs transformers 5.22 or newer, and this ") == 1
 
 
+@pytest.mark.full
 def test_what_needs_a_newer_transformers_says_so() -> None:
     done = run(_OLD + "import cpumoe\ncpumoe.load_model")
     expected = "ImportError: cpumoe.load_model needs transformers 5.22 or newer, and this is 5.19.2: pip install "
@@ -84,13 +91,14 @@ def test_what_needs_a_newer_transformers_says_so() -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("switch", ["", "off", "2"])
+@pytest.mark.parametrize("switch", first_of(["", "off", "2"], 1))
 def test_other_values_of_the_switch_are_refused(switch: str) -> None:
     done = run("import cpumoe", switch)
     assert done.returncode != 0
     assert f"CPUMOE_TRANSFORMERS={switch!r}; 0 (transformers is left as it is) and 1" in done.stderr
 
 
+@pytest.mark.full
 def test_what_was_taken_over_is_said_once() -> None:
     code = "import logging\nlogging.basicConfig(level=logging.INFO, format='%(name)s: %(message)s')\nimport cpumoe\n"
     said = run(code + _PATCHED).stderr
@@ -99,6 +107,7 @@ def test_what_was_taken_over_is_said_once() -> None:
     assert "cpumoe" not in run(code + _PATCHED, "0").stderr
 
 
+@pytest.mark.full
 def test_load_model_packs_where_the_plug_in_is_switched_off_and_leaves_transformers_as_it_was() -> None:
     code = (
         "import cpumoe\n"
@@ -117,6 +126,7 @@ def test_the_command_refuses_a_bad_switch_in_one_line() -> None:
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.full
 def test_load_model_may_run_in_several_threads_while_the_plug_in_is_switched_off() -> None:
     """Blocks overlap: the first to enter leaves first. Threads outside of all blocks get transformers' own reader."""
     code = """

@@ -28,7 +28,7 @@ def agrees(got: torch.Tensor, expected: torch.Tensor, scheme: str, isa: str) -> 
     return bool(error <= bound * expected.double().norm())
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     scheme=st.sampled_from(SCHEMES),
     tokens=st.integers(0, 150),
@@ -65,10 +65,11 @@ def test_bits_do_not_depend_on_isa_or_threads(
     cpumoe.set_num_threads(0)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("tokens", [1, 2, 5, 16, 33])
-def test_every_scheme_has_the_same_bits_everywhere(scheme: str, tokens: int) -> None:
-    """Each on purpose, where the property test above draws some."""
+def test_every_scheme_has_the_same_bits_everywhere(scheme: str) -> None:
+    """Each on purpose, where the property test above draws some; core_test compares kernels for every shape."""
+    tokens = 33
     layer = random_layer(scheme, experts=3, hidden=384, inner=fitting(scheme, 192), bias=True).experts("native")
     linear = cpumoe.QuantizedLinear.quantize(torch.randn(70, 384), scheme, torch.randn(70), **linear_inputs(scheme))
     x, ids, weights = torch.randn(tokens, 384), torch.randint(0, 3, (tokens, 2)), torch.rand(tokens, 2)
@@ -113,7 +114,7 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess[str
     )
 
 
-@pytest.mark.parametrize("name", SUPPORTED_ISAS)
+@pytest.mark.parametrize("name", ["scalar", SUPPORTED_ISAS[-1]])
 def test_environment_chooses_the_kernels(name: str) -> None:
     done = run_python("import cpumoe; print(cpumoe.isa())", CPUMOE_ISA=name)
     assert done.stdout.strip() == name, done.stderr

@@ -219,6 +219,7 @@ def test_doctor_on_one_node(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
     assert "one memory node; nothing to place" in shown and "node 0" not in shown
 
 
+@pytest.mark.full
 def test_doctor_on_several_nodes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     nodes = (
         Node(0, (0, 1, 2), 4 * GB),
@@ -272,6 +273,7 @@ def on_each_layout(compute: Callable[[], Tensor], threads: Iterable[int]) -> Non
             assert torch.equal(compute(), expected), f"{name}, {count} threads"
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_scheme_has_the_same_bits(scheme: str, several_nodes: None) -> None:
     _core.set_nodes(LAYOUTS["two"])  # packed with nodes, too

@@ -76,6 +76,7 @@ class Model(torch.nn.Module):
         return self.moe(self.first(x)) * 2
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("scheme", ["w4a8-g32", "w8a16-g32", "w4a16-g32-asym", "mxfp4a16", "nvfp4a16"])
 @torch.no_grad()
 def test_compile_fullgraph(scheme: str) -> None:
@@ -87,6 +88,7 @@ def test_compile_fullgraph(scheme: str) -> None:
         torch.testing.assert_close(compiled(x), model(x))
 
 
+@pytest.mark.full
 @torch.no_grad()
 def test_compile_inductor() -> None:
     torch._dynamo.reset()

@@ -50,6 +50,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.full
 def test_environment() -> None:
     assert run("print(cpumoe.get_num_threads())", CPUMOE_NUM_THREADS="2").stdout.strip() == "2"
     for bad in ("0", "-3", "many", "2x", "", "99999"):

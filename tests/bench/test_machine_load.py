@@ -70,6 +70,7 @@ def test_times_that_scatter() -> None:
     assert said is not None and "The times scatter" in said and f"{scatter(restless):.0%}" in said
 
 
+@pytest.mark.full
 def test_demo_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     with busy_machine():
         assert main(["demo", "--layer", "--experts", "8"]) == 0

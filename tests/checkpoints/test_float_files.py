@@ -84,6 +84,7 @@ def relative(found: Tensor, truth: Tensor) -> float:
 # ---- as compressed-tensors writes them -----------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", KINDS)
 def test_experts_are_those_of_the_file(written: Written, kind: str) -> None:
     folder, truth = written(kind)
@@ -285,6 +286,7 @@ DAMAGES: list[tuple[str, str, Callable[[Tensor], object], str]] = [
 ]
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(("kind", "suffix", "change", "said"), DAMAGES)
 def test_damaged_files_are_refused_by_name(
     written: Written, tmp_path: Path, kind: str, suffix: str, change: Callable[[Tensor], object], said: str
@@ -368,6 +370,7 @@ def _random_weight(storage: LinearStorage, rows: int, columns: int, seed: int) -
     )
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("storage", _storages(), ids=lambda s: f"{s.scheme}-{s.format}")
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 40), groups=st.integers(1, 3))

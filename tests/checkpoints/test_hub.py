@@ -14,6 +14,7 @@ import pytest
 from hub_server import COMMIT, Hub, hub
 from hypothesis import given
 from hypothesis import strategies as st
+from sampling import first_of
 from tiny_models import write_tiny_model
 
 pytest.importorskip("transformers")
@@ -104,7 +105,8 @@ def test_downloads_when_asked_and_only_what_is_needed(downloaded: Path) -> None:
     assert not any(name.endswith((".py", ".bin", ".pt")) for name in names)
 
 
-@pytest.mark.parametrize("download", [[], ["--download"]])
+@pytest.mark.full
+@pytest.mark.parametrize("download", first_of([[], ["--download"]], 1))
 def test_what_is_in_the_cache_needs_no_network(download: list[str], downloaded: Path) -> None:
     """The endpoint is one that nobody listens at."""
     done = command("generate", ID, "The", "--scheme", "float", "--max-new-tokens", "2", *download, home=downloaded)
@@ -137,6 +139,7 @@ def test_every_command_takes_ids(arguments: list[str], downloaded: Path, cache: 
     assert main([argument.format(text=text, out=tmp_path / "out") for argument in arguments]) == 0
 
 
+@pytest.mark.full
 def test_the_cache_is_where_the_environment_says(downloaded: Path, tmp_path: Path) -> None:
     done = command("inspect", ID, home=tmp_path, HF_HUB_CACHE=str(downloaded / "hub"))
     assert done.returncode == 0, done.stderr
@@ -182,6 +185,7 @@ def test_an_incomplete_cache(
     assert f"hf download {ID}, or add --download" in told
 
 
+@pytest.mark.full
 def test_the_rest_is_downloaded(downloaded: Path, served: Hub, tmp_path: Path) -> None:
     home = tmp_path / "home"
     shutil.copytree(downloaded, home, symlinks=True)
@@ -193,6 +197,7 @@ def test_the_rest_is_downloaded(downloaded: Path, served: Hub, tmp_path: Path) -
     assert done.returncode == 0 and served.served == [SHARDS[1]]
 
 
+@pytest.mark.full
 def test_a_folder_of_the_same_name_wins(downloaded: Path, model: Path, tmp_path: Path) -> None:
     folder = tmp_path / ID
     shutil.copytree(model, folder)
@@ -206,6 +211,7 @@ def test_a_folder_of_the_same_name_wins(downloaded: Path, model: Path, tmp_path:
     assert done.returncode == 2 and f"--download has no effect: {ID} is a folder" in done.stderr
 
 
+@pytest.mark.full
 def test_downloads_that_fail(served: Hub, tmp_path: Path) -> None:
     def told(*arguments: str, endpoint: str = served.url, **environment: str) -> str:
         done = command("inspect", *arguments, "--download", home=tmp_path, endpoint=endpoint, **environment)

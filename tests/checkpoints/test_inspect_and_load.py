@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from changed_checkpoints import CHECKPOINTS, NAMES, TENSOR_CHANGES, Config, Tensors, changed_copy, outcome
 from safetensors.torch import load_file, save_file
+from sampling import sampled_product
 
 PACKED, INT8 = "qwen3moe-w4a8-g32-packed", "qwen3moe-w8a8-int8"
 
@@ -26,8 +27,7 @@ def tensors_by_place(name: str) -> dict[str, list[str]]:
     return places
 
 
-@pytest.mark.parametrize("way", ["missing", "of one row less"])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("name", "way"), sampled_product(NAMES, ["missing", "of one row less"]))
 def test_a_tensor_that_is_wrong_in_all_layers(name: str, way: str, tmp_path: Path) -> None:
     folder = changed_copy(tmp_path, name)
     for place, tensors in tensors_by_place(name).items():
@@ -93,9 +93,9 @@ CONFIG_CHANGES = {
 }
 
 
-@pytest.mark.parametrize("without_head", [False, True])
-@pytest.mark.parametrize("change", CONFIG_CHANGES)
-@pytest.mark.parametrize("name", [PACKED, INT8])
+@pytest.mark.parametrize(
+    ("change", "name", "without_head"), sampled_product(list(CONFIG_CHANGES), [PACKED, INT8], [False, True])
+)
 def test_a_configuration_of_another_model(name: str, change: str, without_head: bool, tmp_path: Path) -> None:
     def no_head(tensors: Tensors) -> None:
         if without_head:

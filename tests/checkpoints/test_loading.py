@@ -17,6 +17,7 @@ import pytest
 import torch
 from random_layers import relative_error
 from safetensors.torch import load_file, save_file
+from sampling import first_of, sampled_product
 from tiny_architectures import (
     ARCHITECTURES,
     MIXTRAL_SPELLINGS,
@@ -281,6 +282,7 @@ def damaged(source: Path, folder: Path, damage) -> str:
     return name
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
 def test_damaged_examples_are_refused_with_the_name_of_the_tensor(tmp_path, name, damage):
@@ -394,8 +396,10 @@ def test_all_spellings_of_mixtral_give_the_same_bits(tmp_path):
     assert all(other == first for other in others)
 
 
-@pytest.mark.parametrize("architecture", ["gpt_oss", "llama4_text", "qwen3_moe", "mixtral"])
-@pytest.mark.parametrize("scheme", ["w4a8-g32", "w8a8", "w8a8-g32", *WEIGHT_ONLY])
+@pytest.mark.parametrize(
+    ("scheme", "architecture"),
+    sampled_product(["w4a8-g32", "w8a8", "w8a8-g32", *WEIGHT_ONLY], ["gpt_oss", "llama4_text", "qwen3_moe", "mixtral"]),
+)
 def test_float_experts_give_the_same_bits_fused_and_one_by_one(tmp_path, architecture, scheme):
     """Fused as transformers writes them, one by one as other tools do, and quantised before as here."""
     fused = write_float(tmp_path / "fused", architecture)
@@ -465,6 +469,7 @@ def test_float_weights_that_are_not_finite_are_refused_with_their_layer(tmp_path
         load(folder, scheme="w4a8-g32")
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("scheme", "form"),
     [
@@ -501,6 +506,7 @@ def test_odd_sizes_and_every_dtype_of_scales(tmp_path, scheme, form, scale_dtype
     assert relative_error(layer(x, ids, weights), exact) <= (1e-3 if "a16" in scheme else 0.03)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("scheme", WEIGHT_ONLY)
 @pytest.mark.parametrize("architecture", ["gpt_oss", "deepseek_v3"])
 def test_weight_only_checkpoints_agree_with_their_files(tmp_path, capsys, architecture, scheme):
@@ -519,6 +525,7 @@ _EXPERT = "model.layers.1.mlp.experts.3.up_proj"
 _LAYER = "model.layers.1.mlp.experts"
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("scheme", "part", "change", "said"),
     [
@@ -845,7 +852,8 @@ def write_large(folder: Path, form: str | None, layers: int, experts: int) -> Pa
     return folder
 
 
-@pytest.mark.parametrize(("form", "layers"), [("pack-quantized", 6), ("int-quantized", 3)])
+@pytest.mark.full
+@pytest.mark.parametrize(("form", "layers"), first_of([("pack-quantized", 6), ("int-quantized", 3)], 1))
 def test_loading_needs_the_packed_weights_and_one_layer(tmp_path, form, layers):
     """A layer here is little larger than what is read at once, 64 MB while 64 MB are packed; real ones are larger."""
     folder = write_large(tmp_path / "model", form, layers, 384 // layers)
@@ -855,6 +863,7 @@ def test_loading_needs_the_packed_weights_and_one_layer(tmp_path, form, layers):
     assert peak <= 1.1 * (packed + one_layer)
 
 
+@pytest.mark.full
 def test_quantising_on_load_needs_the_packed_weights_and_one_float_layer(tmp_path):
     folder = write_large(tmp_path / "model", None, 2, 64)
     one_layer = (folder / "model-0.safetensors").stat().st_size

@@ -105,7 +105,7 @@ def difference(found: Tensor, truth: Tensor) -> float:
 
 
 @pytest.mark.parametrize("shards", [1, 4])
-def test_experts_compute_what_the_files_say(shards: int, isa: str, tmp_path: Path) -> None:
+def test_experts_compute_what_the_files_say(shards: int, tmp_path: Path) -> None:
     tensors = random_experts()
     experts = load(write_experts(tmp_path / "m", tensors, shards))
     assert str(experts.config.scheme) == "mxfp4a16"

@@ -94,6 +94,7 @@ def _written(folder: Path, form: str) -> Layer:
     return write_layer(folder / "m", section, store, per_expert_layout(256))
 
 
+@pytest.mark.every(5)
 @pytest.mark.parametrize("part", _PARTS.values(), ids=_PARTS)
 @pytest.mark.parametrize("form", FORMS)
 def test_every_form_in_any_order(form: str, part: ExpertsPart, tmp_path: Path) -> None:

@@ -398,6 +398,7 @@ LINEAR_NAMES = [
 ]
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("place", "pattern"),
     [

@@ -76,6 +76,7 @@ def layers(tmp_path_factory: pytest.TempPathFactory) -> Layers:
 # ---- whole experts ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("form", FORMS)
 def test_experts_of_all_ranks_are_those_of_the_layer(layers: Layers, form: str) -> None:
     whole, all_bytes = layers(form).load()
@@ -143,6 +144,7 @@ def tensor_bytes(layer: Layer, slices: int) -> int:
     return total
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("slices", [2, 4])
 def test_slices_add_up_to_the_layer(layers: Layers, form: str, slices: int) -> None:
@@ -194,6 +196,7 @@ def _needs_no_text(scheme: str) -> bool:
     return scheme not in ("fp8-static", "fp8-tensor", "nvfp4", "w8a8-static")
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("scheme", [scheme for scheme in SCHEMES if _needs_no_text(scheme)])
 def test_slices_of_float_weights_are_quantised_as_the_whole(layers: Layers, scheme: str) -> None:
     whole, all_bytes = layers("float").load(scheme=scheme)

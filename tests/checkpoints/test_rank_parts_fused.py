@@ -91,6 +91,7 @@ def name_of(arrangement: dict[str, int]) -> str:
     )
 
 
+@pytest.mark.every(4)
 @pytest.mark.parametrize("scheme", [None, "w4a8-g32", "w8a8", "nvfp4a16", "fp8a16-tensor"])
 @pytest.mark.parametrize("arrangement", ARRANGEMENTS, ids=name_of)
 def test_parts_of_float_experts_in_every_arrangement(

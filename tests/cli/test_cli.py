@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import run_command
 
 import cpumoe
 from cpumoe.cli import main
@@ -16,43 +17,44 @@ from cpumoe.cli import main
 TINY = ["--hidden", "64", "--intermediate", "32", "--experts", "4", "--topk", "2", "--tokens", "1,5"]
 
 
-def cpumoe_command(*arguments: str) -> subprocess.CompletedProcess[str]:
+def test_a_process_of_its_own() -> None:
+    """The other tests of this file call ``main``."""
     program = "import sys; from cpumoe_command import main; sys.exit(main())"
-    return subprocess.run(
-        [sys.executable, "-c", program, *arguments], capture_output=True, text=True, timeout=300, check=False
-    )
+    command = [sys.executable, "-c", program, "doctor", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0 and json.loads(done.stdout)["isa"] == cpumoe.isa(), done.stderr
 
 
 def test_help_and_version() -> None:
-    assert "COMMAND" in cpumoe_command("--help").stdout
-    assert cpumoe_command("--version").stdout.strip() == f"cpumoe {cpumoe.__version__}"
-    assert cpumoe_command().returncode == 2
-    assert cpumoe_command("dance").returncode == 2
+    assert "COMMAND" in run_command("--help").stdout
+    assert run_command("--version").stdout.strip() == f"cpumoe {cpumoe.__version__}"
+    assert run_command().returncode == 2
+    assert run_command("dance").returncode == 2
 
 
 def test_doctor() -> None:
-    done = cpumoe_command("doctor")
+    done = run_command("doctor")
     assert done.returncode == 0, done.stderr
     assert "in use" in done.stdout and "oneDNN guard" in done.stdout and "NUMA nodes" in done.stdout
-    facts = json.loads(cpumoe_command("doctor", "--json").stdout)
+    facts = json.loads(run_command("doctor", "--json").stdout)
     assert facts["isa"] == cpumoe.isa()
     assert all(test["passed"] for test in facts["self_tests"])
     assert {t["isa"] for t in facts["self_tests"]} == {s["name"] for s in facts["instruction_sets"] if s["supported"]}
 
 
 def test_explain() -> None:
-    done = cpumoe_command("explain", "w8a8")
+    done = run_command("explain", "w8a8")
     assert done.returncode == 0 and "chosen: native" in done.stdout
     assert "aten       no: scheme w8a8" in done.stdout
-    told = json.loads(cpumoe_command("explain", "w4a8-g32", "--json").stdout)
+    told = json.loads(run_command("explain", "w4a8-g32", "--json").stdout)
     assert told["chosen"] == "native" and [b["backend"] for b in told["backends"]] == [
         "native",
         "aten",
         "reference",
     ]
-    refused = cpumoe_command("explain", "w4a8", "--routing", "unspecified")
+    refused = run_command("explain", "w4a8", "--routing", "unspecified")
     assert refused.returncode == 1 and "no backend serves this layer" in refused.stdout
-    bad = cpumoe_command("explain", "w4a8-g48")
+    bad = run_command("explain", "w4a8-g48")
     assert bad.returncode == 2 and "group_size=48; a multiple of 32" in bad.stderr
     assert "Traceback" not in bad.stderr
 
@@ -125,20 +127,21 @@ def test_layers_of_a_rotation_have_memory_of_their_own_and_the_same_results() ->
     ],
 )
 def test_bench_refuses(arguments: list[str], message: str) -> None:
-    done = cpumoe_command("bench", *arguments)
+    done = run_command("bench", *arguments)
     assert done.returncode == 2 and message in done.stderr and "Traceback" not in done.stderr
 
 
 def test_explain_of_a_checkpoint() -> None:
     folder = Path(__file__).parents[1] / "data" / "checkpoints" / "gptoss-w4a8-g32"
-    done = cpumoe_command("explain", str(folder))
+    done = run_command("explain", str(folder))
     assert done.returncode == 0 and "2 layers: w4a8-g32, swiglu_oai" in done.stdout and "chosen: native" in done.stdout
-    facts = json.loads(cpumoe_command("explain", str(folder), "--json").stdout)
+    facts = json.loads(run_command("explain", str(folder), "--json").stdout)
     assert facts["chosen"] == "native" and facts["layers"] == 2
 
 
+@pytest.mark.full
 def test_demo_finds_the_same_bits() -> None:
-    done = cpumoe_command("demo", "--layer", "--experts", "8")
+    done = run_command("demo", "--layer", "--experts", "8")
     assert done.returncode == 0, done.stderr
     assert "bits per weight" in done.stdout and "faster by" in done.stdout and "DIFFERENT" not in done.stdout
 

@@ -112,6 +112,7 @@ def test_a_conversation(folder: Path) -> None:
         assert terminal.process.wait(PATIENCE) == 0
 
 
+@pytest.mark.full
 def test_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(folder: Path) -> None:
     with chat(str(folder), "--scheme", "float", "--max-new-tokens", "2000") as terminal:
         terminal.type(b"which experts?\n")
@@ -127,6 +128,7 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_the_conversation(folder: Path) -> None
         assert terminal.process.wait(PATIENCE) == 0
 
 
+@pytest.mark.full
 def test_reads_a_pipe(folder: Path) -> None:
     program = "import sys; from cpumoe_command import main; sys.exit(main())"
     done = subprocess.run(

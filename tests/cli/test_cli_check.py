@@ -92,6 +92,7 @@ def test_layers_and_tokens(checked: Checked) -> None:
     assert code == 0 and {name.split(".")[2] for name in modules(facts)} == {"1"} and "1 of 1 layers" in text
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize(
     "scheme",
     ["w4a8-g32", "w4a8", "w8a8", "w8a8-g32", "w4a16-g32", "w8a16", "w4a16-g32-asym", "mxfp4a16", "nvfp4a16"],

@@ -16,6 +16,7 @@ import pytest
 from tiny_models import write_tiny_model
 
 pytest.importorskip("transformers")
+from sampling import first_of
 
 import cpumoe_command
 from cpumoe.cli import main
@@ -67,7 +68,7 @@ class Running:
 
 
 # In the order in which they are loaded. Before the first of them is Python's own start, a few milliseconds.
-@pytest.mark.parametrize("way", [SCRIPT, MODULE], ids=["script", "python -m"])
+@pytest.mark.parametrize("way", first_of([SCRIPT, MODULE], 1), ids=["script", "python -m"])
 @pytest.mark.parametrize("library", ["_core.cpython", "libtorch_cpu", "libtorch_python", "_multiarray_umath"])
 def test_while_pytorch_is_imported(way: list[str], library: str, folder: Path) -> None:
     running = Running([*way, "generate", str(folder), "The", "--scheme", "float"])
@@ -75,7 +76,7 @@ def test_while_pytorch_is_imported(way: list[str], library: str, folder: Path) -
     assert running.stop() == (130, b"", b"cpumoe generate: interrupted\n")
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.3, 1.0, 2.0])
+@pytest.mark.parametrize("delay", first_of([0.3, 0.0, 1.0, 2.0], 1))
 def test_while_a_model_is_loaded(delay: float, folder: Path) -> None:
     arguments = ["generate", str(folder), "The", "--scheme", "w4a8-g32", "--max-new-tokens", "2000", "--no-stream"]
     running = Running([*SCRIPT, *arguments])
@@ -87,6 +88,7 @@ def test_while_a_model_is_loaded(delay: float, folder: Path) -> None:
     assert out == b"" or b"prompt tokens" in err
 
 
+@pytest.mark.full
 def test_while_an_answer_is_written(folder: Path) -> None:
     arguments = ["generate", str(folder), "The experts", "--scheme", "float", "--max-new-tokens", "2000"]
     running = Running([*SCRIPT, *arguments])
@@ -104,6 +106,7 @@ def test_while_an_answer_is_written(folder: Path) -> None:
     assert out == b"" or json.loads(out)["finish"] == "interrupt"
 
 
+@pytest.mark.full
 def test_quantize_goes_on_with_the_same_command(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,6 +123,7 @@ def test_quantize_goes_on_with_the_same_command(
     assert main(arguments) == 0 and quantised.exists() and not work.exists()
 
 
+@pytest.mark.full
 def test_while_a_text_is_read_and_measured(folder: Path) -> None:
     running = Running([*SCRIPT, "eval", str(folder), "--text", "-", "--scheme", "float"], stdin=subprocess.PIPE)
     running.until(lambda: running.has_mapped("libtorch_python"))
@@ -136,6 +140,7 @@ def test_while_a_text_is_read_and_measured(folder: Path) -> None:
     assert running.stop() == (130, b"", b"cpumoe eval: interrupted\n")
 
 
+@pytest.mark.full
 def test_while_layers_are_measured() -> None:
     running = Running([*SCRIPT, "bench", "--tokens", "1", "--seconds", "60"])
     running.until(lambda: running.has_mapped("libtorch_python"))

@@ -384,6 +384,7 @@ def test_verbose_before_and_behind_the_command() -> None:
         assert not verbose(command, *required)
 
 
+@pytest.mark.full
 def test_verbose_shows_what_is_chosen(places: dict[str, str]) -> None:
     program = "import sys; from cpumoe_command import main; sys.exit(main())"
     arguments = ["generate", places["quantised"], "x", "--max-new-tokens", "1", "-v"]

@@ -1,13 +1,13 @@
-"""``cpumoe plan`` as a user meets it: real processes, real checkpoints."""
+"""``cpumoe plan`` as a user meets it, on real checkpoints."""
 
 from __future__ import annotations
 
 import json
 import subprocess
-import sys
 
 import pytest
 from changed_checkpoints import CHECKPOINTS
+from commands import run_command
 
 pytest.importorskip("transformers")
 
@@ -15,9 +15,7 @@ PACKED = str(CHECKPOINTS / "qwen3moe-w4a8-g32-packed")
 
 
 def plan(*arguments: str) -> subprocess.CompletedProcess[str]:
-    program = "import sys; from cpumoe_command import main; sys.exit(main())"
-    command = [sys.executable, "-c", program, "plan", PACKED, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return run_command("plan", PACKED, *arguments)
 
 
 def test_a_line_for_every_rank() -> None:

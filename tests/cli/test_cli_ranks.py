@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from rank_processes import shared_files
+from sampling import first_of
 from tiny_models import write_tiny_model
 
 pytest.importorskip("transformers")
@@ -49,9 +50,10 @@ def _run(ranks: int, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    [(4, "--ep"), (2, "--dp 2 --ep --exchange all_to_all"), (2, "--tp 2 --sp --ep")],
+    first_of([(2, "--dp 2 --ep --exchange all_to_all"), (4, "--ep"), (2, "--tp 2 --sp --ep")], 1),
 )
 def test_generate_gives_the_text_of_one_process(folder: Path, ranks: int, layout: str) -> None:
     common = ["generate", str(folder), _PROMPT, "--scheme", "w4a8-g32", "--max-new-tokens", "12", "--greedy", "--json"]
@@ -61,6 +63,7 @@ def test_generate_gives_the_text_of_one_process(folder: Path, ranks: int, layout
     assert not shared_files()
 
 
+@pytest.mark.full
 def test_sampled_tokens_are_those_of_one_rank(folder: Path) -> None:
     """No rank may choose another token than the others, with and without a seed."""
     common = [
@@ -83,12 +86,15 @@ def test_sampled_tokens_are_those_of_one_rank(folder: Path) -> None:
 
 @pytest.mark.parametrize(
     ("ranks", "arguments", "message"),
-    [
-        (1, ["--tp", "2"], "has 2 ranks, and this is one process; torchrun --nproc-per-node 2"),
-        (1, ["--ep"], "--ep has no effect with one rank"),
-        (2, ["--tp", "2"], "in 2 slices; those of w4a8-g32 are multiples of 32"),
-        (2, ["--scheme", "float", "--ep"], "does not spread them over ranks"),
-    ],
+    first_of(
+        [
+            (1, ["--tp", "2"], "has 2 ranks, and this is one process; torchrun --nproc-per-node 2"),
+            (1, ["--ep"], "--ep has no effect with one rank"),
+            (2, ["--tp", "2"], "in 2 slices; those of w4a8-g32 are multiples of 32"),
+            (2, ["--scheme", "float", "--ep"], "does not spread them over ranks"),
+        ],
+        1,
+    ),
 )
 def test_refusals(folder: Path, ranks: int, arguments: list[str], message: str) -> None:
     scheme = [] if "--scheme" in arguments else ["--scheme", "w4a8-g32"]
@@ -158,13 +164,17 @@ def _answers(ranks: int, folder: Path, *more: str) -> list[str]:
         return [*found, served.complete(str(folder), _PROMPT)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("ranks", "layout"),
-    [
-        (2, "--ep --rebalance 5 --spare-experts 1"),
-        (2, "--dp 2 --ep --rebalance 5 --spare-experts 1"),
-        (4, "--tp 2 --dp 2 --ep --exchange all_to_all"),
-    ],
+    first_of(
+        [
+            (2, "--ep --rebalance 5 --spare-experts 1"),
+            (2, "--dp 2 --ep --rebalance 5 --spare-experts 1"),
+            (4, "--tp 2 --dp 2 --ep --exchange all_to_all"),
+        ],
+        1,
+    ),
 )
 def test_serve_answers_many_requests_at_once_as_one_process_does(
     folder: Path, answers_alone: list[str], ranks: int, layout: str
@@ -173,7 +183,8 @@ def test_serve_answers_many_requests_at_once_as_one_process_does(
     assert not shared_files()
 
 
-@pytest.mark.parametrize(("ranks", "layout"), [(2, "--ep"), (2, "--dp 2 --ep"), (4, "--tp 2 --dp 2 --ep")])
+@pytest.mark.full
+@pytest.mark.parametrize(("ranks", "layout"), first_of([(2, "--ep"), (2, "--dp 2 --ep"), (4, "--tp 2 --dp 2 --ep")], 1))
 def test_serve_ends_when_a_rank_is_lost(folder: Path, ranks: int, layout: str) -> None:
     with _serving(ranks, folder, *layout.split(), "--rank-timeout", "10") as served:
         served.complete(str(folder), _PROMPT)
@@ -182,6 +193,7 @@ def test_serve_ends_when_a_rank_is_lost(folder: Path, ranks: int, layout: str) -
     assert not shared_files()
 
 
+@pytest.mark.full
 def test_serve_says_what_groups_of_ranks_do(folder: Path) -> None:
     with _serving(2, folder, "--dp", "2", "--ep") as served:
         said = "".join(served.said)
@@ -189,6 +201,7 @@ def test_serve_says_what_groups_of_ranks_do(folder: Path) -> None:
     assert "computed together by 2 groups of ranks, each with requests of its own, each step in one call" in said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", ["generate", "serve"])
 def test_prompts_are_not_shared_out(folder: Path, command: str) -> None:
     more = [_PROMPT] if command == "generate" else []

@@ -172,6 +172,7 @@ def test_no_more_is_held_back_than_may_become_a_stop(text: str, stops: list[str]
         assert not held or any(s.startswith(held) for s in stops)
 
 
+@pytest.mark.full
 def test_standard_input(
     greedy_model: Path,
     tmp_path: Path,

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import run_command
 
 from cpumoe.bench.rank_costs import measure_costs
 from cpumoe.bench.workload import Shape
@@ -33,9 +34,7 @@ def costs(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def simulate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    program = "import sys; from cpumoe_command import main; sys.exit(main())"
-    command = [sys.executable, "-c", program, "simulate", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    return run_command("simulate", *arguments)
 
 
 def test_a_line_for_every_layout_and_number_of_ranks(costs: str) -> None:
@@ -103,6 +102,7 @@ def test_refused_with_a_sentence(costs: str, arguments: list[str], message: str)
     assert message in done.stderr
 
 
+@pytest.mark.full
 def test_a_plot_without_matplotlib(costs: str, tmp_path: Path) -> None:
     program = "import sys; sys.modules['matplotlib'] = None; from cpumoe_command import main; sys.exit(main())"
     given = ["simulate", *SHAPE, "--costs", costs, "--plot", str(tmp_path / "x.png")]
@@ -110,6 +110,7 @@ def test_a_plot_without_matplotlib(costs: str, tmp_path: Path) -> None:
     assert done.returncode == 2 and "--plot needs matplotlib: pip install 'cpumoe[bench]'" in done.stderr
 
 
+@pytest.mark.full
 def test_measured_costs_of_real_ranks() -> None:
     found = measure_costs(Shape("small", 128, 64, 8, 2), Scheme.parse("w4a8-g32"), 1, seconds=0.002)
     assert (found.hidden, found.intermediate, found.scheme, found.threads) == (128, 64, "w4a8-g32", 1)

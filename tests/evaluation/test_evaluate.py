@@ -139,7 +139,9 @@ def test_a_model_beside_itself(model: Any, tokenizer: Any) -> None:
     for other in (model, copy.deepcopy(model)):
         found = compare(model, other, tokenizer, TEXT)
         assert found.kl == 0 and found.top1_agreement == 1
-        assert found.model.nats == found.float_model.nats == perplexity(model, tokenizer, TEXT).nats
+        # PyTorch's sums may differ in the last bit with the alignment of what they add.
+        alone = pytest.approx(perplexity(model, tokenizer, TEXT).nats, rel=1e-12)
+        assert found.model.nats == alone and found.float_model.nats == alone
         assert list(found.routing) == ["model.layers.0.mlp.experts", "model.layers.1.mlp.experts"]
         assert all(agreement.shared == agreement.exact == 1 for agreement in found.routing.values())
 

@@ -378,6 +378,7 @@ def test_waiting_jobs_are_told_that_the_engine_ends() -> None:
         release.set()
 
 
+@pytest.mark.full
 def test_a_client_that_does_not_read(parts: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_answers, "_SEND_SECONDS", 0.5)
     with serving(parts) as (served, port), socket.socket() as connection:

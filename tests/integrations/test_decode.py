@@ -6,12 +6,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
+from conftest import SUPPORTED_ISAS
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_architectures import ARCHITECTURES, write_float
 from tiny_models import ARCHITECTURES as TINY
 
 import cpumoe
+from cpumoe.evaluation.selftest import using_isa
 from cpumoe.integrations.transformers import attention, plugin
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -28,6 +30,7 @@ SIZES = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_model_computes_what_it_did(tmp_path, architecture, monkeypatch):
     folder = write_float(tmp_path / "float", architecture)
@@ -188,29 +191,24 @@ def test_attention_is_that_of_pytorch(batch, kv_heads, share, tokens, depth, val
     torch.testing.assert_close(got.float(), expected, rtol=rounding, atol=rounding)
 
 
-def test_the_same_bits_on_every_instruction_set_and_thread_count(isa):
+def test_the_same_bits_on_every_instruction_set_and_thread_count():
     torch.manual_seed(1)
     query, kv = torch.randn(1, 8, 64).bfloat16(), torch.randn(2, 1, 2, 333, 64).bfloat16()
     x, weight = torch.randn(3, 72).bfloat16(), torch.randn(21, 72).bfloat16()
-    results = []
-    for threads in (1, 2, 3):
+
+    def results(isa, threads):
         cpumoe.set_num_threads(threads)
-        results.append(
-            (
+        with using_isa(isa):
+            return (
                 torch.ops.cpumoe.decode_attention(query, kv[0], kv[1], None, 0.1),
                 torch.ops.cpumoe.router_logits(x, weight, None, True),
                 torch.ops.cpumoe.rms_norm(x, weight[0], 1e-6, True),
             )
-        )
-    cpumoe._core.use_isa("scalar")
-    cpumoe.set_num_threads(1)
-    expected = (
-        torch.ops.cpumoe.decode_attention(query, kv[0], kv[1], None, 0.1),
-        torch.ops.cpumoe.router_logits(x, weight, None, True),
-        torch.ops.cpumoe.rms_norm(x, weight[0], 1e-6, True),
-    )
-    for result in results:
-        assert all(torch.equal(a, b) for a, b in zip(result, expected, strict=True))
+
+    expected = results("scalar", 1)
+    for isa in SUPPORTED_ISAS:
+        for threads in (1, 2, 3):
+            assert all(torch.equal(a, b) for a, b in zip(results(isa, threads), expected, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

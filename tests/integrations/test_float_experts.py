@@ -44,6 +44,7 @@ def schemes(model: Any) -> list[str]:
     return [str(m.config.scheme) for m in model.modules() if isinstance(m, Experts)]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("dtype", NAMES)
 def test_a_float_checkpoint_runs_as_it_is_stored(tmp_path: Path, architecture: str, dtype: torch.dtype) -> None:

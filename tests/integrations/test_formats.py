@@ -69,6 +69,7 @@ def written(kind: str, source: Path, folder: Path) -> Path:
 KINDS = ["gptq", "gptq in activation order", "awq", "w4a16-g32", "w4a16-g32-asym", "mxfp4a16", "nvfp4a16", "w8a8-g32"]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("activations", [None, "int8"])
 def test_a_model_is_saved_as_it_was_loaded(source: Path, tmp_path: Path, kind: str, activations: str | None) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from every_architecture import family_class, write_family
+from every_architecture import family_class
 from transformers import DynamicCache
 
 import cpumoe
@@ -30,22 +30,19 @@ OPTIONS = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory):
+def loaded(family_folder):
     """Models of families, loaded when they are asked for; their experts are as they are stored, in fp32."""
-    root, models = tmp_path_factory.mktemp("families"), {}
+    models = {}
 
     def load(
         name: str, kv_cache: str | None = "int8", dtype: torch.dtype = torch.float32, scheme: str | None = None
     ) -> transformers.PreTrainedModel:
         key = (name, kv_cache, dtype, scheme)
         if key not in models:
-            if not (root / name).exists():
-                write_family(root / name, name)
             options = {"dtype": dtype, "auto_class": family_class(name), "scheme": scheme, "kv_cache": kv_cache}
-            models[key] = cpumoe.load_model(root / name, **options)
+            models[key] = cpumoe.load_model(family_folder(name), **options)
         return models[key]
 
-    load.root = root
     return load
 
 
@@ -332,8 +329,8 @@ def test_the_ways_to_ask(loaded, monkeypatch, tmp_path):
         cpumoe.load_model(tmp_path / "packed", dtype=torch.float32)
 
 
-def test_what_is_refused(loaded, monkeypatch):
-    folder = loaded.root / "qwen3_moe"
+def test_what_is_refused(loaded, family_folder, monkeypatch):
+    folder = family_folder("qwen3_moe")
     loaded("qwen3_moe")
     for value in ("int4", "", "INT8", 8):
         with pytest.raises(ValueError, match="kv_cache="):
@@ -346,9 +343,8 @@ def test_what_is_refused(loaded, monkeypatch):
     with pytest.raises(ValueError, match="one call of the core; .*CPUMOE_STEPS=0"):
         cpumoe.load_model(folder, kv_cache="int8")
     monkeypatch.delenv("CPUMOE_STEPS")
-    write_family(loaded.root / "jamba", "jamba")
     with pytest.raises(ValueError, match="layer by layer: "):
-        cpumoe.load_model(loaded.root / "jamba", kv_cache="int8", dtype=torch.float32)
+        cpumoe.load_model(family_folder("jamba"), kv_cache="int8", dtype=torch.float32)
 
 
 def test_a_model_that_becomes_another_one_is_refused(loaded, tmp_path):

@@ -60,6 +60,7 @@ def calls(monkeypatch):
     return seen
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_computes_what_it_did(family, calls):
     stock, fast = both(family)
@@ -243,6 +244,7 @@ def plain(query, latents, rotated, weight, mask, scale, sinks):
     return (weights @ made[..., nope:]).transpose(1, 2)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("batch", "heads", "queries", "tokens", "rank", "rotary", "nope", "width"),

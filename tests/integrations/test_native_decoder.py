@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 import pytest
 import torch
 import transformers
-from every_architecture import FAMILIES, family_class, write_family
+from every_architecture import FAMILIES, family_class, representatives_first, write_family
 from random_layers import relative_error
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -45,17 +45,14 @@ ALONE = [name for name in FAMILIES if name != "mistral_large4_text"]  # which tr
 
 
 @pytest.fixture(scope="module")
-def loaded(tmp_path_factory):
+def loaded(family_folder):
     """Models of families with quantised experts, loaded when they are asked for."""
-    root, models = tmp_path_factory.mktemp("families"), {}
+    models = {}
 
     def load(name: str, dtype: torch.dtype = torch.float32, linears: str | None = None) -> transformers.PreTrainedModel:
         if (name, dtype, linears) not in models:
-            folder = root / name
-            if not folder.exists():
-                write_family(folder, name)
             options = {"dtype": dtype, "auto_class": family_class(name), "scheme": "w8a8", "linears": linears}
-            models[name, dtype, linears] = cpumoe.load_model(folder, **options)
+            models[name, dtype, linears] = cpumoe.load_model(family_folder(name), **options)
         return models[name, dtype, linears]
 
     return load
@@ -105,7 +102,7 @@ def prompt(batch: int = 2, tokens: int = 9, padding: int = 3) -> dict[str, torch
     return {"input_ids": ids, "attention_mask": mask}
 
 
-@pytest.mark.parametrize("name", ALONE)
+@pytest.mark.parametrize("name", representatives_first(ALONE))
 def test_which_families_run_in_one_call(loaded, name):
     said = explanation(loaded(name))
     assert (said == "every step is one call of the core") == (name in NATIVE), said
@@ -122,7 +119,7 @@ def test_the_configuration_alone_tells_whether_a_step_is_one_call(tmp_path, name
     assert said.startswith("each in one call" if name in NATIVE else "layer by layer through transformers: ")
 
 
-@pytest.mark.parametrize("name", sorted(NATIVE))
+@pytest.mark.parametrize("name", representatives_first(sorted(NATIVE)))
 def test_hidden_states_equal_those_of_the_models_own_code(loaded, name):
     base = base_of(loaded(name))
     inputs = prompt()
@@ -510,7 +507,7 @@ def test_not_described_is_an_exception_with_a_sentence():
     assert str(NotDescribed("its layers have x")) == "its layers have x"
 
 
-@pytest.mark.parametrize("name", sorted(NATIVE))
+@pytest.mark.parametrize("name", representatives_first(sorted(NATIVE)))
 def test_either_code_goes_on_from_what_the_other_has_left(loaded, name):
     """A step, a call that asks for hidden states, and a step again, over one cache."""
     base = base_of(loaded(name))

@@ -26,6 +26,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_layers import relative_error
 from safetensors.torch import load_file, save
+from sampling import first_of, sampled_product
 from tiny_architectures import ARCHITECTURES, apart, quantized_tensors, write_float, write_quantized, write_tensors
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Llama4Config, Llama4ForConditionalGeneration, pipeline
@@ -177,8 +178,7 @@ def assert_layers_agree(model: nn.Module, twin: nn.Module, tolerance: float) -> 
         assert relative_error(out.view(expected.shape), expected) <= tolerance, name
 
 
-@pytest.mark.parametrize(("scheme", "form"), QUANTIZED)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("scheme", "form", "architecture"), sampled_product(QUANTIZED, list(ARCHITECTURES)))
 def test_a_quantised_checkpoint_becomes_the_model_it_says(models, architecture, scheme, form):
     folder = models.quantized(architecture, scheme, form)
     model, twin = load(folder), load_stock(folder.with_name(f"{folder.name}-float"))
@@ -193,6 +193,7 @@ def test_a_quantised_checkpoint_becomes_the_model_it_says(models, architecture, 
     assert float(per_token.median()) <= 0.05
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_from_pretrained_gives_the_same_model(models, architecture):
     folder = models.quantized(architecture)
@@ -335,7 +336,7 @@ def test_pipeline_writes_text():
     assert again("hello", max_new_tokens=4, do_sample=False)[0]["generated_text"] == text
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "deepseek_v3", "llama4_text"])
+@pytest.mark.parametrize("architecture", first_of(["qwen3_moe", "gpt_oss", "deepseek_v3", "llama4_text"], 1))
 def test_a_compiled_model_gives_the_same(models, architecture, monkeypatch):
     monkeypatch.setenv("CPUMOE_STEPS", "0")  # a compiler sees the model's own code
     model = load(models.quantized(architecture))
@@ -344,13 +345,15 @@ def test_a_compiled_model_gives_the_same(models, architecture, monkeypatch):
     assert relative_error(logits(torch.compile(model, backend="aot_eager", fullgraph=True)), expected) <= 1e-4
 
 
+@pytest.mark.full
 def test_a_model_compiled_to_machine_code_gives_the_same(tmp_path):
     model = load(write_float(tmp_path / "model", "qwen3_moe", num_hidden_layers=1), scheme="w8a8")
     torch._dynamo.reset()
     assert relative_error(logits(torch.compile(model)), logits(model)) <= 1e-4
 
 
-@pytest.mark.parametrize("order", ["cpumoe first", "transformers first"])
+@pytest.mark.full
+@pytest.mark.parametrize("order", ["transformers first", "cpumoe first"])
 def test_the_order_of_imports_does_not_matter(models, order, started):
     assert started[order].wait() == 0, started[order].stderr.read()
     expected = float(logits(load(models.quantized("qwen3_moe"))).double().abs().sum())
@@ -388,6 +391,7 @@ def test_importing_cpumoe_does_not_import_transformers():
     subprocess.run([sys.executable, "-c", "import sys, cpumoe; assert 'transformers' not in sys.modules"], check=True)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_copy_of_a_model_is_a_model_of_its_own(models, architecture):
     """Routers of copies once went on with the weights of the original."""
@@ -402,6 +406,7 @@ def test_a_copy_of_a_model_is_a_model_of_its_own(models, architecture):
     assert torch.equal(logits(model), expected)
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_the_next_token_does_not_depend_on_how_the_others_were_read(models, architecture):
     """All at once, one after another through the cache, and beside a longer sequence with padding on the left."""
@@ -429,8 +434,7 @@ def assert_survives_saving(model: transformers.PreTrainedModel, folder: Path) ->
     assert_same_model(load(folder, dtype=model.dtype), model)
 
 
-@pytest.mark.parametrize(("scheme", "form"), QUANTIZED)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize(("scheme", "form", "architecture"), sampled_product(QUANTIZED, list(ARCHITECTURES)))
 def test_a_quantised_model_survives_saving(models, tmp_path, architecture, scheme, form):
     model = load(models.quantized(architecture, scheme, form))
     assert_survives_saving(model, tmp_path / "saved")
@@ -438,14 +442,14 @@ def test_a_quantised_model_survives_saving(models, tmp_path, architecture, schem
     assert section["format"] == form
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", first_of(["qwen3_moe", "gpt_oss", "deepseek_v3"], 3, ARCHITECTURES))
 def test_a_model_with_two_schemes_survives_saving(models, tmp_path, architecture):
     """Experts of one scheme and linears of another, in the dtype whose biases are narrower than what is packed."""
     model = load(models.float(architecture), scheme="w4a8-g32", linears="w8a8", dtype=torch.bfloat16)
     assert_survives_saving(model, tmp_path / "saved")
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", first_of(["qwen3_moe", "gpt_oss", "deepseek_v3"], 3, ARCHITECTURES))
 def test_linears_alone_survive_saving(models, tmp_path, architecture):
     model = load(models.float(architecture), linears="w8a8")
     assert {str(m.config.scheme) for m in model.modules() if isinstance(m, Experts)} == {"fp32"}
@@ -456,7 +460,7 @@ def test_linears_alone_survive_saving(models, tmp_path, architecture):
     assert_same_model(load(tmp_path / "left"), model)
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", first_of(["qwen3_moe", "gpt_oss", "deepseek_v3"], 3, ARCHITECTURES))
 def test_an_accelerated_model_is_the_one_that_load_model_makes_and_survives_saving(models, tmp_path, architecture):
     model = load_stock(models.float(architecture))
     assert cpumoe.accelerate(model, "w4a8-g32", linears="w8a8") is model
@@ -490,7 +494,7 @@ def test_a_float_model_loaded_as_such_is_saved_as_such(models, tmp_path):
         *(("nvfp4a16", "nvfp4a16"), ("mxfp4a16", "mxfp4a16")),
     ],
 )
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("architecture", first_of(["qwen3_moe", "gpt_oss"], 1))
 def test_compressed_tensors_decompresses_what_was_saved(models, tmp_path, architecture, scheme, linears):
     """Its own tool, with its own reading of the configuration, finds every linear and gets our values."""
     from compressed_tensors.compressors import ModelCompressor
@@ -545,6 +549,7 @@ def test_compressed_tensors_decompresses_what_was_saved(models, tmp_path, archit
 # ---- options -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_float_experts_are_quantised_as_they_are_read(models, architecture):
     model = load(models.float(architecture), scheme="w8a8")
@@ -689,6 +694,7 @@ DAMAGE = [
 ]
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage[0])
 def test_tensors_that_are_missing_unexpected_or_wrong_stop_the_load(models, tmp_path, damage):
     name, change = damage
@@ -975,6 +981,7 @@ def test_weights_changed_in_place_are_seen(models):
     assert torch.equal(logits(model), before)
 
 
+@pytest.mark.full
 def test_the_experts_implementation_in_inference_mode_and_compiled(tmp_path):
     folder = write_float(tmp_path / "model", "qwen3_moe", num_hidden_layers=1)
     expected = logits(load_stock(folder, experts_implementation="cpumoe-w4a8-g32"))
@@ -1101,6 +1108,7 @@ def without_checksums(file):
     file.write_bytes(file.read_bytes().replace(b'"checksums"', b'"checksumz"', 1))
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "damage",
     [
@@ -1128,7 +1136,7 @@ def test_a_damaged_cache_is_replaced(models, tmp_path, damage, caplog):
     assert file.read_bytes() == whole and f"{file.name}" in caplog.text
 
 
-@settings(deadline=None, max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, max_examples=5, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_no_bit_of_a_cache_can_change_unseen(models, tmp_path, place, bit):
     folder, cache = models.quantized("qwen3_moe"), tmp_path / "cache"
@@ -1202,7 +1210,7 @@ print("went on")
 """
 
 
-@pytest.mark.parametrize("handler", ["none", "faulthandler"])
+@pytest.mark.parametrize("handler", first_of(["none", "faulthandler"], 1))
 def test_a_cache_that_is_cut_while_it_is_used_ends_the_process_with_a_sentence(models, tmp_path, handler):
     arguments = [sys.executable, "-c", CUT_WHILE_MAPPED, models.quantized("qwen3_moe"), tmp_path / "cache", handler]
     done = subprocess.run(arguments, capture_output=True, text=True, timeout=120)
@@ -1228,6 +1236,7 @@ print(mapped[15000])
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("handler", ["none", "faulthandler"])
 @pytest.mark.parametrize("way", ["sent", "another file"])
 def test_other_bus_errors_are_none_of_ours(models, tmp_path, handler, way):

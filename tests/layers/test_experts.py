@@ -34,8 +34,7 @@ FIXED_POINT = 2e-4
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("tokens", [1, 3, 17, 70])
-@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("tokens", "bias"), [(1, True), (3, False), (70, True)])
 def test_schemes(scheme: str, tokens: int, bias: bool) -> None:
     size = fitting(scheme, 192)
     layer = random_layer(scheme, hidden=size, inner=size, bias=bias)
@@ -304,8 +303,8 @@ def test_packed_size_keeps_the_promise_of_the_format(scheme: str, bits: float) -
     assert f"{scheme}," in repr(experts) and "backend=native" in repr(experts)
 
 
-@pytest.mark.parametrize("scheme", ["w4a8-g128", "w4a16-g128-asym", *SCHEMES])
-def test_a_token_of_zeros_gives_zero(isa, scheme):
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_a_token_of_zeros_gives_zero(scheme):
     inputs = input_scale_arguments(cpumoe.Scheme.parse(scheme), 5.0, 5.0)
     layer = cpumoe.Experts.quantize(torch.randn(4, 768, 384), torch.randn(4, 384, 384), scheme, **inputs)
     linear = cpumoe.QuantizedLinear.quantize(torch.randn(96, 384), scheme, **linear_inputs(scheme))

@@ -66,7 +66,7 @@ def test_every_scale_of_e8m0() -> None:
 
 @pytest.mark.parametrize("activations", ["mxfp4a16", "mxfp4a16+int8"])
 @pytest.mark.parametrize("code", [0, 1, 2, 3, 100, 126, 127, 128, 200, 230])
-def test_linears_with_any_scale(code: int, activations: str, isa: str) -> None:
+def test_linears_with_any_scale(code: int, activations: str) -> None:
     """Sums are over integers, so a scale changes nothing but the exponent; above 2^104 they leave the range of fp32."""
     weight = QuantizedWeight("fp4", all_codes(32, 64), torch.full((32, 2), code, dtype=torch.uint8))
     linear = QuantizedLinear.from_weight(weight, Scheme.parse(activations))

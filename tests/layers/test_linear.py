@@ -42,7 +42,7 @@ def scheme_named(weights: str, bits: int) -> str:
 @pytest.mark.parametrize("weights", WEIGHTS)
 @pytest.mark.parametrize(("out", "inputs"), [(1, 160), (10, 160), (33, 320), (64, 480)])
 @pytest.mark.parametrize("rows", [1, 6, 40])
-def test_linear_against_reference(weights: str, bits: int, out: int, inputs: int, rows: int, isa: str) -> None:
+def test_linear_against_reference(weights: str, bits: int, out: int, inputs: int, rows: int) -> None:
     scheme = scheme_named(weights, bits)
     bias = torch.randn(out)
     weight = replace(quantize_weight(torch.randn(out, inputs), cpumoe.Scheme.parse(scheme)), bias=bias)
@@ -62,7 +62,7 @@ def test_linear_against_reference(weights: str, bits: int, out: int, inputs: int
 
 @pytest.mark.parametrize("scheme", ["w4a16", "w8a16", "w4a16-asym", "w4a16-asym+int8"])
 @pytest.mark.parametrize("inputs", [1, 31, 100, 127, 129])
-def test_inputs_that_fill_no_vector(scheme: str, inputs: int, isa: str) -> None:
+def test_inputs_that_fill_no_vector(scheme: str, inputs: int) -> None:
     """Zero points of what lies beyond the end must not be counted."""
     weight = quantize_weight(torch.rand(5, inputs) + 1, cpumoe.Scheme.parse(scheme))  # zero points at the end
     linear = cpumoe.QuantizedLinear.from_weight(weight, cpumoe.Scheme.parse(scheme))
@@ -72,7 +72,7 @@ def test_inputs_that_fill_no_vector(scheme: str, inputs: int, isa: str) -> None:
 
 
 @pytest.mark.parametrize("zero", [-8, 0, 7])
-def test_every_value_with_the_zero_points_at_the_ends(zero: int, isa: str) -> None:
+def test_every_value_with_the_zero_points_at_the_ends(zero: int) -> None:
     values = torch.arange(-8, 8, dtype=torch.int8).repeat(4, 6)
     zeros = torch.full((4, 3), zero, dtype=torch.int8)
     linear = cpumoe.QuantizedLinear.from_quantized(values, torch.ones(4, 3), "w4a16-g32-asym", zero_point=zeros)
@@ -80,7 +80,7 @@ def test_every_value_with_the_zero_points_at_the_ends(zero: int, isa: str) -> No
     assert torch.equal(linear(one_hot), (values - zero).float().T)
 
 
-def test_every_code_of_fp4_with_every_scale(isa: str) -> None:
+def test_every_code_of_fp4_with_every_scale() -> None:
     """All 16 codes with the scales of E8M0 up to 2**108 and all of e4m3, to the bit.
 
     Beyond that the sums overflow before they are multiplied with the step of the row, as those of other schemes do.

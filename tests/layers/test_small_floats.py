@@ -101,7 +101,8 @@ def test_the_nearest_by_brute_force(element: str) -> None:
     for point, value, code in zip(points.tolist(), rounded.tolist(), codes.tolist(), strict=True):
         exact = abs(Fraction(point))
         distances = {c: abs(exact - number) for c, number in numbers.items()}
-        closest = [c for c, distance in distances.items() if distance == min(distances.values())]
+        smallest = min(distances.values())
+        closest = [c for c, distance in distances.items() if distance == smallest]
         best = closest[0] if len(closest) == 1 else next(c for c in closest if c % 2 == 0)
         assert abs(value) == numbers[best] and code % half == best, point
 

@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from sampling import first_of
 from tiny_models import write_tiny_model
 
 from cpumoe import cli, numa
@@ -91,7 +92,7 @@ sys.exit(launch_on_nodes(TWO, python(code, sys.argv[2])))
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", first_of([signal.SIGINT, signal.SIGTERM, signal.SIGKILL], 1))
 def test_signals_end_all(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-c", LAUNCHER, str(Path(__file__).parent), str(tmp_path / "rank")]
     paths = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -127,6 +128,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.mark.full
 def test_generate(folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     arguments = ["generate", str(folder), "The experts", "--scheme", "w4a8-g32", "--max-new-tokens", "12", "--greedy"]
     assert cli.main(arguments) == 0

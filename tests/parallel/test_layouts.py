@@ -98,6 +98,7 @@ def test_printed() -> None:
     assert str(ExpertsPart(())) == "experts none"
 
 
+@pytest.mark.full
 def test_layouts_of_device_meshes() -> None:
     refused = run_ranks(4, "mesh_cases:run")
     assert refused[0] == refused[3]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from rank_processes import Ended, RankProcesses, run_torchrun, shared_files
+from sampling import first_of
 from tiny_architectures import write_float
 
 _STARTING = 60.0  # seconds that processes may take to come to where they go wrong, on a busy machine
@@ -39,7 +40,9 @@ def _others(ended: list[Ended], rank: int) -> list[Ended]:
     return [one for one in ended if one.rank != rank]
 
 
-@pytest.mark.parametrize("stage", ["agreement", "shared memory", "joined", "packing", "prompt", "decoding"])
+@pytest.mark.parametrize(
+    "stage", first_of(["decoding", "joined", "agreement", "shared memory", "packing", "prompt"], 2)
+)
 def test_killed_with_a_model(stage: str, folder: Path) -> None:
     with RankProcesses(2, "fault_cases:killed", stage, 1, str(folder)) as ranks:
         ended = ranks.wait(_STARTING)
@@ -49,7 +52,8 @@ def test_killed_with_a_model(stage: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stage", "shared"), [(2, "decoding", "1"), (4, "joined", "1"), (4, "decoding", "1"), (4, "decoding", "0")]
+    ("ranks", "stage", "shared"),
+    first_of([(2, "decoding", "1"), (4, "joined", "1"), (4, "decoding", "1"), (4, "decoding", "0")], 1),
 )
 def test_killed_with_tokens_of_its_own(ranks: int, stage: str, shared: str, folder: Path) -> None:
     """In the steps of two groups: all others name it, and not who waits for it."""
@@ -61,6 +65,7 @@ def test_killed_with_tokens_of_its_own(ranks: int, stage: str, shared: str, fold
     assert max(one.seconds for one in ended) < ended[doomed].seconds + 10 + _SLOW
 
 
+@pytest.mark.full
 def test_killed_through_torch_distributed(folder: Path) -> None:
     environment = {"CPUMOE_SHARED_MEMORY": "0"}
     with RankProcesses(3, "fault_cases:in_layers", 1, "kill", 20.0, environment=environment) as ranks:
@@ -69,7 +74,8 @@ def test_killed_through_torch_distributed(folder: Path) -> None:
         _names(_others(ranks.wait(_STARTING), 0), 0, "does not answer")
 
 
-@pytest.mark.parametrize("shared", ["0", "1"])
+@pytest.mark.full
+@pytest.mark.parametrize("shared", first_of(["0", "1"], 1))
 def test_long_work(shared: str) -> None:
     """A rank that works for longer than messages may take is not lost; one that has ended or stands still is."""
     environment = {"CPUMOE_SHARED_MEMORY": shared}
@@ -81,7 +87,8 @@ def test_long_work(shared: str) -> None:
             _names(ranks.wait(_STARTING, without=(1,)), 1, "no sign of life", "has ended")
 
 
-@pytest.mark.parametrize("members", [[], [1, 2]])
+@pytest.mark.full
+@pytest.mark.parametrize("members", first_of([[], [1, 2]], 1))
 def test_who_has_called_first_ends_first(members: list[int]) -> None:
     """The store ends with the first rank; the others, of a group of their own or not, name who did not come."""
     with RankProcesses(4, "fault_cases:called", members, 0.7) as ranks:
@@ -89,6 +96,7 @@ def test_who_has_called_first_ends_first(members: list[int]) -> None:
     assert [one.result for one in ended[:3]] == ["rank 3 does not answer"] * 3, [one.output for one in ended]
 
 
+@pytest.mark.full
 def test_killed_before_it_has_come() -> None:
     """Nobody knows which one it is: that some did not come is all that can be said."""
     with RankProcesses(2, "fault_cases:never_comes", 1) as ranks:
@@ -99,14 +107,17 @@ def test_killed_before_it_has_come() -> None:
 
 @pytest.mark.parametrize(
     ("way", "texts"),
-    [
-        ("kill", ("rank 1 has ended",)),
-        ("sums", ("rank 1 has ended",)),
-        ("exit", ("rank 1 has ended",)),
-        ("raise", ("rank 1 has ended",)),
-        ("raise inside", ("rank 1 has failed: KeyError: 'a mistake of one rank",)),
-        ("interrupt", ("rank 1 has ended", "rank 1 has failed: KeyboardInterrupt")),
-    ],
+    first_of(
+        [
+            ("kill", ("rank 1 has ended",)),
+            ("raise inside", ("rank 1 has failed: KeyError: 'a mistake of one rank",)),
+            ("sums", ("rank 1 has ended",)),
+            ("exit", ("rank 1 has ended",)),
+            ("raise", ("rank 1 has ended",)),
+            ("interrupt", ("rank 1 has ended", "rank 1 has failed: KeyboardInterrupt")),
+        ],
+        2,
+    ),
 )
 def test_ended_in_a_layer(way: str, texts: tuple[str, ...]) -> None:
     with RankProcesses(3, "fault_cases:in_layers", 1, way, 30.0) as ranks:
@@ -115,7 +126,8 @@ def test_ended_in_a_layer(way: str, texts: tuple[str, ...]) -> None:
     assert max(one.seconds for one in ended) < ended[1].seconds + _SLOW  # nobody waits for the timeout
 
 
-@pytest.mark.parametrize("way", ["stop", "sleep"])
+@pytest.mark.full
+@pytest.mark.parametrize("way", first_of(["stop", "sleep"], 1))
 @pytest.mark.parametrize("shared", ["1", "0"])
 def test_hangs_in_a_layer(way: str, shared: str) -> None:
     if way == "sleep" and shared == "1":
@@ -126,8 +138,10 @@ def test_hangs_in_a_layer(way: str, shared: str) -> None:
         _names(ended, 1)
 
 
-@pytest.mark.parametrize("where", ["group", "all"])
-@pytest.mark.parametrize(("way", "shared"), [("kill", "1"), ("raise inside", "1"), ("stop", "1"), ("kill", "0")])
+@pytest.mark.parametrize("where", first_of(["group", "all"], 1))
+@pytest.mark.parametrize(
+    ("way", "shared"), first_of([("kill", "1"), ("raise inside", "1"), ("stop", "1"), ("kill", "0")], 1)
+)
 def test_in_a_group_of_some_ranks(way: str, shared: str, where: str) -> None:
     """Those outside of its group name it too, by its number among all ranks."""
     environment = {"CPUMOE_SHARED_MEMORY": shared}
@@ -148,18 +162,21 @@ def test_garbage_in_shared_memory() -> None:
 
 @pytest.mark.parametrize(
     ("way", "text"),
-    [
-        ("layout", "the version and layout of rank 1 is"),
-        ("size", "the version and layout of rank 1 is"),
-        ("version", "the version and layout of rank 1 is 'cpumoe 0.0.1"),
-        ("timeout", "the version and layout of rank 1 is"),
-        ("checkpoint", "the checkpoint of rank 1 is"),
-        ("missing", "rank 1 has failed: CheckpointError"),
-        ("scheme", "the way of loading of rank 1 is"),
-        ("linears", "the way of loading of rank 1 is"),
-        ("kv_cache", "the way of loading of rank 1 is"),
-        ("dtype", "the way of loading of rank 1 is"),
-    ],
+    first_of(
+        [
+            ("layout", "the version and layout of rank 1 is"),
+            ("size", "the version and layout of rank 1 is"),
+            ("version", "the version and layout of rank 1 is 'cpumoe 0.0.1"),
+            ("timeout", "the version and layout of rank 1 is"),
+            ("checkpoint", "the checkpoint of rank 1 is"),
+            ("missing", "rank 1 has failed: CheckpointError"),
+            ("scheme", "the way of loading of rank 1 is"),
+            ("linears", "the way of loading of rank 1 is"),
+            ("kv_cache", "the way of loading of rank 1 is"),
+            ("dtype", "the way of loading of rank 1 is"),
+        ],
+        2,
+    ),
 )
 def test_mismatch(way: str, text: str, folder: Path, other_folder: Path) -> None:
     with RankProcesses(2, "fault_cases:mismatched", 1, way, str(folder), str(other_folder)) as ranks:
@@ -169,6 +186,7 @@ def test_mismatch(way: str, text: str, folder: Path, other_folder: Path) -> None
     assert not any("at loaded" in one.output for one in ended)  # before the first token
 
 
+@pytest.mark.full
 def test_killed_under_torchrun(folder: Path) -> None:
     """As a user starts them: the command ends with an error, and says why."""
     _, output, code = run_torchrun(2, "fault_cases:killed", "decoding", 1, str(folder))

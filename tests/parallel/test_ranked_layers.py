@@ -6,6 +6,7 @@ import pytest
 import torch
 from random_layers import random_layer, routing
 from rank_processes import refuse_failures, run_ranks, shared_files
+from sampling import first_of
 
 from cpumoe import ParallelLayout
 from cpumoe.errors import RankError
@@ -13,17 +14,18 @@ from cpumoe.parallel.experts import ParallelExperts
 from cpumoe.parallel.ranks import Ranks
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", first_of([2, 4], 1))
 def test_every_scheme(ranks: int) -> None:
     refuse_failures(run_ranks(ranks, "layer_cases:every_scheme", ranks, seconds=300))
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", first_of([2, 4], 1))
 def test_every_layout(ranks: int) -> None:
     refuse_failures(run_ranks(ranks, "layer_cases:every_layout", ranks, seconds=300))
     assert not shared_files()
 
 
+@pytest.mark.full
 def test_every_layout_through_torch_distributed() -> None:
     environment = {"CPUMOE_SHARED_MEMORY": "0"}
     refuse_failures(run_ranks(4, "layer_cases:through_gloo", 4, environment=environment, seconds=300))

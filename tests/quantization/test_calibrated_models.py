@@ -82,6 +82,7 @@ def quantize(folder, destination) -> None:
     quantize_folder(folder, destination, scheme, scheme, "pack-quantized", RandomText(), describe)
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", KINDS)
 def test_calibration_runs_the_model_that_is_on_disk(tmp_path, monkeypatch, nothing_is_rounded, name):
     assert name in FAMILIES and tiny_config(name, **KINDS[name]) is not None
@@ -101,6 +102,7 @@ def test_calibration_runs_the_model_that_is_on_disk(tmp_path, monkeypatch, nothi
         assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-4
 
 
+@pytest.mark.every(2)
 @pytest.mark.parametrize("name", ["glm_moe_dsa", "gemma4_text", "qwen3_next", "zaya"])
 def test_a_run_that_was_stopped_goes_on_with_what_layers_hand_on(tmp_path, monkeypatch, name):
     folder = write_family(tmp_path / "float", name, **KINDS[name])

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from tiny_models import write_tiny_model
 
-EXAMPLES = int(os.environ.get("CPUMOE_FUZZ_EXAMPLES", "8"))
+EXAMPLES = int(os.environ.get("CPUMOE_FUZZ_EXAMPLES", "2"))
 
 KILLED, INTERRUPTED, FULL, DONE, EXISTS = 90, 91, 92, 93, 94  # exit codes of children
 WRITING = ("open", "write", "fsync", "mkdir", "sendfile")  # what a full disk stops
@@ -180,6 +180,7 @@ print(json.dumps(drive(source, root, options, examples)))
 """
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("calibrated", [False, True])
 def test_a_run_stopped_anywhere_goes_on_to_the_same_bytes(tmp_path, calibrated):
     source = write_tiny_model(tmp_path / "float")

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from sampling import first_of, sampled_product
 from tiny_architectures import ARCHITECTURES, write_float
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
@@ -70,14 +71,13 @@ def same(one, other):
     return one.element == other.element
 
 
-@pytest.mark.parametrize(
-    ("scheme", "form"),
-    [
-        *(("w4a8-g32", form) for form in INTEGER_FORMATS),
-        *((scheme, None) for scheme in ("w8a8-g32", "w4a16-g32", "w8a16", "w4a16-g32-asym", "mxfp4a16", "nvfp4a16")),
-    ],
-)
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+WRITTEN = [
+    *(("w4a8-g32", form) for form in INTEGER_FORMATS),
+    *((scheme, None) for scheme in ("w8a8-g32", "w4a16-g32", "w8a16", "w4a16-g32-asym", "mxfp4a16", "nvfp4a16")),
+]
+
+
+@pytest.mark.parametrize(("scheme", "form", "architecture"), sampled_product(WRITTEN, list(ARCHITECTURES)))
 def test_every_architecture_is_quantised_and_loads(tmp_path, architecture, scheme, form):
     source = write_float(tmp_path / "float", architecture, dtype=torch.bfloat16)
     report = cpumoe.quantize_checkpoint(source, tmp_path / "q", scheme, **({} if form is None else {"format": form}))
@@ -125,6 +125,7 @@ def test_linears_have_a_scheme_of_their_own(float_model, tmp_path, linears):
 # ---- calibration ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_architecture_is_calibrated(tmp_path, text, architecture):
     source = write_float(tmp_path / "float", architecture, vocab_size=300)
@@ -200,7 +201,7 @@ def start(*arguments, code=_RUN, **options):
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
 
 
-@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize("calibrated", first_of([False, True], 1))
 def test_a_killed_run_is_taken_up_where_it_was(tmp_path, text, calibrated):
     source = write_tiny_model(tmp_path / "float")
     options = {"calibration": str(text), "calibration_samples": 8, "calibration_length": 64} if calibrated else {}
@@ -264,6 +265,7 @@ def test_a_run_that_was_stopped_while_it_cleared_up_is_finished(float_model, tmp
     assert report.matrices == 24 and not (tmp_path / "q/.work").exists()
 
 
+@pytest.mark.full
 def test_two_processes_do_not_write_the_same_folder(float_model, tmp_path):
     work = tmp_path / "q.partial"
     (work / ".work").mkdir(parents=True)
@@ -290,6 +292,7 @@ def test_a_full_disk_leaves_nothing_that_looks_whole(float_model, tmp_path):
     cpumoe.quantize_checkpoint(float_model, tmp_path / "q", "w4a8-g32")  # with room, it goes on
 
 
+@pytest.mark.full
 def test_memory_stays_below_two_layers(tmp_path):
     """The bound that the documentation states, on a model whose layers are large beside the interpreter."""
     sizes = {"hidden_size": 512, "moe_intermediate_size": 256, "num_experts": 64, "num_hidden_layers": 6}
@@ -345,6 +348,7 @@ CHANGES = {
 }
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name,change", [(name, change) for name, changes in CHANGES.items() for change in changes])
 @pytest.mark.parametrize("layer,expert", [(0, 0), (1, 3)])
 def test_a_source_that_changes_meanwhile_is_noticed(tmp_path, monkeypatch, name, change, layer, expert):

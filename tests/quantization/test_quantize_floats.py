@@ -45,6 +45,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.every(3)
 @pytest.mark.parametrize("name", [name for name in WRITTEN if Scheme.parse(name).weights.element not in INTEGERS])
 def test_every_scheme_of_floats_is_written_and_read_again(source: Path, tmp_path: Path, name: str) -> None:
     cpumoe.quantize_checkpoint(source, tmp_path / "q", name)

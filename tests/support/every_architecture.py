@@ -9,11 +9,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
 import torch
 
 if TYPE_CHECKING:
@@ -536,6 +537,19 @@ _OTHER_PURPOSE = [
 FAMILIES: dict[str, TinyFamily] = {
     family.name: family for family in [*_PLAIN, *_VARIANTS, *_MULTIMODAL, *_OTHER_PURPOSE]
 }
+
+#: Families that together have every kind of layer, router, experts module and weight mapping. `make test` runs for
+#: these what takes long, `make test-all` for all.
+REPRESENTATIVES = {
+    *("dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v4", "diffusion_gemma", "gemma4", "gpt_oss"),
+    *("granitemoehybrid", "jamba", "jetmoe", "kimi_linear", "lfm2_moe", "llama4", "longcat_flash", "mimo_v2_flash"),
+    *("minimax", "mistral4", "mixtral", "nemotron_h", "phimoe", "qwen3_5_moe", "qwen3_moe", "qwen3_next"),
+}
+
+
+def representatives_first(names: Iterable[str]) -> list[Any]:
+    """Return test parameters for families: ``make test`` runs the representatives, ``make test-all`` the others."""
+    return [name if name in REPRESENTATIVES else pytest.param(name, marks=pytest.mark.full) for name in names]
 
 
 def tiny_config(name: str, **changes: Any) -> PretrainedConfig:

@@ -186,7 +186,7 @@ test-asan: $(VENV)/installed $(VENV)/build-tools
 # arithmetic alone, which core_test and test-asan cover.
 test-tsan: $(VENV)/build-tools
 	$(call build_core_test,tsan,-DCPUMOE_SANITIZE=thread -DCPUMOE_WITHOUT='amx;avx512_bf16')
-	$(call run_groups,tsan,callers layers routing cached ranks)
+	$(call run_groups,tsan,callers decoder layers routing cached ranks)
 comma := ,
 
 # The oldest compilers that are supported, and a recent Clang with another standard library, libc++: ziglang brings both.

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <exception>
 #include <iterator>
+#include <mutex>
 #include <numeric>
 #include <utility>
 
@@ -448,6 +449,7 @@ std::vector<std::int64_t> Decoder::rows_of_ranks(const Step& step) const {
 }
 
 std::int64_t Decoder::step(const Kernels& kernels, const Step& step) {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
   const DecoderModel& model = state_->model;
   const std::vector<std::int64_t> rows = rows_of_ranks(step);
   const std::int64_t all = std::accumulate(rows.begin(), rows.end(), std::int64_t{0}) / model.group_ranks();
@@ -493,6 +495,7 @@ void Decoder::clear_states(const Step& step) const {
 }
 
 void Decoder::take_seconds(double (&seconds)[kStepParts]) {
+  const std::lock_guard<std::mutex> lock(state_->mutex);
   std::copy(std::begin(state_->seconds), std::end(state_->seconds), seconds);
   std::fill(std::begin(state_->seconds), std::end(state_->seconds), 0.0);
 }

@@ -257,7 +257,7 @@ class Decoder {
   const DecoderModel& model() const;
   // Refuses rows and caches that do not belong together, naming them. Where groups of ranks have rows of their own,
   // each of them runs every step, also one in which it has none: others need its experts. Returns how many rows the
-  // groups had, all together.
+  // groups had, all together. Several threads may call it at once, with different caches: they take turns.
   std::int64_t step(const Kernels& kernels, const Step& step);
   // Seconds of each part since the last call.
   void take_seconds(double (&seconds)[kStepParts]);

@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cstdint>
 #include <deque>
+#include <mutex>
 #include <vector>
 
 #include "cached_attention.h"
@@ -35,6 +36,8 @@ inline const std::uint8_t* at(const void* data, std::int64_t element, DType type
 }
 
 struct Decoder::State {
+  // Held for a whole step: the buffers and plans below are those of one step. Only `model` may be read without it.
+  std::mutex mutex;
   DecoderModel model;
   std::int64_t most_rows = 0;  // of a round
   std::int64_t rows_done = 0;  // before this step

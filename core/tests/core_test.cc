@@ -37,7 +37,7 @@ int main(int argc, char** argv) {
       {"crowding", test_crowding},       {"latents", test_latent_attention},
       {"cached", test_cached_attention}, {"records", test_cache_records},
       {"ranks", test_rank_exchange},     {"nodes", test_nodes},
-      {"queues", test_work_queues}};
+      {"queues", test_work_queues},      {"decoder", test_decoder_callers}};
   for (const auto& [name, test] : tests) {
     if (only.empty() || only == name) test();
   }

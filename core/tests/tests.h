@@ -12,6 +12,7 @@ void test_linear_meaning();
 void test_layers();
 void test_nan_stays_in_its_token();
 void test_callers();
+void test_decoder_callers();
 void test_packed_bytes();
 void test_routing();
 void test_attention();

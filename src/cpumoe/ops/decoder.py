@@ -331,7 +331,7 @@ STEP_PARTS = ("rows", "products", "attention", "routing", "experts", "head", "ex
 
 
 class Decoder:
-    """A decoder that computes steps. Not for several threads at once."""
+    """A decoder that computes steps. Threads may share one if each has its own caches; their steps run in turn."""
 
     def __init__(self, model: DecoderModel) -> None:
         self.model = model

@@ -68,8 +68,9 @@ class Running:
 
 
 # In the order in which they are loaded. Before the first of them is Python's own start, a few milliseconds.
-@pytest.mark.parametrize("way", first_of([SCRIPT, MODULE], 1), ids=["script", "python -m"])
 @pytest.mark.parametrize("library", ["_core.cpython", "libtorch_cpu", "libtorch_python", "_multiarray_umath"])
+@pytest.mark.parametrize("way", [SCRIPT, MODULE], ids=["script", "python -m"])
+@pytest.mark.every(2)
 def test_while_pytorch_is_imported(way: list[str], library: str, folder: Path) -> None:
     running = Running([*way, "generate", str(folder), "The", "--scheme", "float"])
     running.until(lambda: running.has_mapped(library))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
 import pytest
 import torch
 import transformers
 from every_architecture import FAMILIES, family_class, representatives_first, write_family
+from native_models import base_of, counted_steps, own_code
 from random_layers import relative_error
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
@@ -56,43 +57,6 @@ def loaded(family_folder):
         return models[name, dtype, linears]
 
     return load
-
-
-def base_of(model: torch.nn.Module) -> torch.nn.Module:
-    return next(module for module in model.modules() if native_of(module) is not None)
-
-
-@contextmanager
-def own_code(model: torch.nn.Module):
-    """Lets a model run its own code."""
-    replaced = [
-        (module, vars(module).pop("forward"))
-        for module in model.modules()
-        if getattr(vars(module).get("forward"), "func", None)
-        in (native_decoder.forward, native_decoder.forward_to_logits)
-    ]
-    try:
-        yield
-    finally:
-        for module, forward in replaced:
-            module.forward = forward
-
-
-@contextmanager
-def counted_steps(model: torch.nn.Module):
-    """A list that gets the tokens [B, T] of every step that runs in one call."""
-    decoder = native_of(base_of(model)).decoder
-    steps, original = [], decoder.step
-
-    def step(tokens, *arguments, **options):
-        steps.append(tuple(tokens.shape[:2]))
-        return original(tokens, *arguments, **options)
-
-    decoder.step = step
-    try:
-        yield steps
-    finally:
-        decoder.step = original
 
 
 def prompt(batch: int = 2, tokens: int = 9, padding: int = 3) -> dict[str, torch.Tensor]:

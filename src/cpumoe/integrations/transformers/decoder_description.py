@@ -76,7 +76,7 @@ def choices_for(base: Any, index: int) -> Iterator[Choices]:
         yield Choices(rotates=False)
         return
     has_norms = any(hasattr(mixer, name) for name in _QUERY_NORMS)
-    has_rotary = _rotary_of(base) is not None
+    has_rotary = rotary_of(base) is not None
     for rotates, after in product((True, False) if has_rotary else (False,), (False, True) if has_norms else (False,)):
         yield Choices(False, after, rotates)
         if rotates:
@@ -165,8 +165,8 @@ def norm_of(base: Any) -> nn.Module:
     return norm
 
 
-def _rotary_of(base: Any) -> nn.Module | None:
-    """None where no layer has positions in its queries and keys."""
+def rotary_of(base: Any) -> nn.Module | None:
+    """Return the rotary embedding, or None where no layer has positions in its queries and keys."""
     return _first(base, _ROTARY)
 
 
@@ -198,7 +198,7 @@ class RotaryTables:
 
     def __init__(self, base: Any) -> None:
         self._base = base
-        self._module = module = _rotary_of(base)
+        self._module = module = rotary_of(base)
         rope_type = getattr(module, "rope_type", None)
         kinds = rope_type.values() if isinstance(rope_type, dict) else (rope_type,)
         if changing := [kind for kind in kinds if kind in _CHANGING_ROTARY]:
@@ -305,6 +305,8 @@ def _layer_norms(layer: Any, parts: Parts) -> dict[str, decoder.Norm]:
 def _attention(
     base: Any, index: int, attention: Any, chosen: Choices, tables: RotaryTables, parts: Parts
 ) -> decoder.Attention:
+    if not getattr(attention, "is_causal", True):
+        raise NotDescribed(f"its attention ({type(attention).__name__}) is not causal")
     if hasattr(attention, "kv_lora_rank"):
         return _latent_attention(base, index, attention, chosen, tables, parts)
     projections: dict[str, Any] = {}

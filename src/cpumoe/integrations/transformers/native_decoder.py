@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cpumoe import _core
 from cpumoe.integrations.transformers.attention import PASSED_OVER
 from cpumoe.integrations.transformers.decoder_check import find_choices, output_class
 from cpumoe.integrations.transformers.decoder_description import (
@@ -28,11 +29,13 @@ from cpumoe.integrations.transformers.decoder_description import (
     mixer_of,
     norm_of,
     refuse_other_parts,
+    rotary_of,
     with_own_heads,
 )
 from cpumoe.integrations.transformers.described_parts import NotDescribed, describe_matrix
 from cpumoe.integrations.transformers.roomy_cache import CacheForm
 from cpumoe.integrations.transformers.step_caches import StepCaches
+from cpumoe.integrations.transformers.watched_modules import is_foreign, watched_entries, watched_modules
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.ops.decoder import Decoder
@@ -41,6 +44,11 @@ _log = logging.getLogger("cpumoe")
 
 #: Arguments of a base model that a step understands; others must not ask for anything.
 _SERVED = ("input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "use_cache")
+
+#: Of those that attention may ignore because they are in its mask, these keep packed sequences apart, which a step
+#: does not.
+_PACKED = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"})
+_IGNORED = frozenset(PASSED_OVER) - _PACKED
 
 #: Attributes of a configuration that ask for results which a step does not have.
 _MORE_RESULTS = ("output_hidden_states", "output_attentions", "output_router_logits")
@@ -75,12 +83,16 @@ def run_natively(model: nn.Module) -> None:
             _log.info("%s (%s) runs layer by layer: %s", name or "the model", type(base).__name__, reason)
             continue
         except Exception as error:  # whatever another release of transformers does differently
-            base._cpumoe_reason = f"it could not be described ({type(error).__name__}: {error})"
+            base._cpumoe_reason = _unexpected(error)
             _log.warning("%s (%s) runs layer by layer: %s", name, type(base).__name__, base._cpumoe_reason)
             continue
         base.forward = _with_signature(partial(forward, base, native), base)
         if getattr(model, "model", None) is base and (output := native.take_head(model)) is not None:
             model.forward = _with_signature(partial(forward_to_logits, model, native, output), model)
+
+
+def _unexpected(error: Exception) -> str:
+    return f"it could not be described ({type(error).__name__}: {error})"
 
 
 def _with_signature(replacement: Any, module: nn.Module) -> Any:
@@ -187,7 +199,7 @@ class NativeDecoder:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or what is read from a file, describes the model anew that it finds itself in."""
-        return {**vars(self), "_described": None, "_hooks": (), "_held": ()}
+        return {**vars(self), "_described": None, "_hooks": (), "_watched": ()}
 
     @property
     def decoder(self) -> Decoder:
@@ -215,13 +227,13 @@ class NativeDecoder:
         if not any(isinstance(form, CacheForm) for form in forms):
             raise NotDescribed("none of its layers has attention, whose cache would count the tokens")
         self._caches = StepCaches(forms, self._dtype)
-        modules = [*base.layers.modules(), norm_of(base), base.embed_tokens, *([] if head is None else [head])]
+        others = (norm_of(base), base.embed_tokens, rotary_of(base), head)
+        modules = [*base.layers.modules(), *(m for m in others if m is not None)]
         self._hooks = tuple(hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks))
-        self._held = tuple(
-            (holder, name, value, value.data_ptr() if isinstance(value, Tensor) else 0)
-            for m in modules
-            for holder in (m._parameters, m._buffers, m._modules)
-            for name, value in holder.items()
+        self._has_foreign_forward = any(is_foreign(vars(m).get("forward")) for m in modules)
+        self._watched = (
+            *(entry for m in modules for entry in watched_entries(m)),
+            *(entry for m in (base, owner) if m is not None for entry in watched_modules(m)),
         )
 
     def describe_anew(self, model: Any) -> None:
@@ -244,17 +256,17 @@ class NativeDecoder:
             return None
         if torch.compiler.is_compiling():
             return None
-        if self._described is None and not self._is_ready(base, 1, 0, head):  # a copy
-            return None
-        if self._is_watched():
+        if not self._is_ready(base, 0, head) or self._has_foreign_forward or self._is_watched():
             return None
         given = self._named(arguments, options, head)
         keep = given.get("logits_to_keep", 0) if head is not None else 0
         for name, option in given.items():
-            if name == "logits_to_keep" and head is not None:
+            if name in _SERVED or name in _IGNORED or (name == "logits_to_keep" and head is not None):
                 continue
-            if name not in _SERVED and name not in PASSED_OVER and option is not None and option is not False:
+            if option is not None and (option is not False or name == "is_causal"):
                 return None
+        if not getattr(base.config, "is_causal", True):
+            return None
         if any(given.get(name, getattr(base.config, name, False)) for name in _MORE_RESULTS):
             return None
         if given.get("return_dict", True) is False:
@@ -338,9 +350,14 @@ class NativeDecoder:
                 positions = positions[0]  # of text all axes have the same
             if positions.dim() != 2 or positions.shape[1] != count or positions.shape[0] not in (1, batch):
                 return None
-            positions = positions.to(torch.int64).contiguous()
+            if mask is None and bool((positions.diff() != 1).any()):
+                return None  # packed sequences: transformers keeps them apart
+            positions = positions.to(torch.int64)
+            if padding is not None:  # positions of padding may be anything, -1 for one
+                positions = positions.where(mask[:, past:].bool(), 0)
+            positions = positions.contiguous()
             last = int(positions.max())
-        if not self._is_ready(base, count, last, head):
+        if last >= self._positions and not self._is_ready(base, last, head):
             return None
         room = self._caches.reserve(cache, batch, count)
         if room is None:
@@ -386,35 +403,31 @@ class NativeDecoder:
         Raises NotDescribed if the model has become another one.
         """
         last = int(places.max()) if len(places) else 0
-        if not self._is_ready(model.model, len(tokens), last, model):
+        if not self._is_ready(model.model, last, model):
             raise NotDescribed(self.reason)
         return self.decoder.step_rows(tokens, sequences, places, pages, page_tokens, caches, wanted)
 
-    def _is_ready(self, base: Any, count: int, last: int, head: Any) -> bool:
-        """Follows what has changed in the model since it was described; makes tables for positions up to ``last``."""
+    def _is_ready(self, base: Any, last: int, head: Any) -> bool:
+        """Rebuilds the decoder if the model has changed; makes rotary tables for positions up to ``last``.
+
+        Returns False if the native decoder cannot run the model any more.
+        """
         try:
             described = self._described
             lacks_head = described is not None and head is not None and described.model.head is None
             while self._positions <= last:
                 self._positions *= 2
                 described = None
-            if described is None or lacks_head or (count > 1 and self._has_changed()):
+            if described is None or lacks_head or _core.has_changed(self._watched):
                 self._describe(base, head)
-        except NotDescribed as reason:
+        except Exception as problem:  # a part that was put into the model may be anything
+            reason = problem if isinstance(problem, NotDescribed) else _unexpected(problem)
             if self.records:
                 raise ValueError(f"keys and values in int8 are for steps in one call of the core; {reason}") from None
             _log.warning("%s runs layer by layer from here on: %s", type(base).__name__, reason)
             self.reason = base._cpumoe_reason = str(reason)
             return False
         return True
-
-    def _has_changed(self) -> bool:
-        """Whether a module, a tensor or the memory of one has been replaced since."""
-        for holder, name, value, address in self._held:
-            now = holder.get(name)
-            if now is not value or (address and now.data_ptr() != address):
-                return True
-        return False
 
 
 def _left_padding(mask: Tensor) -> Tensor | None:

@@ -109,6 +109,12 @@ AttentionPart read_attention(nb::handle object, DType type) {
   a.separated = value_of<bool>(object, "separated");
   a.window = value_of<std::int64_t>(object, "window");
   a.sinks = optional_floats(object.attr("sinks"), "sinks", a.heads);
+  if (const nb::object factors = object.attr("query_factors"); !factors.is_none()) {
+    const Array array(factors, "query_factors");
+    array.contiguous(1).expect<float>("float32");
+    a.query_factors = array.data<float>();
+    a.query_factor_count = array.dim(0);
+  }
   a.softcap = value_of<float>(object, "softcap");
   a.ranks = value_of<int>(object, "ranks");
   CPUMOE_REQUIRE(a.ranks >= 1, "attention is spread over ", a.ranks, " ranks; 1 or more are accepted");
@@ -399,10 +405,10 @@ LayerCache read_pages(nb::handle entry, const AttentionPart& a, DType type, std:
   return cache;
 }
 
-// Whether one of the entries of a model's modules is another one than when the decoder was built. An entry is (dict, key,
-// value, address, version): the value that the dict had (None: no such key, or None), and of a tensor its data_ptr() and
-// _version, or None where these are not compared. One call for all of them, because it comes before every
-// step: some 100 ns for a tensor and 20 for another value.
+// Whether one of the entries of a model's modules is another one than when the decoder was built. An entry is (dict,
+// key, value, address, version): the value that the dict had (None: no such key, or None), and of a tensor its
+// data_ptr() and _version, or None where these are not compared. One call for all of them, because it comes before
+// every step: some 100 ns for a tensor and 20 for another value.
 bool has_changed(const nb::tuple& entries) {
   static PyObject* const kAddress = PyUnicode_InternFromString("data_ptr");
   static PyObject* const kVersion = PyUnicode_InternFromString("_version");

@@ -70,6 +70,9 @@ struct AttentionPart {
   bool separated = false;           // neighbours are turned, and stand half of the width apart behind that
   std::int64_t window = 0;          // tokens that one sees, itself included; 0: all before it
   const float* sinks = nullptr;     // [heads] or null
+  // Factors of queries by position (Llama 4's attention temperature), or null.
+  const float* query_factors = nullptr;
+  std::int64_t query_factor_count = 0;
   float scale = 1.0f, softcap = 0.0f;
   int ranks = 1;  // over so many the heads are spread, of which these are this rank's: `out` takes those of all
 

@@ -105,6 +105,11 @@ void Decoder::Round::make_head(const Worker& worker, const AttentionPart& a, con
       k_.store_row(values, depth, type_, x);
     }
     if (normed && a.norms_after_rotary) normalize_into(x, norm, x);
+    if (is_query && a.query_factors != nullptr) {
+      k_.load_row(x, type_, static_cast<int>(depth), values);
+      scale_query(a, row, values);
+      k_.store_row(values, depth, type_, x);
+    }
   }
   if (is_query) return;
   k_.load_row(x, type_, static_cast<int>(depth), values);
@@ -159,6 +164,12 @@ void Decoder::Round::rotate(const AttentionPart& a, const StepRow& row, float* x
   k_.rotate_head({x, table.width, table.cos + angles, table.sin + angles, a.interleaved});
 }
 
+void Decoder::Round::scale_query(const AttentionPart& a, const StepRow& row, float* query) {
+  if (a.query_factors == nullptr) return;
+  const float factor = a.query_factors[row.position];
+  for (std::int64_t i = 0; i < a.depth; ++i) query[i] *= factor;
+}
+
 void Decoder::Round::keep_latent(const Worker& worker, const AttentionPart& a, const LayerCache& cache,
                                  std::int64_t r) {
   const LatentPart& l = *a.latent;
@@ -202,7 +213,9 @@ void Decoder::Round::absorb(const Worker& worker, const AttentionPart& a, std::i
     const std::int64_t r = first + row + i;
     float* query = queries + i * a.depth;
     k_.load_row(at(projected_, r * width_of(a) + head * a.depth, type_), type_, static_cast<int>(a.depth), query);
-    rotate(a, step_.rows[static_cast<std::size_t>(first_ + r)], query + l.nope);
+    const StepRow& step_row = step_.rows[static_cast<std::size_t>(first_ + r)];
+    rotate(a, step_row, query + l.nope);
+    scale_query(a, step_row, query);
   }
   k_.sum_rows({queries, static_cast<int>(count), a.depth, expansion_of(a, head), type_, l.rank, l.nope, 0,
                static_cast<int>(l.rank), absorbed, l.rank});

@@ -216,6 +216,9 @@ void check_step(const DecoderModel& m, const Step& s) {
                  m.layers.size());
   std::int64_t least = std::numeric_limits<std::int64_t>::max();  // of positions that all tables have
   for (const RotaryTable& table : m.rotary) least = std::min(least, table.positions);
+  for (const DecoderLayer& layer : m.layers) {
+    if (layer.attention.query_factors != nullptr) least = std::min(least, layer.attention.query_factor_count);
+  }
   for (std::int64_t r = 0; r < rows; ++r) {
     const StepRow& row = s.rows[static_cast<std::size_t>(r)];
     CPUMOE_REQUIRE(row.sequence >= 0 && row.sequence < sequences, "row ", r, " is of sequence ", row.sequence, " of ",

@@ -162,6 +162,8 @@ class Decoder::Round {
   // The first ones of all pairs of neighbours, then the second ones.
   static void separate(float* x, std::int64_t width);
   void rotate(const AttentionPart& a, const StepRow& row, float* x) const;
+  // Multiplies a head of queries (a.depth values) by the factor of its position.
+  static void scale_query(const AttentionPart& a, const StepRow& row, float* query);
   void keep_latent(const Worker& worker, const AttentionPart& a, const LayerCache& cache, std::int64_t r);
   std::uint8_t* cached_at(const LayerCache& cache, const CachedHeads& heads, std::int64_t offset) const;
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from contextlib import nullcontext
 
 import pytest
@@ -299,12 +300,13 @@ def test_changed_weights_are_followed(loaded, tmp_path):
 
 
 def test_positions_beyond_the_first_tables(loaded, monkeypatch, tmp_path):
+    other = loaded("qwen3_moe")
     monkeypatch.setattr(native_decoder, "FIRST_POSITIONS", 8)
     write_family(tmp_path / "model", "qwen3_moe")
     model = cpumoe.load_model(tmp_path / "model", dtype=torch.float32, scheme="w8a8")
     ids = torch.randint(3, 98, (1, 40), generator=torch.Generator().manual_seed(2))
-    with torch.no_grad(), counted_steps(loaded("qwen3_moe")) as steps:
-        assert torch.equal(model(input_ids=ids).logits, loaded("qwen3_moe")(input_ids=ids).logits) and steps
+    with torch.no_grad(), counted_steps(other) as steps:
+        assert torch.equal(model(input_ids=ids).logits, other(input_ids=ids).logits) and steps
 
 
 # ---- caches --------------------------------------------------------------------------------------------------------
@@ -487,3 +489,48 @@ def test_either_code_goes_on_from_what_the_other_has_left(loaded, name):
     # Bytes of activations may round to their neighbours, and a token may get another expert.
     errors = (results[1] - results[0]).norm(dim=-1) / results[0].norm(dim=-1)
     assert (errors[:, 5:] < 3e-3).float().mean() >= 0.7
+
+
+# ---- what the check at load must see -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mistral4", "mistral4_text", "deepseek_v3"])
+def test_positions_beyond_the_original_context(loaded, name):
+    """Mistral 4 scales queries by their position there; YaRN's angles go on."""
+    model = loaded(name)
+    ids = torch.randint(3, 98, (1, 300), generator=torch.Generator().manual_seed(2))
+    with torch.no_grad(), counted_steps(model) as steps:
+        found = model(input_ids=ids).logits
+    with torch.no_grad(), own_code(model):
+        expected = model(input_ids=ids).logits
+    errors = (found - expected).norm(dim=-1) / expected.norm(dim=-1)
+    assert steps and errors.median() < 1e-3 and errors.quantile(0.9) < 2e-2  # the rest: other experts by rounding
+
+
+def test_a_sliding_window_that_the_model_ignores(tmp_path):
+    """The configuration has an integer, transformers computes full attention with a cache of the window's length."""
+    write_family(tmp_path, "qwen3_omni_moe_text")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config |= {"sliding_window": 8, "use_sliding_window": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = {"dtype": torch.float32, "scheme": "w8a8", "auto_class": family_class("qwen3_omni_moe_text")}
+    model = cpumoe.load_model(tmp_path, **options)
+    ids = torch.randint(3, 98, (1, 40), generator=torch.Generator().manual_seed(2))
+    assert "gives other numbers" in explanation(model)
+    with torch.no_grad():
+        found = model(input_ids=ids).last_hidden_state
+        model.config.sliding_window = None
+        assert relative_error(found, model(input_ids=ids).last_hidden_state) < 3e-3
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3", "minimax"])
+def test_hidden_states_and_router_logits_come_once(family_folder, name):
+    """Also where the configuration asks for them, while the check at load runs copies of the layers."""
+    options = {"output_hidden_states": True, "output_router_logits": True}
+    model = cpumoe.load_model(family_folder(name), dtype=torch.float32, scheme="w8a8", **options)
+    with torch.no_grad():
+        found = model(input_ids=torch.arange(3, 12).unsqueeze(0))
+    layers = model.config.num_hidden_layers
+    assert len(found.hidden_states) == layers + 1
+    if name != "deepseek_v3":  # whose router logits transformers does not collect
+        assert len(found.router_logits) == layers

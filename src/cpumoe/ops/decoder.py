@@ -81,6 +81,8 @@ class Attention:
         separated: they are neighbours before they are turned, and half of the width apart behind that.
         window: tokens that one sees, itself included; 0 for all before it.
         sinks: [heads] fp32, a score that every row has besides.
+        query_factors: [positions] fp32: queries are multiplied by the factor of their position (Llama 4's attention
+            temperature).
         gate: [heads * value_depth, H] or [heads, H]: the result times the sigmoid of what it gives.
         gated_queries: every head of ``query`` is followed by its gate: then it is [heads * 2 * depth, H].
         value_factor: values are multiplied by this.
@@ -113,6 +115,7 @@ class Attention:
     value_factor: float = 1.0
     latent: Latent | None = None
     ranks: int = 1
+    query_factors: Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -84,20 +84,20 @@ def choices_for(base: Any, index: int) -> Iterator[Choices]:
             yield Choices(True, after, rotates)
 
 
-def describe_decoder(base: Any, choices: tuple[Choices, ...], positions: int) -> decoder.DecoderModel:
-    """The decoder of a base model (embeddings, layers, norm), each layer with its choices, for so many positions.
+def describe_decoder(base: Any, choices: tuple[Choices, ...], positions: Tensor) -> decoder.DecoderModel:
+    """Return the decoder of a base model (embeddings, layers, norm), each layer with its choices. Raises NotDescribed.
 
-    Raises NotDescribed.
+    ``positions``: int64 [P]; position p of a step is position ``positions[p]`` of the model.
     """
     if type(base.embed_tokens) is not nn.Embedding:
         raise NotDescribed(f"its embedding is a {type(base.embed_tokens).__name__}")
     embedding = base.embed_tokens.weight.detach()
-    tables = RotaryTables(base)
+    tables = RotaryTables(base, positions)
     layers = tuple(_layer(base, index, chosen, tables) for index, chosen in enumerate(choices))
     return decoder.DecoderModel(
         embedding.contiguous(),
         float(getattr(base, "embedding_multiplier", 1.0)),
-        tables.made(positions),
+        tables.made(),
         layers,
         describe_norm(norm_of(base), "norm"),
         None,
@@ -196,8 +196,9 @@ def _window(base: Any, index: int) -> int:
 class RotaryTables:
     """The cosines and sines of a model's rotary embedding, one table for each type of layers that has its own."""
 
-    def __init__(self, base: Any) -> None:
+    def __init__(self, base: Any, positions: Tensor) -> None:
         self._base = base
+        self.positions = positions
         self._module = module = rotary_of(base)
         rope_type = getattr(module, "rope_type", None)
         kinds = rope_type.values() if isinstance(rope_type, dict) else (rope_type,)
@@ -213,10 +214,10 @@ class RotaryTables:
             self._tables.append(key)
         return self._tables.index(key)
 
-    def made(self, positions: int) -> tuple[decoder.Rotary, ...]:
-        """The tables for positions 0 to ``positions`` - 1, with values as the model has them in its dtype."""
+    def made(self) -> tuple[decoder.Rotary, ...]:
+        """Return the tables for all positions, with values as the model has them in its dtype."""
         x = torch.empty(1, dtype=self._base.embed_tokens.weight.dtype)
-        where = torch.arange(positions).unsqueeze(0)
+        where = self.positions.unsqueeze(0)
         return tuple(self._table(x, where, *key) for key in self._tables)
 
     def _table(self, x: Tensor, where: Tensor, kind: str | None, interleaved: bool) -> decoder.Rotary:
@@ -347,6 +348,7 @@ def _attention(
         interleaved=chosen.interleaved,
         separated=chosen.separated,
         window=_window(base, index),
+        query_factors=_query_factors(base, tables.positions),
         sinks=None if sinks is None else sinks.detach().float().contiguous(),
         softcap=0.0 if softcap is None else float(softcap),
         gate=_gate_of(attention, parts),
@@ -396,9 +398,19 @@ def _latent_attention(
         interleaved=chosen.interleaved,
         separated=chosen.separated,
         window=_window(base, index),
+        query_factors=_query_factors(base, tables.positions),
         gate=_gate_of(attention, parts),
         latent=latent,
     )
+
+
+def _query_factors(base: Any, positions: Tensor) -> Tensor | None:
+    """Return the factors of queries that grow with the position beyond the original context length (Llama 4)."""
+    rope = getattr(base.config, "rope_parameters", None) or {}
+    beta, length = (rope.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
+    if not beta or not length:
+        return None
+    return 1 + beta * torch.log(1 + torch.floor(positions / length))
 
 
 def _gate_of(attention: Any, parts: Parts) -> decoder.Matrix | None:

@@ -210,7 +210,7 @@ class NativeDecoder:
     def _describe(self, base: Any, owner: Any = None) -> None:
         """``owner``: the model whose head the steps go on to, if they do."""
         head = owner.get_output_embeddings() if self._has_head and owner is not None else None
-        model = describe_decoder(base, self._choices, self._positions)
+        model = describe_decoder(base, self._choices, torch.arange(self._positions))
         if head is not None:
             model = replace(model, head=describe_matrix(head, "head"))
         if (group := model.group) is not None:

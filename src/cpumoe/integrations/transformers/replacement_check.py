@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -96,9 +97,23 @@ def twin_of(module: nn.Module, projections: Mapping[str, tuple[int, int]], **att
     return twin.eval()
 
 
-def _with_random_parameters(module: Any) -> Any:
+#: Attributes of a module that hold hooks.
+_HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
+
+
+def copy_of(module: Any) -> Any:
+    """Return a copy of a module that shares its tensors and children, with its class's forward and without hooks.
+
+    Hooks that transformers installs while the copy runs, to capture hidden states, must not land in the module.
+    """
     twin = copy.copy(module)
     vars(twin).pop("forward", None)
+    vars(twin).update({name: OrderedDict() for name in _HOOKS})
+    return twin
+
+
+def _with_random_parameters(module: Any) -> Any:
+    twin = copy_of(module)
     twin._parameters = {
         name: None if parameter is None else nn.Parameter(torch.randn(parameter.shape) * 0.5)
         for name, parameter in module._parameters.items()

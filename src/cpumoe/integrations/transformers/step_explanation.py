@@ -53,7 +53,7 @@ def _of_base(base: Any) -> str:
     try:
         refuse_other_parts(base)
         choices = tuple(next(choices_for(base, index)) for index in range(len(base.layers)))
-        describe_decoder(base, choices, positions=1)
+        describe_decoder(base, choices, torch.arange(1))
     except NotDescribed as reason:
         return f"layer by layer through transformers: {reason}"
     return "each in one call of the core, if its layers compute what their parts look like"

@@ -29,7 +29,7 @@ test-python: $(VENV)/installed
 # The tests that `make test` leaves out: longer, or about more cases of what it checks already.
 test-all: test test-full
 test-full: $(VENV)/installed
-	$(PYTEST) -m full tests
+	$(PYTEST) -m full --durations=15 tests
 
 # The tests of `make test` that depend on the CPU, as one with AVX2 and nothing newer runs them, PyTorch included. Those of
 # files, processes, measuring and options do not.

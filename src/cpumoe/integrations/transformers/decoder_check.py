@@ -2,8 +2,8 @@
 
 Both run on a copy of the model with one layer: its own classes, its own packed weights, everything else in fp32, where
 rounding hides no difference, and an embedding of a few made-up tokens. Four sequences are read in chunks and then token
-by token: one with left padding, one from position 0 on, one at the borders of rotary scaling and of the context, and one
-whose positions start again. A sliding window is short enough to matter.
+by token: one with left padding, one from position 0 on, one at the borders of rotary scaling and of the context, and
+one whose positions start again. A sliding window is short enough to matter.
 
 Every row must agree, except for those whose experts hang in the balance: a little noise on the input of the MoE block
 makes its own router choose others, so that rounding may do so too.

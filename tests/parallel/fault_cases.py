@@ -146,7 +146,7 @@ def _write_garbage() -> None:
             name = str(link.readlink())
         except OSError:
             continue
-        if name.startswith("/dev/shm/cpumoe-"):
+        if name.startswith("/memfd:cpumoe-ranks-"):
             with mmap.mmap(int(link.name), 0) as shared:
                 shared[:8192] = b"\xa5" * 8192
 

@@ -9,10 +9,9 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ _log = logging.getLogger("cpumoe")
 #: Of a rank's message that is in shared memory at a time; a longer one goes in pieces. It stays in a core's cache.
 _SLOT_BYTES = 1 << 20
 
-_SHARED_FOLDER = Path("/dev/shm")
+_MEMORY_NAME = "cpumoe-ranks"  # as it is shown in /proc/PID/maps
 _SWITCH = "CPUMOE_SHARED_MEMORY"
 
 
@@ -133,26 +132,28 @@ class Meeting:
         return RollCall(members[self.rank], members, members if self.outer is None else self.outer.members)
 
     def shared_exchange(self) -> SharedExchange | None:
-        """Through shared memory if all ranks see the same file; None, on all of them, if one does not."""
+        """Return the exchange through memory that all ranks share; None, on all of them, if one cannot open it.
+
+        The memory is a memfd of the first rank, which the others open below /proc. It has no name in a file system, so
+        that nothing is left of it when processes are killed.
+        """
         rank, size, group = self.rank, self.size, self.group
-        path, problem = None, None if wants_shared_memory() else "it is switched off"
+        shared, told, problem = None, None, None if wants_shared_memory() else "it is switched off"
         if rank == 0 and problem is None:
-            path = _SHARED_FOLDER / f"cpumoe-{secrets.token_hex(8)}"
+            name = f"{_MEMORY_NAME}-{secrets.token_hex(8)}"
             try:
-                descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
-                try:
-                    os.posix_fallocate(descriptor, 0, SharedExchange.file_bytes(size, _SLOT_BYTES))
-                finally:
-                    os.close(descriptor)
+                shared = os.memfd_create(name, os.MFD_CLOEXEC)
+                os.posix_fallocate(shared, 0, SharedExchange.file_bytes(size, _SLOT_BYTES))
+                told = (f"/proc/{os.getpid()}/fd/{shared}", name)
             except OSError as error:
-                problem = f"{path}: {error.strerror}"
+                problem = f"shared memory: {error.strerror}"
         exchange = None
         try:
-            told: list[object] = [None if path is None else str(path)]
-            dist.broadcast_object_list(told, src=0 if group is None else dist.get_global_rank(group, 0), group=group)
-            if told[0] is not None and problem is None:
+            said: list[tuple[str, str] | None] = [told]
+            dist.broadcast_object_list(said, src=0 if group is None else dist.get_global_rank(group, 0), group=group)
+            if said[0] is not None and problem is None:
                 try:
-                    descriptor = os.open(str(told[0]), os.O_RDWR | os.O_CLOEXEC)
+                    descriptor = _open_memory(*said[0])
                     try:
                         exchange = SharedExchange(descriptor, rank, size, _SLOT_BYTES, self.timeout, self.first)
                     finally:
@@ -164,11 +165,8 @@ class Meeting:
             problems: list[str | None] = [None] * size
             dist.all_gather_object(problems, problem, group=group)
         finally:
-            if path is not None:
-                with suppress(OSError):
-                    path.unlink(
-                        missing_ok=True
-                    )  # whoever has it mapped keeps it, and no end of a process leaves it behind
+            if shared is not None:
+                os.close(shared)
         found = [(index, text) for index, text in enumerate(problems) if text is not None]
         if found:
             _log.info(
@@ -179,3 +177,17 @@ class Meeting:
             )
             return None
         return exchange
+
+
+def _open_memory(path: str, name: str) -> int:
+    """Open a memfd of another process by its path below /proc. Raises OSError, also if that is another file.
+
+    On another machine or in another container, the process may be any other one.
+    """
+    if os.readlink(path) != f"/memfd:{name} (deleted)":
+        raise OSError(f"{path} is not the shared memory of rank 0")
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    if os.readlink(f"/proc/self/fd/{descriptor}") != f"/memfd:{name} (deleted)":  # replaced in between
+        os.close(descriptor)
+        raise OSError(f"{path} is not the shared memory of rank 0")
+    return descriptor

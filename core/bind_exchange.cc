@@ -157,8 +157,12 @@ void choose_slots(nb::handle ids_, nb::handle begins_, nb::handle slots_, std::i
     const Array of_begins(begins_, "begins"), of_slots(slots_, "slots");
     begins = of_begins.contiguous(1).expect<std::int32_t>("int32").data<std::int32_t>();
     slots = of_slots.contiguous(1).expect<std::int32_t>("int32").data<std::int32_t>();
-    CPUMOE_REQUIRE(of_begins.dim(0) == experts + 1 && begins[experts] == of_slots.dim(0),
+    CPUMOE_REQUIRE(of_begins.dim(0) == experts + 1 && begins[0] == 0 && begins[experts] == of_slots.dim(0),
                    "begins and slots do not fit");
+    for (std::int64_t e = 0; e < experts; ++e) {
+      CPUMOE_REQUIRE(begins[e] <= begins[e + 1], "begins[", e, "]=", begins[e], " is above begins[", e + 1,
+                     "]=", begins[e + 1]);
+    }
   }
   const auto id_at = [&](std::int64_t i) -> std::int64_t {
     return narrow ? ids.data<std::int32_t>()[i] : ids.data<std::int64_t>()[i];

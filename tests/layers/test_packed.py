@@ -49,6 +49,20 @@ def test_state_dict() -> None:
     assert torch.equal(other(*arguments), expected)
 
 
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dicts_of_another_scheme_are_refused(assign: bool) -> None:
+    """Blobs of the same size, which PyTorch would copy; the layer keeps its weights."""
+    experts, other = (random_layer(scheme).experts("native") for scheme in ("w4a8-g32", "w4a16-g32"))
+    linear, other_linear = (cpumoe.QuantizedLinear.quantize(torch.randn(64, 64), s) for s in ("w8a8", "w8a16"))
+    for mine, state in ((experts, other.state_dict()), (linear, other_linear.state_dict())):
+        before = {name: tensor.clone() for name, tensor in mine.state_dict().items()}
+        with pytest.raises(RuntimeError, match=r"holds w\da16.* expected w\da8"):
+            mine.load_state_dict(state, assign=assign)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in mine.state_dict().items())
+    with pytest.raises(RuntimeError, match="gate_up_packed"):
+        experts.load_state_dict({"gate_up_packed": torch.zeros(3, dtype=torch.uint8)}, strict=False)
+
+
 @pytest.mark.parametrize("scheme", KINDS)
 def test_torch_save_weights_only(scheme: str) -> None:
     experts, arguments, expected = layer_and_call(scheme)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from cpumoe import ParallelLayout
 from cpumoe.layers.parallel_layout import ExpertsPart
+from cpumoe.ops.exchange import choose_slots
 from cpumoe.parallel.balance import copies_of, plan_placement
 from cpumoe.parallel.load_counter import LoadCounter
 from cpumoe.parallel.placement import Placement, physical_ids, rank_loads, slowest_rank
@@ -289,3 +290,12 @@ def test_a_placement_follows_what_is_used_now() -> None:
         counter.add("layer", torch.full((2000, 1), hot))
     placement = plan_placement(counter.loads("layer"), 4, 3)
     assert placement.replicas(6) == 4 and placement.replicas(1) < 4
+
+
+def test_copies_that_overlap_are_refused() -> None:
+    """Numbers from a caller must not lead outside of the lists."""
+    ids, loads = torch.zeros((1, 1), dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    slots = torch.arange(4, dtype=torch.int32)
+    for begins in ([0, 100000, 4], [1, 2, 4], [0, -5, 4]):
+        with pytest.raises(ValueError, match="begins"):
+            choose_slots(ids, (torch.tensor(begins, dtype=torch.int32), slots), 0, loads)

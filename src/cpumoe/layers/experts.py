@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ from cpumoe.layers.activation_rounding import held_activations
 from cpumoe.layers.backends import Backend, NativeBackend, select_backend
 from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.experts_parts import part_of_experts
-from cpumoe.layers.packed_weights import scheme_of
+from cpumoe.layers.packed_weights import scheme_of, state_mismatches
 from cpumoe.layers.parallel_layout import ExpertsPart
 from cpumoe.layers.quantized_experts import QuantizedExperts, QuantizedWeight
 from cpumoe.layers.regrouping import regrouped_scheme
@@ -257,6 +258,14 @@ class Experts(nn.Module):
             apply_router_weight_on_input,
             fp32_out,
         )
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
+        if isinstance(self.backend, NativeBackend) and (
+            problems := list(state_mismatches(self._buffers.items(), state_dict, prefix))
+        ):
+            arguments[-1].extend(problems)  # load_state_dict raises them, as it does for other shapes
+            return
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def quantized(self, first: int = 0, count: int | None = None) -> QuantizedExperts:
         """Integers and scales of some experts (all by default), plain: one value per byte, gate rows before up rows."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +17,7 @@ from cpumoe.layers.packed_weights import (
     packed_spec,
     put_weight,
     scheme_of,
+    state_mismatches,
 )
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.rounding import quantize_weight
@@ -132,6 +135,12 @@ class QuantizedLinear(nn.Module):
             raise ValueError(f"x is {list(x.shape)}; [..., {self.in_features}] is accepted")
         ops.refuse_gradient(x=x)
         return ops.linear(x, self.weight_packed, self.out_features, fp32_out)
+
+    def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
+        if problems := list(state_mismatches(self._buffers.items(), state_dict, prefix)):
+            arguments[-1].extend(problems)  # load_state_dict raises them, as it does for other shapes
+            return
+        super()._load_from_state_dict(state_dict, prefix, *arguments)
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}, scheme={self.scheme}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -123,6 +124,32 @@ def scheme_of(spec: ops.PackedSpec) -> Scheme:
     if held == PER_TOKEN_INT8 and not (weights.symmetric and weights.element in INTEGERS):
         return Scheme(weights, None).with_int8_activations()
     return Scheme(weights, held)
+
+
+def state_mismatches(
+    own: Iterable[tuple[str, Tensor | None]], state: Mapping[str, Tensor], prefix: str
+) -> Iterator[str]:
+    """Yield a sentence for each packed tensor of a state dict that is of another scheme or shape than the layer's own.
+
+    Blobs of two schemes may have the same size, so that PyTorch would copy one over the other.
+    """
+    for name, blob in own:
+        given = state.get(prefix + name)
+        if blob is None or given is None:
+            continue
+        try:
+            spec, expected = ops.read_spec(given), ops.read_spec(blob)
+        except ValueError as problem:
+            yield f"{prefix}{name}: {problem}"
+            continue
+        if spec != expected:
+            yield f"{prefix}{name} holds {_spec_text(spec)}; expected {_spec_text(expected)}"
+
+
+def _spec_text(spec: ops.PackedSpec) -> str:
+    bias = ", bias" if spec.has_bias else ""
+    shape = f"[{spec.experts}, {spec.out_features}, {spec.in_features}]"
+    return f"{scheme_of(spec)} weights {shape} ({spec.activations} activations, {spec.scales} scales{bias})"
 
 
 def put_weight(builder: ops.PackedBuilder, first: int, weight: QuantizedWeight, row_order: int, name: str) -> None:

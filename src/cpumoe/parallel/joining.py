@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -184,10 +185,11 @@ def _open_memory(path: str, name: str) -> int:
 
     On another machine or in another container, the process may be any other one.
     """
-    if os.readlink(path) != f"/memfd:{name} (deleted)":
+    expected = Path(f"/memfd:{name} (deleted)")
+    if Path(path).readlink() != expected:
         raise OSError(f"{path} is not the shared memory of rank 0")
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    if os.readlink(f"/proc/self/fd/{descriptor}") != f"/memfd:{name} (deleted)":  # replaced in between
+    if Path(f"/proc/self/fd/{descriptor}").readlink() != expected:  # replaced in between
         os.close(descriptor)
         raise OSError(f"{path} is not the shared memory of rank 0")
     return descriptor

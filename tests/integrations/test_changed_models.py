@@ -157,6 +157,18 @@ def test_more_tokens(load: Load) -> None:
     assert found.shape[-1] == size + 8
 
 
+def test_more_tokens_with_a_packed_head(load: Load) -> None:
+    """It is refused before anything changes."""
+    model = load(linears="w8a8")
+    size = model.config.vocab_size
+    before = logits(model)
+    with pytest.raises(ValueError, match="packed for 128 tokens"):
+        model.resize_token_embeddings(size + 8)
+    assert torch.equal(logits(model), before)
+    assert model.resize_token_embeddings(size).num_embeddings == size
+    assert model.resize_token_embeddings(pad_to_multiple_of=64).num_embeddings == size
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("part", ["bias", "sinks"])
 def test_values_that_the_decoder_holds_in_fp32(load: Load, part: str, dtype: torch.dtype) -> None:

@@ -7,6 +7,7 @@ import inspect
 
 import pytest
 import torch
+import transformers
 from every_architecture import FAMILIES, representatives_first, tiny_model
 from random_layers import relative_error
 from torch import nn
@@ -136,3 +137,20 @@ def test_models_with_one_step_forms_can_be_copied():
     ids = torch.randint(3, 98, (1, 5))
     with torch.no_grad():
         assert torch.equal(copy.deepcopy(model)(ids).logits, model(ids).logits)
+
+
+def test_more_experts_than_the_chosen_groups_have():
+    """transformers goes on with experts of other groups: its own code stays, and the model is accelerated."""
+    config = transformers.DeepseekV3Config(
+        **{"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 32, "num_hidden_layers": 2},
+        **{"vocab_size": 99, "num_attention_heads": 4, "num_key_value_heads": 4, "first_k_dense_replace": 0},
+        **{"kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 16, "v_head_dim": 16, "qk_nope_head_dim": 16},
+        **{"n_routed_experts": 8, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 8},
+    )
+    model = transformers.DeepseekV3ForCausalLM(config).eval()
+    ids = torch.randint(0, 99, (2, 7))
+    with torch.no_grad():
+        expected = model(input_ids=ids).logits
+        cpumoe.accelerate(model, "w8a8")
+        assert relative_error(model(input_ids=ids).logits, expected) < 1e-2
+    assert model.is_quantized

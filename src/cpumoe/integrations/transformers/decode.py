@@ -14,6 +14,7 @@ from cpumoe.integrations.transformers.lightning_attention import speed_up_lightn
 from cpumoe.integrations.transformers.linear_attention import speed_up_linear_attention
 from cpumoe.integrations.transformers.native_decoder import run_natively
 from cpumoe.integrations.transformers.norms import speed_up_norms
+from cpumoe.integrations.transformers.packed_head import refuse_resizing
 from cpumoe.integrations.transformers.routers import speed_up_routers
 from cpumoe.integrations.transformers.state_space import speed_up_state_spaces
 
@@ -27,3 +28,4 @@ def speed_up(model: nn.Module) -> None:
     speed_up_norms(model)
     speed_up_routers(model)
     run_natively(model)
+    refuse_resizing(model)

@@ -95,13 +95,13 @@ def _accelerate_linears(model: PreTrainedModel, names: list[str], scheme: Scheme
 
 def _finish_acceleration(model: PreTrainedModel) -> None:
     model.requires_grad_(False)  # there is no gradient through packed weights
-    speed_up(model)
-    hold_caches(model, None)
     config = PackedConfig()
     model.hf_quantizer = PackedQuantizer(config, pre_quantized=True)
     model.hf_quantizer.describe(model)
     model.is_quantized = True
     model.quantization_method = config.quant_method
+    speed_up(model)  # after the model describes what it is: it can be saved whatever happens here
+    hold_caches(model, None)
 
 
 def _rows(weight: Tensor, first: int, last: int) -> Tensor:

@@ -148,6 +148,8 @@ def _is_routing(found: Any, router: Any) -> bool:
 def _forms(router: Any, in_fp32: bool) -> Iterator[RouterForm]:
     groups, chosen = getattr(router, "num_group", 0), getattr(router, "topk_group", 0)
     limited = [(groups, chosen)] if isinstance(groups, int) and isinstance(chosen, int) and groups > 1 else []
+    if limited and router.top_k > linear_of(router).weight.shape[0] // groups * chosen:
+        limited = []  # it goes on with experts of other groups, whose scores transformers has set to 0
     scales = [float(v) for name in _SCALES if isinstance(v := getattr(router, name, None), int | float)]
     choices = product(("softmax", "sigmoid", "sqrt_softplus"), (False, True), (True, False))
     for scoring, score_chosen, renormalize in choices:

@@ -140,10 +140,12 @@ class _Balance:
     """Finds rows whose experts hang in the balance, in the MoE block of a layer while it runs."""
 
     def __init__(self, layer: nn.Module) -> None:
-        pairs = ((block, child) for block in layer.modules() for child in block.children())
-        self._block, self._experts = next(
-            ((block, child) for block, child in pairs if isinstance(child, Experts)), (None, None)
-        )
+        self._block: nn.Module | None = None
+        self._experts: Experts | None = None
+        for block in layer.modules():
+            for child in block.children():
+                if isinstance(child, Experts):
+                    self._block, self._experts = block, child
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._chosen: list[Tensor] = []
         self._generator = torch.Generator().manual_seed(7)

@@ -410,7 +410,8 @@ def _query_factors(base: Any, positions: Tensor) -> Tensor | None:
     beta, length = (rope.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
     if not beta or not length:
         return None
-    return 1 + beta * torch.log(1 + torch.floor(positions / length))
+    factors: Tensor = 1 + beta * torch.log(1 + torch.floor(positions / length))
+    return factors
 
 
 def _gate_of(attention: Any, parts: Parts) -> decoder.Matrix | None:

@@ -353,7 +353,7 @@ class NativeDecoder:
             if mask is None and bool((positions.diff() != 1).any()):
                 return None  # packed sequences: transformers keeps them apart
             positions = positions.to(torch.int64)
-            if padding is not None:  # positions of padding may be anything, -1 for one
+            if mask is not None and padding is not None:  # positions of padding may be anything, -1 for one
                 positions = positions.where(mask[:, past:].bool(), 0)
             positions = positions.contiguous()
             last = int(positions.max())

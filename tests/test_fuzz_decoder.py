@@ -48,6 +48,7 @@ def attention(rng: np.random.Generator, shape: dict[str, Any], dtype: Any) -> An
         "separated": depth == 16,
         "window": shape["window"],
         "sinks": rng.standard_normal(heads).astype(np.float32) if shape["window"] % 2 else None,
+        "query_factors": np.linspace(1, 2, POSITIONS).astype(np.float32) if shape["norms"] == 0 else None,
         "softcap": 5.0 if shape["window"] == 3 else 0.0,
         "value_factor": 1.0,
         "gate": matrix(rng, heads, HIDDEN, dtype) if shape["norms"] == 1 else None,

@@ -286,7 +286,6 @@ DAMAGES: list[tuple[str, str, Callable[[Tensor], object], str]] = [
 ]
 
 
-@pytest.mark.every(4)
 @pytest.mark.parametrize(("kind", "suffix", "change", "said"), DAMAGES)
 def test_damaged_files_are_refused_by_name(
     written: Written, tmp_path: Path, kind: str, suffix: str, change: Callable[[Tensor], object], said: str

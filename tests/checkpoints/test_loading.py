@@ -282,7 +282,6 @@ def damaged(source: Path, folder: Path, damage) -> str:
     return name
 
 
-@pytest.mark.every(4)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage.__name__)
 def test_damaged_examples_are_refused_with_the_name_of_the_tensor(tmp_path, name, damage):
@@ -525,7 +524,6 @@ _EXPERT = "model.layers.1.mlp.experts.3.up_proj"
 _LAYER = "model.layers.1.mlp.experts"
 
 
-@pytest.mark.every(4)
 @pytest.mark.parametrize(
     ("scheme", "part", "change", "said"),
     [

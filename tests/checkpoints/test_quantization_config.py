@@ -398,7 +398,6 @@ LINEAR_NAMES = [
 ]
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(
     ("place", "pattern"),
     [

@@ -694,7 +694,6 @@ DAMAGE = [
 ]
 
 
-@pytest.mark.every(3)
 @pytest.mark.parametrize("damage", DAMAGE, ids=lambda damage: damage[0])
 def test_tensors_that_are_missing_unexpected_or_wrong_stop_the_load(models, tmp_path, damage):
     name, change = damage
@@ -1108,7 +1107,6 @@ def without_checksums(file):
     file.write_bytes(file.read_bytes().replace(b'"checksums"', b'"checksumz"', 1))
 
 
-@pytest.mark.every(2)
 @pytest.mark.parametrize(
     "damage",
     [

@@ -348,7 +348,6 @@ CHANGES = {
 }
 
 
-@pytest.mark.every(3)
 @pytest.mark.parametrize("name,change", [(name, change) for name, changes in CHANGES.items() for change in changes])
 @pytest.mark.parametrize("layer,expert", [(0, 0), (1, 3)])
 def test_a_source_that_changes_meanwhile_is_noticed(tmp_path, monkeypatch, name, change, layer, expert):

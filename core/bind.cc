@@ -572,7 +572,7 @@ void normalize(nb::handle x_, nb::handle weight_, float epsilon, bool round_firs
   const Array x(x_, "x"), weight(weight_, "weight"), out(out_, "out");
   NormCall call{};
   call.type = x.contiguous(2).float_type();
-  CPUMOE_REQUIRE(weight.contiguous(1).same_type(x), "weight must have the dtype of x");
+  call.weight_type = weight.contiguous(1).float_type();
   CPUMOE_REQUIRE(out.writable().contiguous(2).same_type(x), "out must have the dtype of x");
   CPUMOE_REQUIRE(weight.dim(0) == x.dim(1), "weight has ", weight.dim(0), " values for rows of ", x.dim(1));
   CPUMOE_REQUIRE(out.dim(0) == x.dim(0) && out.dim(1) == x.dim(1), "out must have the shape of x");

@@ -51,13 +51,12 @@ Matrix read_matrix(nb::handle object, const char* name) {
   return matrix;
 }
 
-Norm read_norm(nb::handle object, DType type, const char* name) {
+Norm read_norm(nb::handle object, const char* name) {
   if (object.is_none()) return {};
   const Array weight(object.attr("weight"), name);
-  CPUMOE_REQUIRE(weight.contiguous(1).float_type() == type, name, " is ", weight.dtype_text(),
-                 ", unlike the hidden states");
-  return {weight.data(), weight.dim(0), value_of<float>(object, "epsilon"), value_of<bool>(object, "round_first"),
-          value_of<bool>(object, "plus_one")};
+  weight.contiguous(1).expect<float>("float32");
+  return {weight.data<float>(), weight.dim(0), value_of<float>(object, "epsilon"),
+          value_of<bool>(object, "round_first"), value_of<bool>(object, "plus_one")};
 }
 
 ActivationSpec read_activation(nb::handle object) {
@@ -71,9 +70,9 @@ ActivationSpec read_activation(nb::handle object) {
 LatentPart read_latent(nb::handle object, const AttentionPart& a, DType type) {
   LatentPart l;
   l.down = read_matrix(object.attr("down"), "down");
-  l.down_norm = read_norm(object.attr("down_norm"), type, "down_norm");
+  l.down_norm = read_norm(object.attr("down_norm"), "down_norm");
   l.latent = read_matrix(object.attr("latent"), "latent");
-  l.latent_norm = read_norm(object.attr("latent_norm"), type, "latent_norm");
+  l.latent_norm = read_norm(object.attr("latent_norm"), "latent_norm");
   l.rank = value_of<std::int64_t>(object, "rank");
   l.nope = value_of<std::int64_t>(object, "nope");
   l.rotated = value_of<std::int64_t>(object, "rotated");
@@ -100,8 +99,8 @@ AttentionPart read_attention(nb::handle object, DType type) {
   a.depth = value_of<std::int64_t>(object, "depth");
   a.value_depth = value_of<std::int64_t>(object, "value_depth");
   a.scale = value_of<float>(object, "scale");
-  a.query_norm = read_norm(object.attr("query_norm"), type, "query_norm");
-  a.key_norm = read_norm(object.attr("key_norm"), type, "key_norm");
+  a.query_norm = read_norm(object.attr("query_norm"), "query_norm");
+  a.key_norm = read_norm(object.attr("key_norm"), "key_norm");
   a.norms_whole_rows = value_of<bool>(object, "norms_whole_rows");
   a.norms_after_rotary = value_of<bool>(object, "norms_after_rotary");
   a.rotary = value_of<int>(object, "rotary");
@@ -278,10 +277,10 @@ DenseBlock read_dense(nb::handle object) {
 
 DecoderLayer read_layer(nb::handle object, DType type) {
   DecoderLayer layer;
-  layer.before_attention = read_norm(object.attr("before_attention"), type, "before_attention");
-  layer.after_attention = read_norm(object.attr("after_attention"), type, "after_attention");
-  layer.before_block = read_norm(object.attr("before_block"), type, "before_block");
-  layer.after_block = read_norm(object.attr("after_block"), type, "after_block");
+  layer.before_attention = read_norm(object.attr("before_attention"), "before_attention");
+  layer.after_attention = read_norm(object.attr("after_attention"), "after_attention");
+  layer.before_block = read_norm(object.attr("before_block"), "before_block");
+  layer.after_block = read_norm(object.attr("after_block"), "after_block");
   if (const nb::object delta = object.attr("delta"); !delta.is_none()) {
     layer.delta = read_delta(delta);
   } else if (const nb::object convolution = object.attr("convolution"); !convolution.is_none()) {
@@ -315,7 +314,7 @@ DecoderModel read_model(nb::handle object) {
   model.embedding_factor = value_of<float>(object, "embedding_factor");
   for (const nb::handle table : object.attr("rotary")) model.rotary.push_back(read_rotary(table));
   for (const nb::handle layer : object.attr("layers")) model.layers.push_back(read_layer(layer, model.type));
-  model.norm = read_norm(object.attr("norm"), model.type, "norm");
+  model.norm = read_norm(object.attr("norm"), "norm");
   model.head = read_matrix(object.attr("head"), "head");
   const auto exchange_of = [&](const char* name) {
     const nb::object exchange = object.attr(name);

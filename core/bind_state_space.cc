@@ -160,8 +160,8 @@ void call_selective_scan(nb::handle x_, nb::handle steps_, nb::handle step_bias_
   c.D = D.floats();
   c.gate = gate.like(x);
   c.state = state.state();
-  c.b_weight = b_weight.like(x);
-  c.c_weight = c_weight.like(x);
+  c.b_weight = b_weight.floats();
+  c.c_weight = c_weight.floats();
   c.epsilon = epsilon;
   c.out = out.writable().like(x);
   const Computation computation;

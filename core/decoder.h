@@ -22,7 +22,7 @@ namespace cpumoe {
 
 // A root-mean-square norm; see NormalizeRow.
 struct Norm {
-  const void* weight = nullptr;  // of the decoder's type; null: there is none
+  const float* weight = nullptr;  // null: there is none
   std::int64_t width = 0;
   float epsilon = 0.0f;
   bool round_first = false, plus_one = false;

@@ -372,8 +372,9 @@ struct SumRows {
 // `round_first` rounded to the type before the product with the weight too, as models do whose norm is computed in fp32
 // and scaled in their own type.
 struct NormalizeRow {
-  const void *src, *weight;
-  DType type;
+  const void* src;
+  const float* weight;
+  DType type;  // of src and dst
   std::int64_t count;
   float epsilon;
   bool round_first, plus_one;

@@ -8,7 +8,7 @@
 namespace cpumoe {
 
 struct NormCall {
-  DType type;  // of x, weight and out
+  DType type, weight_type;  // of x and out; of weight
   std::int64_t rows, width;
   const void *x, *weight;  // [rows, width], [width]
   float epsilon;

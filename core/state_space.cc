@@ -180,9 +180,11 @@ class SelectiveScan {
     bc_ = scratch.bc.get<float>(rows * 2 * call.depth);
     normed_ = scratch.typed.get<std::uint8_t>(rows * 2 * call.depth * size_of(call.type));
     rates_ = scratch.rates.get<float>(call.channels * call.depth);
-    auto* parameters = scratch.parameters.get<float>(2 * call.channels);
+    auto* parameters = scratch.parameters.get<float>(2 * (call.channels + call.depth));
     step_bias_ = load(k_, call.step_bias, call.channels, parameters);
     skip_ = load(k_, call.D, call.channels, parameters + call.channels);
+    bc_weights_[0] = load(k_, call.b_weight, call.depth, parameters + 2 * call.channels);
+    bc_weights_[1] = load(k_, call.c_weight, call.depth, parameters + 2 * call.channels + call.depth);
   }
 
   void run(Worker& worker) {
@@ -222,12 +224,11 @@ class SelectiveScan {
   void find_bc(const Round& round, std::int64_t i) const {
     const std::uint8_t* both = at(c_.parameters, (token(round, i) + 1) * c_.parameter_row - 2 * c_.depth, c_.type);
     std::uint8_t* normed = normed_ + i * 2 * c_.depth * size_of(c_.type);
-    const void* weights[2] = {c_.b_weight, c_.c_weight};
     for (int which = 0; which < 2; ++which) {
       const void* values = at(both, which * c_.depth, c_.type);
-      if (weights[which] != nullptr) {
+      if (bc_weights_[which] != nullptr) {
         void* dst = at(normed, which * c_.depth, c_.type);
-        k_.normalize_row({values, weights[which], c_.type, c_.depth, c_.epsilon, true, false, dst});
+        k_.normalize_row({values, bc_weights_[which], c_.type, c_.depth, c_.epsilon, true, false, dst});
         values = dst;
       }
       k_.load_row(values, c_.type, static_cast<int>(c_.depth), bc_ + (i * 2 + which) * c_.depth);
@@ -254,7 +255,7 @@ class SelectiveScan {
   const SelectiveScanCall& c_;
   float *x_, *steps_, *bc_, *rates_;
   std::uint8_t* normed_;
-  const float *step_bias_, *skip_;
+  const float *step_bias_, *skip_, *bc_weights_[2];
 };
 
 }  // namespace

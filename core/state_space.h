@@ -59,14 +59,14 @@ void convolve(const Kernels& kernels, const ConvolutionCall& call);
 struct SelectiveScanCall {
   DType type;  // of all but the state and the Floats
   std::int64_t batch, tokens, channels, depth, parameter_row, gate_row;
-  const void* x;                    // [batch, tokens, channels]
-  const void* steps;                // [batch, tokens, channels], before their bias
-  const void* parameters;           // [batch, tokens, parameter_row]; a row ends in [B: depth | C: depth]
-  const void* gate;                 // [batch, tokens, gate_row]; a row ends in the gate [channels]
-  float* state;                     // [batch, channels, depth]
-  Floats step_bias;                 // [channels] or null
-  Floats A_log, D;                  // [channels, depth], [channels]
-  const void *b_weight, *c_weight;  // [depth] of the type, or null: no norm
+  const void* x;              // [batch, tokens, channels]
+  const void* steps;          // [batch, tokens, channels], before their bias
+  const void* parameters;     // [batch, tokens, parameter_row]; a row ends in [B: depth | C: depth]
+  const void* gate;           // [batch, tokens, gate_row]; a row ends in the gate [channels]
+  float* state;               // [batch, channels, depth]
+  Floats step_bias;           // [channels] or null
+  Floats A_log, D;            // [channels, depth], [channels]
+  Floats b_weight, c_weight;  // [depth], or null: no norm
   float epsilon;
   void* out;  // [batch, tokens, channels]
 };

@@ -26,8 +26,8 @@ def matrix(rng: np.random.Generator, rows: int, columns: int, dtype: Any, *, is_
     return SimpleNamespace(weight=weight, bias=bias, ranks=1)
 
 
-def norm(rng: np.random.Generator, width: int, dtype: Any) -> Any:
-    weight = rng.standard_normal(width).astype(dtype)
+def norm(rng: np.random.Generator, width: int) -> Any:
+    weight = rng.standard_normal(width).astype(np.float32)
     return SimpleNamespace(weight=weight, epsilon=1e-6, round_first=bool(width % 2), plus_one=width % 3 == 0)
 
 
@@ -69,7 +69,7 @@ def attention(rng: np.random.Generator, shape: dict[str, Any], dtype: Any) -> An
             down=None,
             down_norm=None,
             latent=matrix(rng, shape["rank"] + 4, HIDDEN, dtype),
-            latent_norm=norm(rng, shape["rank"], dtype),
+            latent_norm=norm(rng, shape["rank"]),
             expansion=rng.standard_normal((heads * (nope + value_depth), shape["rank"])).astype(dtype),
             rank=shape["rank"],
             nope=nope,
@@ -77,7 +77,7 @@ def attention(rng: np.random.Generator, shape: dict[str, Any], dtype: Any) -> An
         )
         return SimpleNamespace(**common)
     if shape["norms"]:
-        common |= {"query_norm": norm(rng, depth, dtype), "key_norm": norm(rng, depth, dtype)}
+        common |= {"query_norm": norm(rng, depth), "key_norm": norm(rng, depth)}
     is_packed = shape["is_packed"]
     common["gated_queries"] = shape["norms"] == 2 and value_depth == depth
     width = depth * (2 if common["gated_queries"] else 1)
@@ -179,9 +179,9 @@ def layer(rng: np.random.Generator, shape: dict[str, Any], dtype: Any) -> Any:
         convolution=convolution(rng, shape, dtype) if shape["delta"] and not shape["block"] else None,
         experts=experts if shape["block"] else None,
         dense=dense if shape["block"] != 1 else None,
-        before_attention=norm(rng, HIDDEN, dtype),
-        after_attention=norm(rng, HIDDEN, dtype) if shape["block"] == 2 else None,
-        before_block=norm(rng, HIDDEN, dtype),
+        before_attention=norm(rng, HIDDEN),
+        after_attention=norm(rng, HIDDEN) if shape["block"] == 2 else None,
+        before_block=norm(rng, HIDDEN),
         after_block=None,
         residual_factor=0.5,
     )
@@ -196,7 +196,7 @@ def described(rng: np.random.Generator, shapes: list[dict[str, Any]], dtype: Any
         embedding_factor=1.5,
         rotary=(table,),
         layers=tuple(layer(rng, shape, dtype) for shape in shapes),
-        norm=norm(rng, HIDDEN, dtype),
+        norm=norm(rng, HIDDEN),
         head=matrix(rng, VOCABULARY, HIDDEN, dtype, is_packed=shapes[0]["is_packed"]),
         exchange=None,
         group=None,
@@ -421,7 +421,7 @@ def test_parts_that_do_not_belong_together_are_refused(shape: dict[str, Any], pa
     elif part == "sinks":
         attention_part.sinks = np.zeros(max(number, 0), np.float32)
     elif part == "norm":
-        model.layers[0].before_block = norm(rng, max(number, 1), np.float32)
+        model.layers[0].before_block = norm(rng, max(number, 1))
     else:
         setattr(attention_part, part, number)
     try:

@@ -263,13 +263,13 @@ void normalize_typed(const NormalizeRow& a) {
   using Element = typename V::template Element<type>;
   constexpr int kLanes = LaneSum<V>::kLanes;
   const auto* x = static_cast<const Element*>(a.src);
-  const auto* w = static_cast<const Element*>(a.weight);
   auto* out = static_cast<Element*>(a.dst);
   const std::int64_t whole = a.count / kLanes * kLanes;
-  Element x_rest[kLanes] = {}, w_rest[kLanes] = {}, out_rest[kLanes];
+  Element x_rest[kLanes] = {}, out_rest[kLanes];
+  float w_rest[kLanes] = {};
   for (std::int64_t i = whole; i < a.count; ++i) {
     x_rest[i - whole] = x[i];
-    w_rest[i - whole] = w[i];
+    w_rest[i - whole] = a.weight[i];
   }
   LaneSum<V> squares;
   const auto add = [&](const Element* at) {
@@ -284,7 +284,7 @@ void normalize_typed(const NormalizeRow& a) {
   const float mean = squares.total() / static_cast<float>(a.count);
   const V factor = V::divide(V::set(1.0f), V::square_root(V::set(mean + a.epsilon)));
   const V offset = V::set(a.plus_one ? 1.0f : 0.0f);
-  const auto scale = [&](const Element* from, const Element* weight, Element* to) {
+  const auto scale = [&](const Element* from, const float* weight, Element* to) {
     for (int i = 0; i < kLanes; i += V::kWidth) {
       V v = V::template load_as<type>(from + i) * factor;
       if (a.round_first) {
@@ -292,10 +292,10 @@ void normalize_typed(const NormalizeRow& a) {
         V::template store_as<type>(rounded, v);
         v = V::template load_as<type>(rounded);
       }
-      V::template store_as<type>(to + i, v * (V::template load_as<type>(weight + i) + offset));
+      V::template store_as<type>(to + i, v * (V::load(weight + i) + offset));
     }
   };
-  for (std::int64_t i = 0; i < whole; i += kLanes) scale(x + i, w + i, out + i);
+  for (std::int64_t i = 0; i < whole; i += kLanes) scale(x + i, a.weight + i, out + i);
   if (whole < a.count) {
     scale(x_rest, w_rest, out_rest);
     for (std::int64_t i = whole; i < a.count; ++i) out[i] = out_rest[i - whole];

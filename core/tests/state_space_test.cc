@@ -187,8 +187,8 @@ std::vector<float> selective(const Kernels& k, const SelectiveCase& c, std::int6
     call.step_bias = {step_bias.data(), DType::kF32};
     call.A_log = {A_log.data(), DType::kF32};
     call.D = {D.data(), DType::kF32};
-    call.b_weight = c.normed ? b_weight.data() : nullptr;
-    call.c_weight = c.normed ? c_weight.data() : nullptr;
+    call.b_weight = {c.normed ? b_weight.data() : nullptr, DType::kF32};
+    call.c_weight = {c.normed ? c_weight.data() : nullptr, DType::kF32};
     call.epsilon = 1e-6f;
     for (std::int64_t t = 0; t < c.tokens; t += call.tokens) {
       call.tokens = t == 0 ? first_part : c.tokens - t;

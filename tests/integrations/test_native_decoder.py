@@ -151,6 +151,41 @@ def test_generate_with_an_assistant_model(loaded, tmp_path):
     assert any(count > 1 for _, count in steps[1:]) and assisting  # several tokens are checked at once
 
 
+def test_norms_that_stay_in_fp32_in_a_model_in_fp16(loaded):
+    model, inputs = loaded("gpt_oss", torch.float16), prompt()
+    assert model.model.norm.weight.dtype == torch.float32
+    assert native_of(model.model) is not None, explanation(model)
+    with torch.no_grad(), own_code(model):
+        expected = model(**inputs).logits
+    with torch.no_grad(), counted_steps(model) as steps:
+        found = model(**inputs).logits
+    assert steps and found.dtype == torch.float16
+    real = inputs["attention_mask"].bool()
+    errors = (found - expected)[real].float().norm(dim=-1) / expected[real].float().norm(dim=-1)
+    # Int8 activations round to their neighbours; where experts are nearly tied, rounding may choose others.
+    assert errors.median() < 3e-2
+
+
+@pytest.mark.parametrize("keep", [0, 1])
+def test_autocast_to_another_dtype_runs_the_models_own_code(loaded, keep):
+    model, inputs = loaded("qwen3_moe"), prompt(1, 9, 0)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        found = model(**inputs, logits_to_keep=keep).logits
+        with own_code(model):
+            expected = model(**inputs, logits_to_keep=keep).logits
+    assert found.dtype == expected.dtype == torch.bfloat16
+    assert torch.equal(found, expected)
+
+
+def test_autocast_to_the_models_dtype_changes_nothing(loaded):
+    model, inputs = loaded("qwen3_moe", torch.bfloat16), prompt(1, 9, 0)
+    with torch.no_grad():
+        expected = model(**inputs, logits_to_keep=1).logits
+        with torch.autocast("cpu", dtype=torch.bfloat16), counted_steps(model) as steps:
+            assert torch.equal(model(**inputs, logits_to_keep=1).logits, expected)
+    assert steps
+
+
 def test_logits_of_all_tokens_of_some_and_of_one(loaded):
     model, inputs = loaded("qwen3_moe"), prompt(1, 9, 0)
     with torch.no_grad():

@@ -113,6 +113,19 @@ def test_norms_are_known_by_what_they_compute(name, rounds_first, plus_one, dtyp
         assert relative_error(norms.rms_norm(module, form, x).float(), module(x).float()) < 1e-3
 
 
+@pytest.mark.parametrize(("name", "keeps_dtype"), [("gpt_oss", True), ("qwen3_moe", False)])
+def test_norms_whose_weights_alone_are_in_fp32(name, keeps_dtype):
+    module = tiny_model(name).model.norm
+    form = norms.find_form(module)
+    assert form is not None and form.keeps_dtype == keeps_dtype
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        x = torch.randn(2, 3, len(module.weight)).to(dtype)
+        with torch.no_grad():
+            found, expected = norms.rms_norm(module, form, x), module(x)
+        assert found.dtype == expected.dtype
+        assert relative_error(found.float(), expected.float()) < 1e-3
+
+
 class Squared(nn.Module):
     """A norm that squares its weight."""
 

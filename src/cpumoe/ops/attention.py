@@ -46,8 +46,8 @@ def _rms_norm(x: Tensor, weight: Tensor, epsilon: float, round_first: bool, plus
     return out
 
 
-# [..., H] and weight [H] -> [..., H]; round_first: rounded to the dtype of x before the product with the weight too;
-# plus_one: the factor is 1 + weight, in fp32.
+# [..., H] and weight [H] of any float dtype -> [..., H]; round_first: rounded to the dtype of x before the product with
+# the weight too; plus_one: the factor is 1 + weight, in fp32.
 rms_norm = register(
     "rms_norm(Tensor x, Tensor weight, float epsilon, bool round_first, bool plus_one=False) -> Tensor",
     _rms_norm,

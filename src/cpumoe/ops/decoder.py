@@ -19,7 +19,7 @@ from cpumoe.ops.exchange import RankExchange
 
 @dataclass(frozen=True)
 class Norm:
-    """A root-mean-square norm with weight [H]; see :func:`cpumoe.ops.rms_norm`."""
+    """A root-mean-square norm with weight [H] in fp32; see :func:`cpumoe.ops.rms_norm`."""
 
     weight: Tensor
     epsilon: float

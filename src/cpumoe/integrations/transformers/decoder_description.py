@@ -18,7 +18,13 @@ from torch import Tensor, nn
 
 from cpumoe.integrations.transformers import routers
 from cpumoe.integrations.transformers.delta_description import describe_convolution, describe_delta
-from cpumoe.integrations.transformers.described_parts import NotDescribed, Parts, describe_matrix, describe_norm
+from cpumoe.integrations.transformers.described_parts import (
+    NotDescribed,
+    Parts,
+    describe_matrix,
+    describe_norm,
+    refuse_widening_norms,
+)
 from cpumoe.integrations.transformers.expert_modules import recognise_function
 from cpumoe.integrations.transformers.latent_attention import absorbed
 from cpumoe.integrations.transformers.linear_attention import ConvolutionForm, DeltaForm, Form, state_form
@@ -92,6 +98,7 @@ def describe_decoder(base: Any, choices: tuple[Choices, ...], positions: Tensor)
     if type(base.embed_tokens) is not nn.Embedding:
         raise NotDescribed(f"its embedding is a {type(base.embed_tokens).__name__}")
     embedding = base.embed_tokens.weight.detach()
+    refuse_widening_norms(base, embedding.dtype)
     tables = RotaryTables(base, positions)
     layers = tuple(_layer(base, index, chosen, tables) for index, chosen in enumerate(choices))
     return decoder.DecoderModel(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from cpumoe.integrations.transformers import norms
@@ -39,12 +40,20 @@ class Parts:
             raise NotDescribed(f"{self._name} has {names[0]}, which has no place in a described layer")
 
 
+def refuse_widening_norms(base: nn.Module, dtype: torch.dtype) -> None:
+    """Raise NotDescribed if a norm's weight is of another dtype than the rows, and would widen them."""
+    for name, module in base.named_modules():
+        form = norms.form_of(module)
+        if form is not None and not form.fits(dtype, module.weight.dtype):
+            raise NotDescribed(f"{name} is in {module.weight.dtype} and turns rows in {dtype} into it")
+
+
 def describe_norm(module: Any, name: str) -> decoder.Norm:
     """A root-mean-square norm. Raises NotDescribed for a module of another kind."""
     form = norms.form_of(module)
     if form is None:
         raise NotDescribed(f"{name} ({type(module).__name__}) is no root-mean-square norm that we know")
-    return decoder.Norm(module.weight.detach(), *form)
+    return decoder.Norm(module.weight.detach().float(), form.epsilon, form.round_first, form.plus_one)
 
 
 def describe_matrix(module: Any, name: str) -> decoder.Matrix:

@@ -254,7 +254,9 @@ class NativeDecoder:
         """
         if self.reason is not None or torch.is_grad_enabled() or base.training:
             return None
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() or (
+            torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") != self._dtype
+        ):
             return None
         if not self._is_ready(base, 0, head) or self._has_foreign_forward or self._is_watched():
             return None

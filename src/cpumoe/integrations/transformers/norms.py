@@ -21,12 +21,18 @@ class NormForm(NamedTuple):
     """How a root-mean-square norm computes.
 
     ``epsilon`` is added to the mean square. ``round_first``: the normalised row is rounded to its dtype before it is
-    multiplied by the weight; ``plus_one``: it is multiplied by 1 + weight.
+    multiplied by the weight; ``plus_one``: it is multiplied by 1 + weight. ``keeps_dtype``: a weight in fp32 leaves
+    rows of 16 bits in their dtype.
     """
 
     epsilon: float
     round_first: bool
     plus_one: bool
+    keeps_dtype: bool = False
+
+    def fits(self, rows: torch.dtype, weight: torch.dtype) -> bool:
+        """Return whether ``ops.rms_norm`` computes the norm for these dtypes."""
+        return rows == weight or (self.keeps_dtype and weight == torch.float32)
 
 
 _FLAGS = ((True, False), (False, False), (False, True), (True, True))  # in the order in which one of several is taken
@@ -50,11 +56,11 @@ def speed_up_norms(model: nn.Module) -> None:
 
 def rms_norm(module: Any, form: NormForm, hidden_states: Tensor) -> Tensor:
     """The forward of a root-mean-square norm in one operator."""
-    # With two dtypes the product with the weight has the wider one, which our operator does not imitate.
-    if hidden_states.dtype != module.weight.dtype or wants_gradient(hidden_states, module.weight):
+    weight = module.weight
+    if not form.fits(hidden_states.dtype, weight.dtype) or wants_gradient(hidden_states, weight):
         normed: Tensor = type(module).forward(module, hidden_states)
         return normed
-    return ops.rms_norm(hidden_states, module.weight, *form)
+    return ops.rms_norm(hidden_states, weight, form.epsilon, form.round_first, form.plus_one)
 
 
 def form_of(module: Any) -> NormForm | None:
@@ -68,18 +74,28 @@ def find_form(module: Any) -> NormForm | None:
     epsilon = _epsilon(module)
     if epsilon is None:
         return None
+    if module.weight.dtype == torch.float32:  # models in fp16 and bf16 may keep the weights of norms in fp32
+        flags = _find_flags(module, epsilon, torch.bfloat16)
+        if flags is not None:
+            return NormForm(epsilon, *flags, keeps_dtype=True)
+    flags = _find_flags(module, epsilon, module.weight.dtype)
+    return None if flags is None else NormForm(epsilon, *flags)
+
+
+def _find_flags(module: Any, epsilon: float, dtype: torch.dtype) -> tuple[bool, bool] | None:
+    """Return the flags with which ``ops.rms_norm`` computes what a module computes for rows of a dtype, if any do."""
     weight = module.weight
     with torch.no_grad():
-        x = torch.randn((4, len(weight)), generator=torch.Generator().manual_seed(0)).to(weight.dtype)
+        x = torch.randn((4, len(weight)), generator=torch.Generator().manual_seed(0)).to(dtype)
         try:
             expected = module(x)
         except Exception:  # a module that has a weight and an epsilon and is called in another way
             return None
-        if not isinstance(expected, Tensor) or expected.shape != x.shape or expected.dtype != x.dtype:
+        if not isinstance(expected, Tensor) or expected.shape != x.shape or expected.dtype != dtype:
             return None
-        results = {form: ops.rms_norm(x, weight, *form) for form in (NormForm(epsilon, *flags) for flags in _FLAGS)}
-    best = max(results, key=lambda form: int((results[form] == expected).sum()))
-    limit = _TOLERANCES[weight.dtype]
+        results = {flags: ops.rms_norm(x, weight, epsilon, *flags) for flags in _FLAGS}
+    best = max(results, key=lambda flags: int((results[flags] == expected).sum()))
+    limit = _TOLERANCES[dtype]
     return best if torch.allclose(results[best], expected, rtol=limit, atol=limit * 0.01) else None
 
 

@@ -26,7 +26,6 @@ from cpumoe.integrations.transformers.decoder_description import (
     cache_form,
     describe_decoder,
     layer_type,
-    mixer_of,
     norm_of,
     refuse_other_parts,
     rotary_of,
@@ -35,7 +34,7 @@ from cpumoe.integrations.transformers.decoder_description import (
 from cpumoe.integrations.transformers.described_parts import NotDescribed, describe_matrix
 from cpumoe.integrations.transformers.roomy_cache import CacheForm
 from cpumoe.integrations.transformers.step_caches import StepCaches
-from cpumoe.integrations.transformers.watched_modules import is_foreign, watched_entries, watched_modules
+from cpumoe.integrations.transformers.watched_modules import is_foreign, kind_of, watched_entries, watched_modules
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.ops.decoder import Decoder
@@ -186,12 +185,11 @@ class NativeDecoder:
 
     @staticmethod
     def _found_choices(base: Any) -> tuple[Choices, ...]:
-        """Those of each layer; layers of the same parts and type have the same."""
+        """Return the choices of each layer. Layers of the same type, parts and settings are tried once."""
         found: dict[Hashable, Choices] = {}
         out = []
         for index, layer in enumerate(base.layers):
-            parts = tuple((name, type(module)) for name, module in layer.named_modules())
-            key = (layer_type(base, index), getattr(mixer_of(layer), "is_sliding", None), parts)
+            key = (layer_type(base, index), kind_of(layer, index))
             if key not in found:
                 found[key] = find_choices(base, index)
             out.append(found[key])

@@ -8,7 +8,8 @@ address and version. Replaced modules and tensors (LoRA, ``set_input_embeddings`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Hashable, Iterator
 from functools import partial
 from typing import Any
 
@@ -37,6 +38,31 @@ def watched_modules(module: nn.Module) -> Iterator[Entry]:
     """Yield the entries of a module's children."""
     for name, child in module._modules.items():
         yield module._modules, name, child, None, None
+
+
+def kind_of(layer: nn.Module, index: int) -> Hashable:
+    """Return a value that only layers with the same modules, shapes and settings have.
+
+    Numbers that are the layer's own ``index`` are left out. A layer that has one such number by chance is a kind of its
+    own, which is checked once more than needed.
+    """
+    return tuple(
+        (
+            name,
+            type(module),
+            tuple((key, None if tensor is None else tensor.shape) for key, tensor in module._parameters.items()),
+            tuple(sorted((key, repr(value)) for key, value in vars(module).items() if _is_setting(key, value, index))),
+        )
+        for name, module in layer.named_modules()
+    )
+
+
+def _is_setting(name: str, value: Any, index: int) -> bool:
+    if name.startswith("_") or name == "training" or (type(value) is int and value == index):
+        return False
+    if isinstance(value, list | tuple):
+        return all(_is_setting(name, one, index) for one in value)
+    return value is None or isinstance(value, bool | int | float | str) or inspect.isfunction(value)
 
 
 def is_foreign(forward: Any) -> bool:

@@ -1,0 +1,97 @@
+"""Fuzz configurations: with any one field changed, accelerated models compute what transformers computes."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from changed_configs import changes_of
+from every_architecture import FAMILIES, tiny_model
+
+import cpumoe
+
+#: Configurations of all families together; `make fuzz` asks for more.
+EXAMPLES = int(os.environ.get("CPUMOE_FUZZ_EXAMPLES", "60"))
+_REFUSED = (ValueError, cpumoe.CpumoeError)  # what models of sizes that we do not support raise
+_TOLERANCE = 1e-3  # relative, of a token's row; everything is in fp32
+
+#: Those whose forward takes tokens and a cache, and gives hidden states or logits.
+CAUSAL = sorted(FAMILIES.keys() - {"diffusion_gemma", "openai_privacy_filter"})
+
+
+def change_of(name: str, number: int) -> tuple[str, Any]:
+    """Return one of a sample of a family's changes. Raises IndexError if it has fewer."""
+    changes = changes_of(name)
+    return random.Random(name).sample(changes, len(changes))[number]
+
+
+_WHOLE, _CHUNKS = (40,), (30, 38, 39, 40)
+
+
+def results(model: Any, cuts: tuple[int, ...]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield hidden states or logits of a batch, with padding, at far positions, and of packed sequences.
+
+    A prompt is read in chunks that end at ``cuts``.
+    """
+    ids = torch.randint(3, 98, (2, 40), generator=torch.Generator().manual_seed(11))
+    for case in ("batch", "padding", "far", "packed"):
+        mask = torch.ones_like(ids)
+        positions = torch.arange(ids.shape[1]).repeat(2, 1)
+        if case == "padding":
+            mask[0, :7] = 0
+            positions[0] = (mask[0].cumsum(0) - 1).clamp(min=0)
+        elif case == "far":
+            positions += torch.tensor([[50], [240]])  # across the borders of rotary scaling and of the context
+        elif case == "packed":
+            positions %= 13
+        cache, out = None, []
+        for first, last in pairwise((0, *(cuts if case != "packed" else _WHOLE))):
+            options: dict[str, Any] = {} if case == "packed" else {"attention_mask": mask[:, :last]}
+            given = model(
+                input_ids=ids[:, first:last],
+                position_ids=positions[:, first:last],
+                past_key_values=cache,
+                use_cache=True,
+                **options,
+            )
+            cache = given.past_key_values
+            out.append(given.logits if hasattr(given, "logits") else given.last_hidden_state)
+        yield case, torch.cat(out, 1)[mask.bool()]
+
+
+def far_rows(found: torch.Tensor, expected: torch.Tensor) -> int:
+    """Return how many rows differ."""
+    both_nan = (found.isnan() & expected.isnan()).all(-1)
+    near = (found - expected).norm(dim=-1) <= _TOLERANCE * expected.norm(dim=-1).clamp(min=1e-6)
+    return int((~(near | both_nan)).sum())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("number", range(-(-EXAMPLES // len(CAUSAL))))
+def test_accelerated_models_follow_every_field(name, number):
+    try:
+        field, value = change_of(name, number)
+    except IndexError:
+        pytest.skip("this family has no more fields")
+    try:
+        model = tiny_model(name, **{field: value})
+        part: Any = getattr(model, FAMILIES[name].forward) if FAMILIES[name].forward else model
+        with torch.no_grad():
+            # transformers' own results may depend on the cuts: rotary scaling by length, Jamba's states.
+            expected = [dict(results(part, cuts)) for cuts in (_CHUNKS, _WHOLE)]
+    except Exception as problem:
+        pytest.skip(f"its own classes do not run with it ({type(problem).__name__}: {problem})")
+    try:
+        cpumoe.accelerate(model, "fp32")
+    except _REFUSED as refusal:
+        pytest.skip(f"refused: {refusal}")
+    with torch.no_grad():
+        for case, found in results(part, _CHUNKS):
+            far = min(far_rows(found, one[case]) for one in expected)
+            assert not far, f"{field}={value}, {case}: {far} of {len(found)} rows differ"

@@ -26,6 +26,7 @@ from sampling import first_of
 
 from cpumoe import cpu
 from cpumoe.cli import main
+from cpumoe.generation.api_requests import ChatRequest, CompletionRequest, ResponsesRequest
 from cpumoe.generation.memory import BATCH_TOKENS, available_bytes, cache_size
 
 # Reasoning in marks that transformers knows of this family, and a variable of its own.
@@ -246,12 +247,36 @@ REFUSED = [
     ({"n": 1000}, 400, "n", "n is 1000"),
     ({"top_logprobs": 3}, 400, "top_logprobs", "with logprobs: true only"),
     ({"stop": [""]}, 400, "stop.0", "at least 1 character"),
+    ({"stop": ["x"] * 17}, 400, "stop", "at most 16 items after validation, not 17"),
+    ({"stop": 5}, 400, "stop", "should be a valid string or a valid list"),
     ({"logit_bias": []}, 400, "logit_bias", "logit_bias is []"),
     ({"logit_bias": {"100000": 1}}, 400, "logit_bias", "tokens from 0 to"),
     ({"response_format": {"type": "json_object"}}, 400, "response_format", "only {'type': 'text'} is served"),
     ({"tool_choice": "required"}, 400, "tool_choice", "tool_choice is 'required'"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools", "tools is not served"),
     ({"store": True}, 400, "store", "only False is served"),
+    ({"audio": {}}, 400, "audio", "audio is {}; it is not served"),
+    ({"verbosity": "low"}, 400, "verbosity", "only 'medium' is served"),
+    ({"metadata": {"a": 1}}, 400, "metadata.a", "metadata.a is 1"),
+    ({"prompt_cache_options": {"mode": "explicit"}}, 400, "prompt_cache_options.mode", "only 'implicit' is served"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f", "strict": True}}]},
+        400,
+        "tools.0.function.strict",
+        "only False is served",
+    ),
+    (
+        {"tools": [{"type": "function", "function": {"name": "f"}}], "parallel_tool_calls": False},
+        400,
+        "parallel_tool_calls",
+        "with tools only True is served",
+    ),
+    (
+        {"stream": True, "stream_options": {"include_obfuscation": True}},
+        400,
+        "stream_options.include_obfuscation",
+        "only",
+    ),
     ({"modalities": ["audio"]}, 400, "modalities", "modalities"),
     ({"stream_options": {"include_usage": True}, "stream": False}, 400, "stream_options", "with stream only"),
     ({"messages": [{"role": "user", "content": "x" * 3000}]}, 400, None, "there is room for 2048 in all"),
@@ -294,7 +319,9 @@ def test_refuses_requests_and_goes_on(
     [
         ({"prompt": None}, "prompt is needed"),
         ({"prompt": ""}, "prompt is empty"),
-        ({"prompt": [[]]}, "prompt is empty"),
+        ({"prompt": [""]}, "prompt.0 is empty"),
+        ({"prompt": [[5], []]}, "prompt.1 is empty"),
+        ({"prompt": []}, "prompt is an empty list"),
         ({"prompt": [-1]}, "outside of the model's vocabulary"),
         ({"prompt": [10**6]}, "outside of the model's vocabulary"),
         ({"prompt": ["x"] * 65}, "64 answers at most"),
@@ -309,10 +336,75 @@ def test_refuses_completions(server: Server, change: dict[str, Any], message: st
     assert status == 400 and message in reply["error"]["message"]
 
 
-def test_fields_that_say_what_happens_anyway(server: Server) -> None:
-    nothing = {"store": False, "response_format": {"type": "text"}, "tool_choice": "auto", "audio": None, "user": "me"}
-    assert server.answer(**nothing) == server.answer()
-    assert server.answer(tools=[{"type": "function", "function": {"name": "f"}}], tool_choice="none") == server.answer()
+TOOL = {"type": "function", "function": {"name": "f"}}
+ANYWAY: list[tuple[str, dict[str, Any]]] = [
+    ("chat", {"store": False, "response_format": {"type": "text"}, "tool_choice": "auto", "audio": None}),
+    ("chat", {"tools": [TOOL], "tool_choice": "none"}),
+    ("chat", {"tools": [], "parallel_tool_calls": False, "functions": [], "function_call": "none"}),
+    ("chat", {"metadata": {}, "modalities": [], "verbosity": "medium", "reasoning_effort": "medium"}),
+    ("chat", {"metadata": {"run": "7"}, "user": "me", "safety_identifier": "me", "prompt_cache_key": "k"}),
+    ("chat", {"prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "implicit", "ttl": "30m"}}),
+    ("chat", {"logprobs": False, "top_logprobs": 0, "stream_options": {"include_usage": False}}),
+    ("chat", {"stream_options": {"include_obfuscation": False}, "service_tier": "default"}),
+    ("chat", {"prediction": {"type": "content", "content": "Experts are."}, "stop": [], "logit_bias": {}}),
+    (
+        "chat",
+        {
+            "messages": [
+                {
+                    "role": "user",
+                    "content": [
+                        {"type": "text", "text": "Which experts?", "prompt_cache_breakpoint": {"mode": "explicit"}}
+                    ],
+                    "annotations": [],
+                    "refusal": "",
+                    "tool_calls": [],
+                    "audio": None,
+                }
+            ]
+        },
+    ),
+    ("completions", {"best_of": 1, "suffix": "", "user": "me", "metadata": {}, "stream_options": {}}),
+    ("responses", {"text": {"verbosity": "medium", "format": {"type": "text"}}, "parallel_tool_calls": False}),
+    (
+        "responses",
+        {"reasoning": {"effort": "medium", "summary": None}, "include": [], "tools": [], "metadata": {"a": "b"}},
+    ),
+    (
+        "responses",
+        {"stream_options": {"include_obfuscation": False}, "context_management": [], "truncation": "disabled"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "fields"), ANYWAY)
+def test_fields_that_ask_for_what_happens_anyway(server: Server, kind: str, fields: dict[str, Any]) -> None:
+    path, body = {
+        "chat": ("/v1/chat/completions", server.ask()),
+        "completions": ("/v1/completions", {"model": server.model, "prompt": "The"}),
+        "responses": ("/v1/responses", {"model": server.model, "input": "Which experts?", "max_output_tokens": 8}),
+    }[kind]
+
+    def answer(body: dict[str, Any]) -> Any:
+        status, reply = server.call(path, body)
+        assert status == 200, reply
+        return [part["content"] for part in reply["output"]] if kind == "responses" else reply["choices"]
+
+    assert answer(body | fields) == answer(body)
+
+
+def test_all_fields_of_the_official_client_are_known() -> None:
+    """A request type of the client has no field that the server calls unknown, except those for pictures and sound."""
+    from openai.types import completion_create_params as text
+    from openai.types.chat import completion_create_params as chat
+    from openai.types.responses import response_create_params as responses
+
+    for official, ours in (
+        (chat.CompletionCreateParamsBase, ChatRequest),
+        (text.CompletionCreateParamsBase, CompletionRequest),
+        (responses.ResponseCreateParamsBase, ResponsesRequest),
+    ):
+        assert set(official.__annotations__) <= set(ours.model_fields)
 
 
 def test_variables_of_the_template(server: Server) -> None:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 _MAX_ANSWERS = 256  # that are being computed or waiting; clients that ask for more get 429
+_RETRY_SECONDS = 5  # that such clients are told to wait
 
 Rendered = TypeVar("Rendered")
 
@@ -68,7 +69,10 @@ class Admission:
         """
         if self._answers + count > _MAX_ANSWERS:
             raise ApiError(
-                429, f"{self._answers} answers are being computed or wait; ask again later", code="rate_limit_exceeded"
+                429,
+                f"{self._answers} answers are being computed or wait; ask again later",
+                code="rate_limit_exceeded",
+                retry_seconds=_RETRY_SECONDS,
             )
         self._answers += count
         taken = count
@@ -149,7 +153,7 @@ class Admission:
             [room for room in lengths for _ in range(n)],
             self._ends,
             samplings * len(prompts),
-            prompt_tokens=sum(map(len, prompts)),
+            n=n,
             on_end=release,
         )
 

@@ -6,19 +6,36 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal
 
 from cpumoe.generation.api_requests import ApiError
 from cpumoe.generation.engine import ENDING, Engine, Failure, Finish, Job, deliver_to
 from cpumoe.generation.sampling import Sampling, Token
 from cpumoe.generation.text import Delta, PlainMessage, StopStrings, StructuredMessage, TextPieces, ToolCall
+from cpumoe.generation.token_text import TokenTexts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+@dataclass
+class Section:
+    """Reasoning or content that was written without a break."""
+
+    kind: Literal["reasoning", "content"]
+    text: str
+
+
 class Choice:
-    """One of the answers to a request, as far as it is generated."""
+    """One of the answers to a request, as far as it is generated.
+
+    Attributes:
+        sections: reasoning and content in the order in which they were written.
+        reasoning_tokens: how many tokens were spent on reasoning, its marks included.
+        pieces: the text that each token has finished; only where log probabilities are wanted.
+    """
 
     def __init__(
         self,
@@ -30,20 +47,40 @@ class Choice:
     ) -> None:
         self.index = index
         self.tokens: list[Token] = []
-        self.content = ""
-        self.reasoning = ""
+        self.pieces: list[str] = []
+        self.sections: list[Section] = []
         self.tool_calls: list[ToolCall] = []
+        self.reasoning_tokens = 0
         self.finish: str | None = None
+        self._unattributed = 0  # tokens that may be the beginning of a mark
         self._pieces = TextPieces(tokenizer, special_tokens=message.special_tokens)
         self._message = message
         self._stops = StopStrings(stops)
         self._ends = ends
 
+    @property
+    def content(self) -> str:
+        return "".join(section.text for section in self.sections if section.kind == "content")
+
+    @property
+    def reasoning(self) -> str:
+        return "".join(section.text for section in self.sections if section.kind == "reasoning")
+
     def add(self, token: Token) -> Delta:
         self.tokens.append(token)
+        piece = "" if token.id in self._ends else self._pieces.add([token.id])
+        if token.logprob is not None:
+            self.pieces.append(piece)
         if token.id in self._ends:
             return Delta()
-        delta = self._appended(self._message.add(self._pieces.add([token.id])))
+        was_reasoning = self._message.in_reasoning
+        delta = self._message.add(piece)
+        self._unattributed += 1
+        if was_reasoning or self._message.in_reasoning:
+            self.reasoning_tokens += self._unattributed
+        if was_reasoning or self._message.in_reasoning or delta:
+            self._unattributed = 0
+        delta = self._appended(delta)
         if self._stops.found:
             self.finish = "stop"
         return delta
@@ -52,7 +89,7 @@ class Choice:
         delta = self._appended(self._message.add(self._pieces.rest()))
         last = self._appended(self._message.rest())
         held_back = "" if self._stops.found else self._stops.rest()
-        self.content += held_back
+        self._append("content", held_back)
         self.finish = "stop" if self._stops.found else "tool_calls" if self.tool_calls else finish
         return Delta(
             delta.content + last.content + held_back,
@@ -63,10 +100,17 @@ class Choice:
     def _appended(self, delta: Delta) -> Delta:
         """Adds a delta to the answer, up to the first stop string; returns the part that was added."""
         delta = Delta(self._stops.add(delta.content), delta.reasoning, delta.tool_calls)
-        self.content += delta.content
-        self.reasoning += delta.reasoning
+        self._append("reasoning", delta.reasoning)
+        self._append("content", delta.content)
         self.tool_calls += delta.tool_calls
         return delta
+
+    def _append(self, kind: Literal["reasoning", "content"], text: str) -> None:
+        if not text:
+            return
+        if not self.sections or self.sections[-1].kind != kind:
+            self.sections.append(Section(kind, ""))
+        self.sections[-1].text += text
 
 
 class Answering:
@@ -81,12 +125,13 @@ class Answering:
         ends: frozenset[int],
         samplings: Sequence[Sampling],
         *,
-        prompt_tokens: int,
+        n: int,
         on_end: Callable[[], None],
     ) -> None:
-        """``prompts``, ``lengths`` and ``samplings`` are per choice; ``prompt_tokens`` counts each prompt once."""
+        """``prompts``, ``lengths`` and ``samplings`` are per choice; each prompt has ``n`` of them, side by side."""
         self.choices = list(choices)
-        self._prompt_tokens = prompt_tokens
+        self._n = n
+        self._prompt_tokens = sum(map(len, prompts)) // n
         self._engine = engine
         self._queue: asyncio.Queue[tuple[int, Token | Finish | Failure]] = asyncio.Queue()
         self._on_end = on_end
@@ -134,21 +179,43 @@ class Answering:
                 self._engine.cancel(job)
         self._on_end()
 
-    def usage(self) -> dict[str, int]:
-        generated = sum(len(choice.tokens) for choice in self.choices)
+    def usage(self) -> Usage:
+        cached = [job.cached_tokens for job in self._jobs]
+        # The answers to one prompt follow each other. The first one to be computed finds least of it in the cache.
+        of_prompts = [cached[first : first + self._n] for first in range(0, len(cached), self._n)]
+        return Usage(
+            prompt_tokens=self._prompt_tokens,
+            cached_tokens=sum(map(min, of_prompts)),
+            completion_tokens=sum(len(choice.tokens) for choice in self.choices),
+            reasoning_tokens=sum(choice.reasoning_tokens for choice in self.choices),
+        )
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Counts of tokens. Each prompt counts once, ``cached_tokens`` are those found in the prefix cache."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    reasoning_tokens: int
+
+    def to_json(self) -> dict[str, Any]:
         return {
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": generated,
-            "total_tokens": self._prompt_tokens + generated,
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
         }
 
 
 class ChatFormat:
     """Bodies of /v1/chat/completions."""
 
-    def __init__(self, model: str, token_text: Callable[[int], str], *, logprobs: bool) -> None:
+    def __init__(self, model: str, texts: TokenTexts, *, logprobs: bool) -> None:
         self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self._text = token_text
+        self._texts = texts
         self._logprobs = logprobs
 
     def whole(self, answering: Answering) -> dict[str, Any]:
@@ -169,7 +236,7 @@ class ChatFormat:
                     "logprobs": self._logprobs_of(choice.tokens),
                 }
             )
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": answering.usage()}
+        return {**self._head, "object": "chat.completion", "choices": choices, "usage": answering.usage().to_json()}
 
     def beginning(self, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
         for choice in choices:
@@ -189,7 +256,7 @@ class ChatFormat:
         return self._chunk(choice, out, tokens)
 
     def usage(self, answering: Answering) -> dict[str, Any]:
-        return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": answering.usage()}
+        return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": answering.usage().to_json()}
 
     def _chunk(self, choice: Choice, delta: dict[str, Any], tokens: list[Token]) -> dict[str, Any]:
         entry = {
@@ -205,10 +272,12 @@ class ChatFormat:
             return None
 
         def entry(token: int, logprob: float | None) -> dict[str, Any]:
-            text = self._text(token)
-            # Otherwise the token is a part of a character, and its bytes are not known.
-            whole = "\N{REPLACEMENT CHARACTER}" not in text
-            return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
+            text = self._texts.of(token)
+            return {
+                "token": text.label,
+                "logprob": logprob,
+                "bytes": None if text.bytes is None else list(text.bytes),
+            }
 
         content = [
             {**entry(token.id, token.logprob), "top_logprobs": [entry(*pair) for pair in token.likeliest]}
@@ -225,19 +294,19 @@ def _tool_call_json(call: ToolCall) -> dict[str, Any]:
 class CompletionFormat:
     """Bodies of /v1/completions."""
 
-    def __init__(self, model: str, token_text: Callable[[int], str], *, logprobs: bool, echoes: Sequence[str]) -> None:
+    def __init__(self, model: str, texts: TokenTexts, *, logprobs: bool, echoes: Sequence[str]) -> None:
         self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self._text = token_text
+        self._texts = texts
         self._logprobs = logprobs
         self._echoes = echoes  # the text that each choice begins with
-        self._offsets: dict[int, int] = {}
+        self._lengths: dict[int, int] = {}  # of the text of each choice up to the next token
 
     def whole(self, answering: Answering) -> dict[str, Any]:
         choices = [
             self._entry(choice, self._echoes[choice.index] + choice.content, choice.tokens)
             for choice in answering.choices
         ]
-        return {**self._head, "object": "text_completion", "choices": choices, "usage": answering.usage()}
+        return {**self._head, "object": "text_completion", "choices": choices, "usage": answering.usage().to_json()}
 
     def beginning(self, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
         for choice in choices:
@@ -248,7 +317,7 @@ class CompletionFormat:
         return self._chunk(choice, delta.content, tokens)
 
     def usage(self, answering: Answering) -> dict[str, Any]:
-        return {**self._head, "object": "text_completion", "choices": [], "usage": answering.usage()}
+        return {**self._head, "object": "text_completion", "choices": [], "usage": answering.usage().to_json()}
 
     def _chunk(self, choice: Choice, text: str, tokens: list[Token]) -> dict[str, Any]:
         return {**self._head, "object": "text_completion", "choices": [self._entry(choice, text, tokens)]}
@@ -264,14 +333,32 @@ class CompletionFormat:
     def _logprobs_of(self, choice: Choice, tokens: Sequence[Token]) -> dict[str, Any] | None:
         if not self._logprobs:
             return None
-        texts = [self._text(token.id) for token in tokens]
-        offsets = []
-        for text in texts:
-            offsets.append(self._offsets.get(choice.index, 0))
-            self._offsets[choice.index] = offsets[-1] + len(text)
+        texts = [self._texts.of(token.id) for token in tokens]
+        pieces = islice(choice.pieces, len(choice.tokens) - len(tokens), None) if tokens else ()
         return {
-            "tokens": texts,
+            "tokens": [text.key for text in texts],
             "token_logprobs": [token.logprob for token in tokens],
-            "top_logprobs": [{self._text(i): p for i, p in token.likeliest} for token in tokens],
-            "text_offset": offsets,
+            "top_logprobs": [self._likeliest(token) for token in tokens],
+            "text_offset": [
+                self._offset(choice.index, piece, text.text) for piece, text in zip(pieces, texts, strict=True)
+            ],
         }
+
+    def _likeliest(self, token: Token) -> dict[str, float | None]:
+        """The likeliest tokens and the chosen one, which makes one entry more where it is not among them."""
+        out: dict[str, float | None] = {}
+        for other, logprob in token.likeliest:
+            out.setdefault(self._texts.of(other).key, logprob)
+        return {**out, self._texts.of(token.id).key: token.logprob}
+
+    def _offset(self, index: int, piece: str, own: str) -> int:
+        """Where a token begins in the answer's text; for a part of a character, where that character is.
+
+        Args:
+            index: of the choice.
+            piece: the text that the token has finished. It is empty for tokens that are not shown.
+            own: the token's text. Before it, ``piece`` may have what was held back.
+        """
+        begin = self._lengths.get(index, 0)
+        self._lengths[index] = begin + len(piece)
+        return begin + len(piece) - len(own) if own and piece.endswith(own) else begin

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from starlette.applications import Starlette
@@ -16,7 +15,6 @@ from cpumoe.generation.api_requests import (
     ApiError,
     ChatRequest,
     CompletionRequest,
-    Message,
     ResponsesRequest,
     parse_body,
 )
@@ -25,6 +23,7 @@ from cpumoe.generation.http_answers import EXCEPTION_HANDLERS, completion_respon
 from cpumoe.generation.prompts import Prompts
 from cpumoe.generation.responses_format import ResponsesFormat
 from cpumoe.generation.text import PlainMessage, StructuredMessage
+from cpumoe.generation.token_text import TokenTexts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,7 +40,7 @@ class Endpoints:
         self._tokenizer = tokenizer
         self._prompts = prompts
         self._admission = admission
-        self._token_text = cache(lambda token: str(tokenizer.decode([token])))  # no larger than the vocabulary
+        self._token_texts = TokenTexts(tokenizer)
 
     def app(self) -> Starlette:
         routes = [
@@ -78,7 +77,7 @@ class Endpoints:
         with self._admission.places(body.n) as release:
             prompt, messages = await self._admission.rendered(render)
             answering = self._admission.answer([prompt], body.n, messages, body.length, body.stops, sampling, release)
-        answer_format = ChatFormat(body.model, self._token_text, logprobs=body.logprobs)
+        answer_format = ChatFormat(body.model, self._token_texts, logprobs=body.logprobs)
         return await completion_response(
             request, answering, answer_format, stream=body.stream, include_usage=body.include_usage
         )
@@ -88,10 +87,8 @@ class Endpoints:
         self._check_model(body.model)
 
         def render() -> tuple[list[list[int]], list[str]]:
-            prompts = [
-                self._prompts.of_text(prompt) if isinstance(prompt, str) else self._prompts.of_tokens(prompt)
-                for prompt in body.prompts
-            ]
+            names = ["prompt"] if body.has_one_prompt else [f"prompt.{i}" for i in range(len(body.prompts))]
+            prompts = [self._prompts.of_text(*part) for part in zip(body.prompts, names, strict=True)]
             if not body.echo:
                 return prompts, [""] * len(prompts)
             texts = [given if isinstance(given, str) else str(self._tokenizer.decode(given)) for given in body.prompts]
@@ -107,7 +104,7 @@ class Endpoints:
             )
         answer_format = CompletionFormat(
             body.model,
-            self._token_text,
+            self._token_texts,
             logprobs=body.logprobs is not None,
             echoes=[echo for echo in echoes for _ in range(body.n)],
         )
@@ -118,14 +115,9 @@ class Endpoints:
     async def _respond(self, request: Request) -> Response:
         body = parse_body(ResponsesRequest, await self._body(request))
         self._check_model(body.model)
-        messages = [] if body.instructions is None else [Message(role="system", content=body.instructions)]
-        if isinstance(body.input, str):
-            messages.append(Message(role="user", content=body.input))
-        else:
-            messages += [Message(role=message.role, content=message.text) for message in body.input]
 
         def render() -> tuple[list[int], PlainMessage | StructuredMessage]:
-            prompt = self._prompts.of_chat(messages)
+            prompt = self._prompts.of_chat(body.messages)
             return prompt, self._prompts.message(prompt)
 
         sampling = self._admission.chosen_sampling(body.temperature, body.top_p)

@@ -47,7 +47,10 @@ class Failure:
 
 
 class Job:
-    """One sequence to generate. ``deliver`` gets each token and then the end; the engine's thread calls it."""
+    """One sequence to generate. ``deliver`` gets each token and then the end; the engine's thread calls it.
+
+    ``cached_tokens`` counts the tokens of the prompt that the engine found in its prefix cache.
+    """
 
     _numbers = itertools.count()
 
@@ -64,9 +67,15 @@ class Job:
         self.max_new_tokens = max_new_tokens
         self.ends = ends
         self.over = False
+        self.cached_tokens = 0
         self._chooser = TokenChooser(sampling, self.prompt)
         self._deliver = deliver
         self._count = 0
+
+    @property
+    def started(self) -> bool:
+        """Whether it has a token."""
+        return self._count > 0
 
     def next_token(self, scores: torch.Tensor) -> int | None:
         """Chooses a token by ``scores`` [vocabulary] and delivers it; returns None if the job is over."""
@@ -160,8 +169,24 @@ class BatchEngine:
                 result = self._batches.get_result("probe", timeout=0.1)
         finally:
             logging.disable(logging.NOTSET)
+        if result is not None:
+            self._count_cached_tokens()
         problem = self._batches.background_thread_status.fatal_error or (result.error if result else "it ended")
         return f"{type(problem).__name__}: {problem}" if isinstance(problem, Exception) else problem
+
+    def _count_cached_tokens(self) -> None:
+        """Has jobs told what is found of their prompts in the prefix cache, which transformers does not report."""
+        cache = self._batches.batch_processor.cache
+        search = cache.search_prefix_match
+
+        def search_and_count(request_id: str, prompt: list[int]) -> int:
+            found = int(search(request_id, prompt))
+            job = self._jobs.get(request_id)
+            if job is not None and not job.started:  # a job that was preempted finds its own blocks again
+                job.cached_tokens = found
+            return found
+
+        cache.search_prefix_match = search_and_count
 
     def add(self, job: Job) -> None:
         def ended(output: GenerationOutput) -> None:

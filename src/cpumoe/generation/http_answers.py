@@ -115,7 +115,9 @@ async def _named_events(events: AsyncIterator[Mapping[str, Any]]) -> AsyncIterat
 
 
 async def _refused(_: Request, problem: ApiError) -> Response:
-    headers = {"connection": "close"} if problem.status in (408, 413) else None  # the rest of the body is not read
+    headers = {"connection": "close"} if problem.status in (408, 413) else {}  # the rest of the body is not read
+    if problem.retry_seconds is not None:
+        headers["retry-after"] = str(problem.retry_seconds)
     return JSONResponse(problem.body(), problem.status, headers)
 
 

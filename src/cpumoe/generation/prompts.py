@@ -33,12 +33,10 @@ class Prompts:
         self._vocabulary = model.config.get_text_config().vocab_size
         self._response_template: Mapping[str, Any] | None = get_response_template(tokenizer, model)
 
-    def of_text(self, text: str) -> list[int]:
-        tokens = self._tokenizer(text)["input_ids"]
-        return self._checked(list(tokens), "prompt")
-
-    def of_tokens(self, tokens: Sequence[int]) -> list[int]:
-        return self._checked(list(tokens), "prompt")
+    def of_text(self, text: str | Sequence[int], param: str = "prompt") -> list[int]:
+        """Return the tokens of a text, which may be tokens already; ``param`` is its name in the request."""
+        tokens = self._tokenizer(text)["input_ids"] if isinstance(text, str) else text
+        return self._checked(list(tokens), param)
 
     def of_chat(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), variables: Mapping[str, bool | int | str] = {}
@@ -66,11 +64,13 @@ class Prompts:
             return PlainMessage()
         text = self._tokenizer.decode(prompt)
         assert isinstance(text, str)
-        return StructuredMessage(self._response_template, text, [tool.model_dump() for tool in tools])
+        return StructuredMessage(self._response_template, text, [tool.model_dump(exclude_none=True) for tool in tools])
 
     def _template(self, tools: Sequence[Tool]) -> str:
         try:
-            template = self._tokenizer.get_chat_template(tools=[tool.model_dump() for tool in tools] or None)
+            template = self._tokenizer.get_chat_template(
+                tools=[tool.model_dump(exclude_none=True) for tool in tools] or None
+            )
         except ValueError:
             raise ApiError(
                 400, "this model's tokenizer has no chat template; /v1/completions takes plain text", param="messages"

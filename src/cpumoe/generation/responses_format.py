@@ -1,4 +1,4 @@
-"""Bodies and events of /v1/responses: an item for the reasoning, if there is any, and then a message."""
+"""Bodies and events of /v1/responses: reasoning and messages as items, in the order in which they are written."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ class ResponsesFormat:
             "temperature": body.temperature,
             "top_p": body.top_p,
             "user": body.user,
-            "metadata": {},
-            "parallel_tool_calls": True,
+            "safety_identifier": body.safety_identifier,
+            "prompt_cache_key": body.prompt_cache_key,
+            "metadata": body.metadata or {},
+            "parallel_tool_calls": body.parallel_tool_calls,
             "previous_response_id": None,
             "store": False,
             "tool_choice": "auto",
@@ -41,26 +43,31 @@ class ResponsesFormat:
 
     def whole(self, answering: Answering) -> dict[str, Any]:
         [choice] = answering.choices
-        items = [_Item("reasoning", choice.reasoning)] if choice.reasoning else []
-        return self._ended(answering, [*items, _Item("message", choice.content)])
+        items = [_Item(section.kind, section.text) for section in choice.sections]
+        return self._ended(answering, items or [_Item("content")])  # an empty answer is a message too
 
     def _ended(self, answering: Answering, items: list[_Item]) -> dict[str, Any]:
-        cut = answering.choices[0].finish == "length"
+        status = self._status(answering)
         usage = answering.usage()
         return {
             **self._head,
-            "status": "incomplete" if cut else "completed",
+            "status": status,
             "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": [item.to_json("incomplete" if cut else "completed") for item in items],
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "output": [*(item.to_json("completed") for item in items[:-1]), items[-1].to_json(status)],
             "usage": {
-                "input_tokens": usage["prompt_tokens"],
-                "input_tokens_details": {"cached_tokens": 0},
-                "output_tokens": usage["completion_tokens"],
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": usage["total_tokens"],
+                "input_tokens": usage.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+                "output_tokens": usage.completion_tokens,
+                "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
+                "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             },
         }
+
+    @staticmethod
+    def _status(answering: Answering) -> str:
+        """The status of the response and of its last item, once it has ended; the items before are complete."""
+        return "incomplete" if answering.choices[0].finish == "length" else "completed"
 
     async def events(self, answering: Answering) -> AsyncIterator[Event]:
         """The events of a stream, in order; if something fails, that is the last one."""
@@ -77,7 +84,7 @@ class ResponsesFormat:
         items: list[_Item] = []
         try:
             async for _, _, delta in answering.deltas():
-                for kind, text in (("reasoning", delta.reasoning), ("message", delta.content)):
+                for kind, text in (("reasoning", delta.reasoning), ("content", delta.content)):
                     if not text:
                         continue
                     if not items or items[-1].kind != kind:
@@ -89,9 +96,9 @@ class ResponsesFormat:
             yield "failed", {"response": {**begun, "status": "failed", "error": error}}
             return
         if not items:  # an empty answer is a message too
-            for event in _turn(items, "message"):
+            for event in _turn(items, "content"):
                 yield event
-        for event in items[-1].end(len(items) - 1):
+        for event in items[-1].end(len(items) - 1, self._status(answering)):
             yield event
         whole = self._ended(answering, items)
         yield whole["status"], {"response": whole}
@@ -100,13 +107,13 @@ class ResponsesFormat:
 def _turn(items: list[_Item], kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Ends the item that is being written, if there is one, and begins the next one."""
     if items:
-        yield from items[-1].end(len(items) - 1)
+        yield from items[-1].end(len(items) - 1, "completed")
     items.append(_Item(kind))
     yield from items[-1].begin(len(items) - 1)
 
 
 class _Item:
-    """One item of the output: reasoning or the message."""
+    """One item of the output: reasoning, or content in a message."""
 
     def __init__(self, kind: str, text: str = "") -> None:
         self.kind = kind
@@ -127,10 +134,10 @@ class _Item:
         self.text += text
         return f"{self._name}.delta", {**self._place(index), "delta": text, **self._logprobs}
 
-    def end(self, index: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    def end(self, index: int, status: str) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"{self._name}.done", {**self._place(index), "text": self.text, **self._logprobs}
         yield "content_part.done", {**self._place(index), "part": self._part(self.text)}
-        yield "output_item.done", {"output_index": index, "item": self.to_json("completed")}
+        yield "output_item.done", {"output_index": index, "item": self.to_json(status)}
 
     @property
     def _name(self) -> str:

@@ -17,12 +17,14 @@ class Sequence:
     Attributes:
         computed: so many tokens have their keys and values in ``pages``; the others are to be computed.
         line: the line of the schedule's table that has the pages; None while the sequence waits, without any.
+        reached: the most tokens that ``computed`` has been; a sequence that was preempted finds its own pages again.
     """
 
     def __init__(self, job: Job, page_tokens: int, shares_pages: bool) -> None:
         self.job = job
         self.tokens = list(job.prompt)
         self.computed = 0
+        self.reached = 0
         self.pages: list[int] = []
         self.line: int | None = None
         self._page_tokens = page_tokens
@@ -154,6 +156,7 @@ class Schedule:
             sequence = piece.sequence
             first = sequence.computed // self.page_tokens
             sequence.computed += piece.count
+            sequence.reached = max(sequence.reached, sequence.computed)
             if not self._shares_pages:
                 continue
             for index in range(first, sequence.computed // self.page_tokens):
@@ -200,6 +203,8 @@ class Schedule:
             self.pool.hold(page)
             self._append(sequence, page)
             sequence.computed += self.page_tokens
+            sequence.job.cached_tokens += max(0, sequence.computed - sequence.reached)
+            sequence.reached = max(sequence.reached, sequence.computed)
 
     def _get_pages(self, sequence: Sequence, count: int, counts: dict[Sequence, int]) -> bool:
         """Gets pages for the next ``count`` tokens, from the youngest sequences if there are no others.

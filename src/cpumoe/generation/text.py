@@ -123,12 +123,16 @@ class PlainMessage:
     """A message that has content only."""
 
     special_tokens = False
+    in_reasoning = False
 
     def add(self, piece: str) -> Delta:
         return Delta(content=piece)
 
     def rest(self) -> Delta:
         return Delta()
+
+
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # fields of templates
 
 
 class StructuredMessage:
@@ -160,6 +164,11 @@ class StructuredMessage:
         self._call = ""  # the text of a tool call that has not ended
         self._calling = False
         self._broken = False
+
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether what comes next is reasoning, unless it ends the reasoning."""
+        return not self._broken and self._parser._current in _REASONING
 
     def add(self, piece: str) -> Delta:
         if self._broken:
@@ -212,7 +221,7 @@ class StructuredMessage:
                 text = event.get("text") or ""
                 if region == "content":
                     delta.content += text
-                elif region in ("reasoning_content", "thinking", "reasoning"):
+                elif region in _REASONING:
                     delta.reasoning += text
             elif kind == "region_close" and region == "tool_calls":
                 delta.tool_calls += (_parsed_call(event.get("value")),)

@@ -159,6 +159,26 @@ def _read() -> str | None:
             _note("that was not UTF-8; please type it again")
 
 
+class _Screen:
+    """Prints an answer as it comes, with a line before its reasoning and one after."""
+
+    def __init__(self) -> None:
+        self._in_reasoning = False
+
+    def show_reasoning(self, piece: str) -> None:
+        if not self._in_reasoning:
+            _note("reasoning")
+            self._in_reasoning = True
+        print(piece, end="", flush=True)
+
+    def show_answer(self, piece: str) -> None:
+        if self._in_reasoning:
+            print()
+            _note("answer")
+            self._in_reasoning = False
+        print(piece, end="", flush=True)
+
+
 def _turn(conversation: Conversation, session: Session, question: str) -> None:
     try:
         prompt, max_new_tokens, dropped = conversation.ask(question)
@@ -167,14 +187,15 @@ def _turn(conversation: Conversation, session: Session, question: str) -> None:
         return
     if dropped:
         _note(f"the conversation would pass the model's context: the oldest {dropped} turn(s) were dropped")
-    answer = session.answer(prompt, max_new_tokens, lambda piece: print(piece, end="", flush=True))
+    screen = _Screen()
+    answer = session.answer(prompt, max_new_tokens, screen.show_answer, screen.show_reasoning)
     print(flush=True)
     if answer.finish == "interrupt":
         _note("interrupted")
     elif answer.finish == "length":
         _note(f"cut off after {max_new_tokens} tokens")
     _log.info("%d prompt tokens were in the cache; %s", answer.prompt_tokens - answer.prefilled, answer.summary())
-    if answer.text:  # an interrupt may come before the first word
+    if answer.text:  # it may be cut or interrupted before the first word, or in the reasoning
         conversation.add(question, answer.text)
 
 

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 from transformers import GenerationConfig
 
-from cpumoe.generation.answers import Answering, Choice
+from cpumoe.generation.answers import Answering
 from cpumoe.generation.api_requests import ApiError, ChatRequest, CompletionRequest
+from cpumoe.generation.choice import Choice
 from cpumoe.generation.engine import ENDING, Engine
 from cpumoe.generation.sampling import Sampling
 from cpumoe.generation.text import PlainMessage, StructuredMessage
@@ -30,9 +31,10 @@ class Admission:
     """Makes jobs of requests, and refuses requests for which there is no room.
 
     Args:
-        model: its generation_config has the defaults for sampling, and the tokens and strings that end an answer.
+        model: its generation_config has the defaults for sampling, and strings that end an answer.
         renderer: the thread for chat templates and tokenizers, which may take their time.
         token_limit: the most tokens of a prompt and its answer together; None if there is no limit.
+        ends: the tokens that end an answer.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class Admission:
         engine: Engine,
         renderer: ThreadPoolExecutor,
         token_limit: int | None,
+        ends: frozenset[int],
     ) -> None:
         own = model.generation_config or GenerationConfig()
         self.token_limit = token_limit
@@ -49,8 +52,7 @@ class Admission:
         self._engine = engine
         self._renderer = renderer
         self._defaults = Sampling.of_model(own)
-        ends = own.eos_token_id
-        self._ends = frozenset(ends if isinstance(ends, list) else [] if ends is None else [ends])
+        self._ends = ends
         stops = own.stop_strings or []
         self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
         self._vocabulary = model.config.get_text_config().vocab_size

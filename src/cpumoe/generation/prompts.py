@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from cpumoe.generation.answer_marks import AnswerMarks
 from cpumoe.generation.api_requests import ApiError, Message, Tool
 from cpumoe.generation.text import PlainMessage, StructuredMessage
 
@@ -26,12 +27,10 @@ class Prompts:
     must not be called on the thread that answers connections.
     """
 
-    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-        from transformers.cli.serving.utils import get_response_template
-
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, marks: AnswerMarks) -> None:
         self._tokenizer = tokenizer
         self._vocabulary = model.config.get_text_config().vocab_size
-        self._response_template: Mapping[str, Any] | None = get_response_template(tokenizer, model)
+        self._marks = marks
 
     def of_text(self, text: str | Sequence[int], param: str = "prompt") -> list[int]:
         """Return the tokens of a text, which may be tokens already; ``param`` is its name in the request."""
@@ -60,11 +59,7 @@ class Prompts:
 
     def message(self, prompt: Sequence[int], tools: Sequence[Tool] = ()) -> PlainMessage | StructuredMessage:
         """The reader of an answer to ``prompt``, which is a rendered chat."""
-        if self._response_template is None:
-            return PlainMessage()
-        text = self._tokenizer.decode(prompt)
-        assert isinstance(text, str)
-        return StructuredMessage(self._response_template, text, [tool.model_dump(exclude_none=True) for tool in tools])
+        return self._marks.message(prompt, [tool.model_dump(exclude_none=True) for tool in tools])
 
     def _template(self, tools: Sequence[Tool]) -> str:
         try:
@@ -76,7 +71,7 @@ class Prompts:
                 400, "this model's tokenizer has no chat template; /v1/completions takes plain text", param="messages"
             ) from None
         assert isinstance(template, str)
-        if tools and (self._response_template is None or not re.search(r"\btools\b", template)):
+        if tools and (self._marks.template is None or not re.search(r"\btools\b", template)):
             raise ApiError(400, "tools is not served: this model's chat template has no place for them", param="tools")
         return template
 

@@ -19,6 +19,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from cpumoe.generation.admission import Admission
+from cpumoe.generation.answer_marks import AnswerMarks
 from cpumoe.generation.endpoints import Endpoints
 from cpumoe.generation.engine import BatchEngine, CannotBatch, Engine, SequentialEngine
 from cpumoe.generation.http import ImpatientProtocol
@@ -50,7 +51,8 @@ class Server:
         self.token_limit = context  # of a prompt and its answer together
         self._model = model
         self._tokenizer = tokenizer
-        self._prompts = Prompts(model, tokenizer)
+        self._marks = AnswerMarks(model, tokenizer)
+        self._prompts = Prompts(model, tokenizer, self._marks)
         self._renderer = ThreadPoolExecutor(1, "cpumoe-prompts")
         self._engine: Engine | None = None
         self._admission: Admission | None = None
@@ -110,7 +112,9 @@ class Server:
         if cached_tokens is not None:
             self.token_limit = cached_tokens if self.token_limit is None else min(self.token_limit, cached_tokens)
         self._engine = engine
-        self._admission = Admission(self._model, self._tokenizer, engine, self._renderer, self.token_limit)
+        self._admission = Admission(
+            self._model, self._tokenizer, engine, self._renderer, self.token_limit, self._marks.ends
+        )
 
     def run(self, listener: socket.socket, log_level: str, on_ready: Callable[[], None]) -> bool:
         """Serves until a signal comes. Returns whether all computing has ended."""

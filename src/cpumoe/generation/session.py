@@ -10,7 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cpumoe.generation.text import StopStrings, TextPieces
+from cpumoe.generation.answer_marks import AnswerMarks
+from cpumoe.generation.choice import Choice
+from cpumoe.generation.sampling import Token
+from cpumoe.generation.text import Delta, PlainMessage
 from cpumoe_command import interrupts_raised
 
 if TYPE_CHECKING:
@@ -20,7 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass
 class Answer:
-    """The answer to a prompt. ``prefilled`` counts the tokens of the prompt that were not in the cache already."""
+    """The answer to a prompt. ``prefilled`` counts the tokens of the prompt that were not in the cache already.
+
+    ``text`` has no reasoning if the answer was read as that of a chat.
+    """
 
     prompt_tokens: int
     prefilled: int
@@ -66,30 +72,40 @@ class Session:
         self._model = model
         self._tokenizer = tokenizer
         self._options = options
-        own = model.generation_config
-        theirs = getattr(own, "stop_strings", None) or []
+        theirs = getattr(model.generation_config, "stop_strings", None) or []
         self._stops = (*stops, *([theirs] if isinstance(theirs, str) else theirs))
-        ends = getattr(own, "eos_token_id", None)
-        self._ends = set(ends) if isinstance(ends, list) else {ends}
+        self._marks = AnswerMarks(model, tokenizer)
         self._cache: Cache | None = None
         self._cached: list[int] = []  # the tokens that the cache holds
 
-    def answer(self, prompt: list[int], max_new_tokens: int, on_text: Callable[[str], None]) -> Answer:
-        """Answers ``prompt``, giving each piece of text to ``on_text``. Ctrl-C ends the answer, not the session."""
+    def answer(
+        self,
+        prompt: list[int],
+        max_new_tokens: int,
+        on_text: Callable[[str], None],
+        on_reasoning: Callable[[str], None] | None = None,
+    ) -> Answer:
+        """Answers ``prompt``, giving each piece of text to ``on_text``. Ctrl-C ends the answer, not the session.
+
+        With ``on_reasoning`` the prompt is a rendered chat; reasoning goes there and is not part of the text.
+        """
         cache, reused = self._take_cache(prompt)
         answer = Answer(len(prompt), len(prompt) - reused)
-        pieces, stop, clock = TextPieces(self._tokenizer), StopStrings(self._stops), _Clock()
+        message = PlainMessage() if on_reasoning is None else self._marks.message(prompt)
+        choice, clock = Choice(0, self._tokenizer, self._stops, message, self._marks.ends), _Clock()
 
-        def show(piece: str) -> None:
-            if piece:
-                answer.text += piece
-                on_text(piece)
+        def show(delta: Delta) -> None:
+            if delta.reasoning and on_reasoning is not None:
+                on_reasoning(delta.reasoning)
+            if delta.content:
+                on_text(delta.content)
 
         def see(new: list[int]) -> bool:
             clock.token()
             answer.tokens.extend(new)
-            show(stop.add(pieces.add(new)))
-            return stop.found
+            for token in new:
+                show(choice.add(Token(token)))
+            return choice.finish is not None
 
         tokens = torch.tensor([prompt])
         try:
@@ -102,19 +118,20 @@ class Session:
                     stopping_criteria=[_EachToken(len(prompt), lambda new: see(new) or interrupts.seen)],
                     **{
                         **self._options,
-                        "stop_strings": None,
-                    },  # they are looked for in the text, where tokens need not end with them
+                        "eos_token_id": sorted(self._marks.ends) or None,
+                        "stop_strings": None,  # they are searched in the text, where tokens need not end with them
+                    },
                 )
             if interrupts.seen:
                 answer.finish = "interrupt"
-            elif answer.tokens and answer.tokens[-1] in self._ends:
+            elif answer.tokens and answer.tokens[-1] in self._marks.ends:
                 answer.finish = "stop"
         except KeyboardInterrupt:
             answer.finish = "interrupt"
         answer.prefill_seconds, answer.decode_seconds = clock.prefill, clock.decode
-        show(stop.add(pieces.rest()))
-        show(stop.rest())
-        if stop.found:
+        show(choice.end("length"))
+        answer.text = choice.content
+        if choice.finish == "stop":
             answer.finish = "stop"
         self._keep_cache(cache, prompt + answer.tokens, whole=answer.finish != "interrupt")
         return answer

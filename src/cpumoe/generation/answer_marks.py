@@ -1,0 +1,135 @@
+"""What a model writes around its answers: marks of reasoning and tool calls (harmony too), end-of-turn tokens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from cpumoe.generation.text import PlainMessage, StructuredMessage
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_log = logging.getLogger("cpumoe")
+
+_TESTED_WITH = "5.22"
+
+# The harmony format of gpt-oss, for which transformers has no template. A message has a channel: analysis (reasoning),
+# final, or commentary, which is for tool calls and for what the user is told before them. A recipient ("to=") may stand
+# before or after the channel.
+_RECIPIENT = r"\s*to=functions\.(?P<name>[\w.-]+)\s*"
+_CONTENT_TYPE = r"\s*(?:<\|constrain\|>)?\s*\w*\s*"
+_HARMONY: Mapping[str, Any] = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|start|>assistant",
+    "fields": {
+        "reasoning_content": {
+            "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>analysis\s*<\|message\|>",
+            "close": "<|end|>",
+            "content": "text",
+        },
+        "tool_calls": {
+            "open_pattern": (
+                r"(?:<\|start\|>assistant)?"
+                rf"(?:<\|channel\|>\w+{_RECIPIENT}|{_RECIPIENT}<\|channel\|>\w+){_CONTENT_TYPE}<\|message\|>"
+            ),
+            "close": ["<|call|>", "<|end|>"],
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {
+            "close_pattern": (
+                rf"(?:<\|start\|>assistant)?(?:<\|channel\|>(?:final|commentary){_CONTENT_TYPE})?<\|message\|>"
+                r"|<\|end\|>|<\|return\|>"
+            ),
+            "content": "text",
+        },
+    },
+}
+
+_ANSWER = "the answer of cpumoe"  # no template writes this by itself
+
+
+class AnswerMarks:
+    """Reads the answers of one model; the server and ``cpumoe chat`` share it.
+
+    Attributes:
+        ends: the tokens that end an answer: those of the generation config, the tokenizer's end-of-sequence token, and
+            the special token that the chat template writes after a message of the assistant.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._model = model
+        self._tokenizer = tokenizer
+        configured = getattr(model.generation_config, "eos_token_id", None)
+        ends = [*(configured if isinstance(configured, list) else [configured]), tokenizer.eos_token_id]
+        ends.append(self._turn_end())
+        self.ends = frozenset(end for end in ends if end is not None)
+
+    @cached_property
+    def template(self) -> Mapping[str, Any] | None:
+        """transformers' ``response_template`` for this model; None if its answers have no marks that are known.
+
+        The tokenizer's own comes first, then what the chat template shows, then transformers' for the model's family.
+        """
+        has_own = getattr(self._tokenizer, "response_template", None) is not None
+        if not has_own and all(mark in self._chat_template() for mark in ("<|start|>", "<|channel|>", "<|message|>")):
+            return _HARMONY
+        try:
+            from transformers.cli.serving.utils import get_response_template
+        except ImportError as problem:
+            import transformers
+
+            raise RuntimeError(
+                f"reading answers needs transformers {_TESTED_WITH}, this is {transformers.__version__}: {problem}"
+            ) from None
+        found: Mapping[str, Any] | None = get_response_template(self._tokenizer, self._model)
+        return found
+
+    def message(
+        self, prompt: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> PlainMessage | StructuredMessage:
+        """Return the reader of an answer to ``prompt``, which is a rendered chat with these tools."""
+        if self.template is None:
+            return PlainMessage()
+        text = self._tokenizer.decode(list(prompt))
+        assert isinstance(text, str)
+        return StructuredMessage(self.template, text, tools)
+
+    def _chat_template(self) -> str:
+        """Return the default chat template, or nothing if there is none."""
+        templates = self._tokenizer.chat_template
+        chosen = templates.get("default") if isinstance(templates, dict) else templates
+        return chosen if isinstance(chosen, str) else ""
+
+    def _turn_end(self) -> int | None:
+        """Return the special token that the chat template writes directly after the last answer, if it writes one."""
+        if not self._chat_template():
+            return None
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}], tokenize=False
+            )
+        except Exception as problem:  # a template is a program that comes with the model and may raise anything
+            _log.debug("the chat template does not show how an answer ends: %s", problem)
+            return None
+        assert isinstance(text, str)
+        rest = text.rpartition(_ANSWER)[2].lstrip()
+        special = {
+            str(token): number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special
+        }
+        found = max((token for token in special if rest.startswith(token)), key=len, default=None)
+        return None if found is None or self._goes_on_after(found) else special[found]
+
+    def _goes_on_after(self, token: str) -> bool:
+        """Whether the token only ends a part of an answer, such as its reasoning."""
+        from transformers.utils.chat_parsing.response_templates import load_response_template
+
+        if self.template is None:
+            return False
+        fields = load_response_template(dict(self.template)).fields
+        patterns = [p for name, field in fields.items() if name != "content" for p in (field.open_re, field.close_re)]
+        return any(pattern is not None and pattern.fullmatch(token) for pattern in patterns)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import json
 from collections.abc import Iterator
@@ -21,9 +22,11 @@ from served_models import Server, serve
 from cpumoe.cli.chat import Conversation
 from cpumoe.cli.chat import _turn as take_turn
 from cpumoe.generation.answer_marks import AnswerMarks
-from cpumoe.generation.answers import ChatFormat, CompletionFormat
+from cpumoe.generation.answers import Answering, ChatFormat, CompletionFormat
+from cpumoe.generation.api_requests import ResponsesRequest
 from cpumoe.generation.choice import Choice
-from cpumoe.generation.engine import Job
+from cpumoe.generation.engine import BatchEngine, Finish, Job
+from cpumoe.generation.responses_format import ResponsesFormat
 from cpumoe.generation.sampling import Sampling, Token
 from cpumoe.generation.schedule import Schedule
 from cpumoe.generation.session import Session
@@ -67,6 +70,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def server(folder: Path) -> Iterator[Server]:
     with serve(str(folder), "--scheme", "w4a8-g32", "--name", "tiny") as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +155,58 @@ def test_streamed_and_whole_responses_are_the_same(server: Server) -> None:
     assert done == [item.status for item in whole.output]
 
 
+class Scripted:
+    """An engine whose answers are given."""
+
+    def __init__(self, tokens: list[int], finish: Finish) -> None:
+        self._items = [*map(Token, tokens), finish]
+
+    def add(self, job: Job) -> None:
+        for item in self._items:
+            job._deliver(item)
+
+
+@pytest.mark.parametrize(
+    ("text", "finish", "items"),
+    [
+        ("So.</think>Yes.", "stop", [("reasoning", "So."), ("message", "Yes.")]),
+        (
+            "A</think>B<think>C</think>D",
+            "length",
+            [("reasoning", "A"), ("message", "B"), ("reasoning", "C"), ("message", "D")],
+        ),
+        ("So.</think>", "length", [("reasoning", "So.")]),
+        ("</think>", "stop", [("message", "")]),
+    ],
+)
+def test_items_are_what_was_written(
+    folder: Path, model: Any, text: str, finish: Finish, items: list[tuple[str, str]]
+) -> None:
+    tokenizer = load_tokenizer(folder)
+    marks = AnswerMarks(model, tokenizer)
+    prompt = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_dict=False)
+
+    async def answer() -> tuple[dict[str, Any], dict[str, Any]]:
+        def answering() -> Answering:
+            choice = Choice(0, tokenizer, (), marks.message(prompt), marks.ends)
+            engine = Scripted(tokenizer.encode(text), finish)
+            return Answering(engine, [choice], [prompt], [99], marks.ends, [Sampling()], n=1, on_end=lambda: None)
+
+        body = ResponsesRequest(model="tiny", input="Which experts?")
+        first, second = answering(), answering()
+        await first.finished()
+        events = [event async for event in ResponsesFormat(body).events(second)]
+        return ResponsesFormat(body).whole(first), events[-1]["response"]
+
+    whole, streamed = asyncio.run(answer())
+    for found in (whole, streamed):
+        assert [(item["type"], item["content"][0]["text"]) for item in found["output"]] == items
+        last = "completed" if finish == "stop" else "incomplete"
+        assert [item["status"] for item in found["output"]] == ["completed"] * (len(items) - 1) + [last]
+        assert found["status"] == last
+    assert whole["usage"] == streamed["usage"]
+
+
 def test_unknown_items_are_named(server: Server) -> None:
     status, reply = server.call("/v1/responses", {"model": "tiny", "input": [{"type": "function_call", "name": "f"}]})
     assert status == 400 and reply["error"]["param"] == "input.0.type"
@@ -175,6 +235,32 @@ def test_usage_counts_cached_and_reasoning_tokens(server: Server) -> None:
             assert reply.usage.prompt_tokens_details.cached_tokens == cached
 
 
+def test_cached_tokens_of_batches_by_transformers(model: Any) -> None:
+    engine = BatchEngine(model, 64, 32, 64)
+    assert engine.start() is None
+
+    async def cached() -> int:
+        over = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def deliver(item: Any) -> None:
+            if not isinstance(item, Token):
+                loop.call_soon_threadsafe(over.set)
+
+        job = Job(list(range(10, 110)), 2, frozenset(), Sampling(), deliver)
+        engine.add(job)
+        await over.wait()
+        return job.cached_tokens
+
+    async def twice() -> list[int]:
+        return [await cached(), await cached()]
+
+    try:
+        assert asyncio.run(twice()) == [0, 96]
+    finally:
+        engine.stop()
+
+
 def test_pages_of_its_own_are_no_hits() -> None:
     """A sequence that is preempted finds what it has computed itself."""
     schedule = Schedule(pages=5, page_tokens=4, step_rows=8)
@@ -197,12 +283,11 @@ def test_pages_of_its_own_are_no_hits() -> None:
     assert found == [0, 8] and [job.cached_tokens for job in jobs] == [0, 0]
 
 
-def test_the_token_that_ends_a_turn_ends_the_answer(server: Server, folder: Path) -> None:
+def test_the_token_that_ends_a_turn_ends_the_answer(server: Server, folder: Path, model: Any) -> None:
     """It vanished from the text, and the answer went on."""
     asked = server.ask(max_tokens=20, logit_bias={"3": 100})
     _, reply = server.call("/v1/chat/completions", asked)
     assert reply["choices"][0]["finish_reason"] == "stop" and reply["usage"]["completion_tokens"] == 1
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     session = Session(model, load_tokenizer(folder), {"do_sample": False, "sequence_bias": [[[3], 100.0]]})
     answer = session.answer([5, 6, 7], 20, lambda piece: None)
     assert answer.finish == "stop" and answer.tokens == [3]

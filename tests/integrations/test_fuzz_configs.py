@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -30,7 +31,9 @@ def change_of(name: str, number: int) -> tuple[str, Any]:
     return random.Random(name).sample(changes, len(changes))[number]
 
 
-_WHOLE, _CHUNKS = (40,), (30, 38, 39, 40)
+_WHOLE = (40,)
+#: Where prompts are cut; a model of transformers may not continue a prompt with several tokens (MiniMax).
+_CUTS = ((30, 38, 39, 40), (38, 39, 40), _WHOLE)
 
 
 def results(model: Any, cuts: tuple[int, ...]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -64,6 +67,15 @@ def results(model: Any, cuts: tuple[int, ...]) -> Iterator[tuple[str, torch.Tens
         yield case, torch.cat(out, 1)[mask.bool()]
 
 
+def first_that_runs(model: Any) -> tuple[tuple[int, ...], dict[str, torch.Tensor]]:
+    """Return the cuts that a model's own classes can read prompts with, and their results."""
+    for cuts in _CUTS[:-1]:
+        with torch.no_grad(), suppress(Exception):
+            return cuts, dict(results(model, cuts))
+    with torch.no_grad():
+        return _WHOLE, dict(results(model, _WHOLE))
+
+
 def far_rows(found: torch.Tensor, expected: torch.Tensor) -> int:
     """Return how many rows differ."""
     both_nan = (found.isnan() & expected.isnan()).all(-1)
@@ -83,15 +95,16 @@ def test_accelerated_models_follow_every_field(name, number):
         model = tiny_model(name, **{field: value})
         part: Any = getattr(model, FAMILIES[name].forward) if FAMILIES[name].forward else model
         with torch.no_grad():
-            # transformers' own results may depend on the cuts: rotary scaling by length, Jamba's states.
-            expected = [dict(results(part, cuts)) for cuts in (_CHUNKS, _WHOLE)]
+            whole = dict(results(part, _WHOLE))
     except Exception as problem:
         pytest.skip(f"its own classes do not run with it ({type(problem).__name__}: {problem})")
+    cuts, in_chunks = first_that_runs(part)
     try:
         cpumoe.accelerate(model, "fp32")
     except _REFUSED as refusal:
         pytest.skip(f"refused: {refusal}")
     with torch.no_grad():
-        for case, found in results(part, _CHUNKS):
-            far = min(far_rows(found, one[case]) for one in expected)
+        for case, found in results(part, cuts):
+            # transformers' own results may depend on the cuts: rotary scaling by length, Jamba's states.
+            far = min(far_rows(found, expected[case]) for expected in (in_chunks, whole))
             assert not far, f"{field}={value}, {case}: {far} of {len(found)} rows differ"

@@ -60,6 +60,7 @@ fuzz: $(VENV)/installed
 	CPUMOE_FUZZ_EXAMPLES=0 $(BIN)/python -m pytest tests/quantization/test_fuzz_quantizer.py
 	CPUMOE_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(BIN)/python -m pytest \
 	  tests/checkpoints/test_fuzz_checkpoints.py tests/test_fuzz_seam.py tests/generation/test_fuzz_server.py
+	CPUMOE_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(PYTEST) -m full tests/integrations/test_fuzz_configs.py
 
 lint: $(VENV)/tools
 	$(BIN)/ruff check .

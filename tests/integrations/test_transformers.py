@@ -22,6 +22,7 @@ import pytest
 import torch
 import transformers
 from changed_checkpoints import CHECKPOINTS as EXAMPLES
+from every_architecture import tiny_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_layers import relative_error
@@ -803,6 +804,11 @@ def test_experts_with_parts_that_are_not_understood_are_refused(models, monkeypa
     model.model.layers[0].mlp.experts.act_fn = torch.nn.Softplus()
     with pytest.raises(UnsupportedScheme, match=r"has an activation \(Softplus\) that is none of silu"):
         cpumoe.accelerate(model)
+
+
+def test_a_limit_of_zero_is_no_activation_that_we_have():
+    with pytest.raises(UnsupportedScheme, match=r"has an activation \(SiLUActivation\) that is none of silu"):
+        cpumoe.accelerate(tiny_model("deepseek_v4", swiglu_limit=0.0))
 
 
 def test_code_from_a_checkpoint_is_never_run(models, tmp_path):

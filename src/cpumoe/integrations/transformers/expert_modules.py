@@ -317,9 +317,9 @@ def _candidates(gated: Callable[[Tensor, Tensor | None], Tensor] | None) -> Iter
         return float(f"{measured:.7g}") if 0 < measured < _FAR / 2 else math.inf
 
     near = 1e-3  # within any limit
-    # silu(gate) * up, both bounded
-    most, up_limit = at(_FAR, near) / near, at(1, _FAR) * near / at(1, near)
-    yield Activation("swiglu_step", gate_limit=limit(most), limit=limit(up_limit))
+    if unlimited := at(1, near):  # silu(gate) * up, both bounded; 0 if a bound is 0
+        most, up_limit = at(_FAR, near) / near, at(1, _FAR) * near / unlimited
+        yield Activation("swiglu_step", gate_limit=limit(most), limit=limit(up_limit))
     share = at(near, 0) / near  # gate * sigmoid(alpha * gate) * (up + 1)
     if 0 < share < 1:
         alpha = float(f"{math.log(share / (1 - share)) / near:.7g}")

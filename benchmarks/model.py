@@ -34,7 +34,7 @@ from peer_llama_cpp import ENVIRONMENT, LlamaCpp, environment_python
 
 import cpumoe
 from cpumoe.bench.decoding import decode_times
-from cpumoe.bench.workload import Shape
+from cpumoe.bench.shapes import Shape
 from cpumoe.checkpoints.formats.compressed_storages import storage_for
 from cpumoe.cli.arguments import (
     FLOAT,

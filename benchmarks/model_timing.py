@@ -13,7 +13,8 @@ from torch import Tensor
 
 from cpumoe.bench.machine_load import MachineLoad
 from cpumoe.bench.measure import Call, Limits, make_inputs, memory_to_probe, time_calls
-from cpumoe.bench.workload import Shape, rotating_experts
+from cpumoe.bench.shapes import Shape
+from cpumoe.bench.workload import rotating_experts
 from cpumoe.evaluation.expert_load import count_expert_load
 from cpumoe.layers.scheme import Scheme
 

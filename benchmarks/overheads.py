@@ -14,7 +14,8 @@ import torch
 
 import cpumoe
 from cpumoe import ops
-from cpumoe.bench.workload import SHAPES, random_routing, random_weight, rotating_experts
+from cpumoe.bench.shapes import SHAPES
+from cpumoe.bench.workload import random_routing, random_weight, rotating_experts
 from cpumoe.layers.nibbles import pack_nibbles
 
 

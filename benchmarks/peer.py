@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from cpumoe.bench.measure import Call
-from cpumoe.bench.workload import MOST_CALLS, ROTATED_BYTES, Shape, fitting_scheme, random_weight
+from cpumoe.bench.shapes import Shape
+from cpumoe.bench.workload import MOST_CALLS, ROTATED_BYTES, fitting_scheme, random_weight
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.generation.memory import available_bytes
 from cpumoe.layers import reference

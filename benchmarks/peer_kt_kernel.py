@@ -12,7 +12,7 @@ from torch import Tensor
 
 from cpumoe import _core
 from cpumoe.bench.measure import Call
-from cpumoe.bench.workload import Shape
+from cpumoe.bench.shapes import Shape
 
 _KT_CHUNK = 4096  # tokens that fit into its buffers
 

@@ -19,7 +19,8 @@ from torch import Tensor
 
 from cpumoe import _core
 from cpumoe.bench.measure import Call
-from cpumoe.bench.workload import Shape, fitting_scheme
+from cpumoe.bench.shapes import Shape
+from cpumoe.bench.workload import fitting_scheme
 from cpumoe.layers.activation import Activation
 from cpumoe.layers.nibbles import pack_nibbles
 from cpumoe.layers.scheme import Scheme

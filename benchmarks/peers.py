@@ -44,8 +44,9 @@ from cpumoe.bench.measure import (
     memory_to_probe,
     time_calls,
 )
-from cpumoe.bench.workload import Shape, fitting_scheme
-from cpumoe.cli import bench
+from cpumoe.bench.shapes import Shape
+from cpumoe.bench.workload import fitting_scheme
+from cpumoe.cli import bench, bench_layers
 from cpumoe.cli.arguments import add_threads, use_threads
 from cpumoe.layers import reference
 from cpumoe.layers.activation import Activation
@@ -206,7 +207,7 @@ def main() -> int:
     if arguments.threads is not None:
         use_threads(arguments.threads)
     try:
-        return bench.run(arguments, bench_peers)
+        return bench_layers.run(arguments, bench_peers)
     except (ValueError, RuntimeError, OSError) as problem:
         print(f"{sys.argv[0]}: {problem}", file=sys.stderr)
         return 2

@@ -21,16 +21,18 @@ from simulation_ranks import SHAPE, Case
 from cpumoe.bench.machine_load import MachineLoad
 from cpumoe.bench.rank_costs import Shortest, measure_costs
 from cpumoe.bench.scaling_plot import plot_scaling
-from cpumoe.bench.workload import Shape
+from cpumoe.bench.shapes import Shape
 from cpumoe.cli.arguments import seconds
 from cpumoe.demo.model import measured_load
 from cpumoe.layers.parallel_layout import Exchange
 from cpumoe.layers.scheme import Scheme
+from cpumoe.option_values import LAYOUTS
 from cpumoe.parallel.exchange_costs import Link, Network
 from cpumoe.parallel.kernel_costs import KernelCosts
+from cpumoe.parallel.model_shapes import MODELS
 from cpumoe.parallel.routing_trace import RoutingTrace
-from cpumoe.parallel.scaling import LAYOUTS, Outcome, scaling
-from cpumoe.parallel.simulation import MODELS, simulate_layer
+from cpumoe.parallel.scaling import Outcome, scaling
+from cpumoe.parallel.simulation import simulate_layer
 from cpumoe.tables import aligned
 
 _NEAR = 0.2  # a prediction that is no further off is a good one

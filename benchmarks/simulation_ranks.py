@@ -17,7 +17,8 @@ import torch.distributed as dist
 
 from cpumoe import ParallelLayout, cpu
 from cpumoe.bench.rank_costs import RankTimer, Shortest
-from cpumoe.bench.workload import SHAPES, Shape, random_experts
+from cpumoe.bench.shapes import SHAPES, Shape
+from cpumoe.bench.workload import random_experts
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.parallel_layout import Exchange, ExpertsPart
 from cpumoe.layers.scheme import Scheme

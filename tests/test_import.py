@@ -35,6 +35,23 @@ def run(code: str, switch: str | None = None) -> subprocess.CompletedProcess[str
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
 
 
+def test_pytorch_is_imported_when_it_is_needed() -> None:
+    done = run(
+        "import sys, cpumoe\n"
+        "assert set(cpumoe.__all__) <= set(dir(cpumoe))\n"
+        "print('torch' in sys.modules, 'numpy' in sys.modules)\n"
+        "print(cpumoe.GroupShape.__name__, 'torch' in sys.modules)\n"
+        "print(cpumoe.get_num_threads() == sys.modules['torch'].get_num_threads())\n"
+    )
+    assert done.stdout.splitlines() == ["False False", "GroupShape False", "True"], done.stderr
+
+
+@pytest.mark.parametrize("order", ["import cpumoe, torch", "import torch, cpumoe"])
+def test_the_operators_exist_in_either_order(order: str) -> None:
+    done = run(f"{order}\nprint(torch.ops.cpumoe.pack, cpumoe.ops.__name__, cpumoe.numa.__name__)")
+    assert done.stdout.strip() == "cpumoe.pack cpumoe.ops cpumoe.numa", done.stderr
+
+
 def test_neither_transformers_nor_the_quantiser_is_imported() -> None:
     done = run(
         "import sys, cpumoe\n"

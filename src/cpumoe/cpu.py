@@ -45,8 +45,10 @@ def get_num_threads() -> int:
     """Threads that the next call uses.
 
     ``set_num_threads``, else ``CPUMOE_NUM_THREADS``, else ``torch.get_num_threads()`` but no more than the CPUs this
-    thread may run on.
+    thread may run on, and no more than the CPU quota of its cgroup.
     """
+    import torch  # noqa: F401  # the core sees the number in PyTorch's OpenMP runtime once that is loaded
+
     return _core.thread_count()
 
 

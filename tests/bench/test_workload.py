@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from cpumoe import Experts, MoEConfig, Scheme, UnsupportedScheme
-from cpumoe.bench.workload import SHAPES, Shape, fitting_scheme, random_experts, random_routing, random_weight
+from cpumoe.bench.shapes import SHAPES, Shape
+from cpumoe.bench.workload import fitting_scheme, random_experts, random_routing, random_weight
 from cpumoe.layers import reference
 from cpumoe.layers.activation_rounding import needs_input_scales
 from cpumoe.layers.quantized_experts import QuantizedExperts

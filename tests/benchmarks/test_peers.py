@@ -8,7 +8,8 @@ import torch
 from peer import GROUPED, PER_CHANNEL, LayerWeights, Peer, PreparedPeer, repeated
 from random_layers import relative_error
 
-from cpumoe.bench.workload import Shape, random_routing
+from cpumoe.bench.shapes import Shape
+from cpumoe.bench.workload import random_routing
 from cpumoe.layers.reference import Dense, dequantize, experts
 
 SHAPE = Shape("tiny", 256, 128, 6, 2)

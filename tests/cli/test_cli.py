@@ -32,6 +32,60 @@ def test_help_and_version() -> None:
     assert run_command("dance").returncode == 2
 
 
+def test_help_and_wrong_options_import_nothing_heavy() -> None:
+    """PyTorch and transformers take seconds, in which a user waits for one line."""
+    program = """
+import contextlib, io, sys
+from cpumoe import cli
+wrong = [["serve", "--nonsense"], ["quantize", "x"], ["eval", "x", "--stride", "0"], ["dance"], []]
+help = [[module.__name__.rpartition(".")[2], "--help"] for module in cli._COMMANDS]
+for words in [["--version"], ["--help"], *wrong, *help]:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        try:
+            cli.main(words)
+        except SystemExit:
+            pass
+        else:
+            raise AssertionError(words)
+    print(words, sorted({"torch", "transformers", "numpy"} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    lines = done.stdout.splitlines()
+    assert len(lines) == 20 and all(line.endswith(" []") for line in lines), done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message", "shown_by"),
+    [
+        (["serve", "--nonsense"], "cpumoe serve: unrecognized arguments: --nonsense", "cpumoe serve"),
+        (
+            ["serve", "m", "--prot", "1"],
+            "cpumoe serve: unrecognized arguments: --prot; did you mean --port?",
+            "cpumoe serve",
+        ),
+        (["explain", "w4a8", "-q"], "cpumoe explain: unrecognized arguments: -q", "cpumoe explain"),
+        (["inspect", "a", "b"], "cpumoe inspect: unrecognized arguments: b", "cpumoe inspect"),
+        (["-v", "generate"], "cpumoe generate: the following arguments are required: MODEL", "cpumoe generate"),
+        (["--nonsense"], "cpumoe: the following arguments are required: COMMAND", "cpumoe"),
+        (["eval", "m", "--text", "--experts"], "cpumoe eval: argument --text: expected one argument", "cpumoe eval"),
+        (["eval", "m", "--", "--text"], "cpumoe eval: the following arguments are required: --text", "cpumoe eval"),
+    ],
+)
+def test_what_is_wrong_comes_first_and_names_the_help(words: list[str], message: str, shown_by: str) -> None:
+    done = run_command(*words)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.splitlines() == [message, f"{shown_by} --help shows what is accepted"]
+
+
+def test_a_text_that_looks_like_an_option_is_a_text() -> None:
+    from cpumoe.cli import _parser
+    from cpumoe.cli.parser import parse
+
+    assert parse(_parser(), ["generate", "m", "--", "--prompt"]).prompt == "--prompt"
+    assert parse(_parser(), ["generate", "m", "--max-new 3"]).prompt == "--max-new 3"
+    assert parse(_parser(), ["generate", "m", "--stop=--x", "--max-new", "3"]).max_new_tokens == 3
+
+
 def test_doctor() -> None:
     done = run_command("doctor")
     assert done.returncode == 0, done.stderr
@@ -103,7 +157,8 @@ def test_bench_packs_few_layers_however_small_they_are(
 
 
 def test_layers_of_a_rotation_have_memory_of_their_own_and_the_same_results() -> None:
-    from cpumoe.bench.workload import MOST_CALLS, Shape, exceed_caches, random_routing, rotating_experts
+    from cpumoe.bench.shapes import Shape
+    from cpumoe.bench.workload import MOST_CALLS, exceed_caches, random_routing, rotating_experts
 
     shape = Shape("tiny", 64, 32, 4, 2)
     layers = rotating_experts(shape, cpumoe.Scheme.parse("w8a8"))
@@ -147,7 +202,8 @@ def test_demo_finds_the_same_bits() -> None:
 
 
 def test_shapes_and_their_schemes() -> None:
-    from cpumoe.bench.workload import SHAPES, fitting_scheme
+    from cpumoe.bench.shapes import SHAPES
+    from cpumoe.bench.workload import fitting_scheme
 
     g128 = cpumoe.Scheme.parse("w4a8-g128")
     assert str(fitting_scheme(g128, SHAPES["gpt-oss-20b"])) == "w4a8-g64"

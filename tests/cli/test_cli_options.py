@@ -50,6 +50,9 @@ RANKS = {
 }
 OF_A_LAYER = ("--hidden", "--intermediate", "--experts", "--activation", "--not-gated", "--routing", "--scale-dtype")
 
+OF_BENCHED_LAYERS = ("--shape", "--tokens", "--routing", "--dtype", "--seconds", "--plot", "--isa")
+OF_BENCHED_MODELS = ("--prompt", "--generate", "--depth", "--batch", "--repetitions")
+
 #: Command -> option -> when it means something. ``serve`` has a test file of its own.
 MEANING: dict[str, dict[str, str]] = {
     "generate": {
@@ -124,11 +127,12 @@ MEANING: dict[str, dict[str, str]] = {
         "--verbose": ALWAYS,
     },
     "bench": {
-        "--shape": ALWAYS,
-        **dict.fromkeys(("--hidden", "--intermediate", "--experts", "--topk"), "all four"),
-        "--scheme": "it fits the shape",
-        **dict.fromkeys(("--tokens", "--routing", "--dtype", "--seconds", "--json", "--plot"), ALWAYS),
-        "--isa": "it runs here",
+        **dict.fromkeys(OF_BENCHED_LAYERS, "no MODEL"),
+        **dict.fromkeys(("--hidden", "--intermediate", "--experts", "--topk"), "no MODEL, and all four"),
+        **dict.fromkeys(OF_BENCHED_MODELS, "a MODEL"),
+        **dict.fromkeys(("--linears", "--cache", "--activations", "--kv-cache", "--download"), "a MODEL"),
+        "--scheme": "it fits the shape, or a float MODEL",
+        "--json": ALWAYS,
         "--threads": ALWAYS,
         "--verbose": ALWAYS,
     },
@@ -263,6 +267,33 @@ REFUSED: list[tuple[list[str], str]] = [
     (["bench", "--shape", "gpt-oss-20b", "--scheme", "w4a8-g128"], "w4a8-g32, w4a8-g64, w4a8 and w8a8 fit"),
     (["bench", "--isa", "neon_dot" if "x86" in os.uname().machine else "avx2"], "cannot run here"),
     (["bench", "--seconds", "0"], "argument --seconds: '0'; a number above 0 is accepted"),
+    *(
+        (["bench", QUANTISED, option, value], f"{option} has no effect with MODEL, which has layers of its own")
+        for option, value in zip(
+            OF_BENCHED_LAYERS, ("gpt-oss-20b", "1", "uniform", "fp32", "1", "x.png", "scalar"), strict=True
+        )
+    ),
+    *((["bench", option, "1"], f"{option} has no effect without MODEL") for option in OF_BENCHED_MODELS),
+    *(
+        (["bench", option, value], f"{option} has no effect without MODEL")
+        for option, value in (
+            ("--linears", "w8a8"),
+            ("--cache", "x"),
+            ("--activations", "int8"),
+            ("--kv-cache", "int8"),
+            ("--download", ""),
+        )
+    ),
+    (["bench", QUANTISED, "--hidden", "64"], "--hidden has no effect with MODEL"),
+    (["bench", QUANTISED, "--scheme", "w8a8"], "--scheme w8a8: {quantised} is quantised already"),
+    (["bench", FLOAT], "{float} is a float checkpoint: add --scheme w4a8-g128 (or another)"),
+    (["bench", FLOAT, "--scheme", "w8a8", "--scheme", "w4a8"], "--scheme is given more than once; a MODEL is loaded"),
+    (["bench", "--scheme", "float"], "--scheme float has no effect without MODEL"),
+    (["bench", QUANTISED, "--prompt", "0", "--generate", "0"], "--prompt 0 and --generate 0 leave nothing to measure"),
+    (["bench", QUANTISED, "--prompt", "-1"], "argument --prompt: '-1'; whole numbers from 0 separated by commas"),
+    (["bench", QUANTISED, "--batch", "1,0"], "argument --batch: '1,0'; positive numbers separated by commas"),
+    (["bench", QUANTISED, "--depth", "2000", "--generate", "64"], "--depth 2000 and --prompt 512 make 2512 tokens; "),
+    (["bench", QUANTISED, "--json", "no/such/rows.json"], "--json no/such/rows.json: there is no folder "),
     (["bench", "--seconds", "nan"], "argument --seconds: 'nan'; a number above 0 is accepted"),
     (["demo", "--layer", "--tokens", "5"], "--tokens has no effect with --layer"),
     (["demo", "--experts", "5"], "--experts has no effect without --layer"),

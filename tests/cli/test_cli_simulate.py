@@ -12,7 +12,7 @@ import torch
 from commands import run_command
 
 from cpumoe.bench.rank_costs import measure_costs
-from cpumoe.bench.workload import Shape
+from cpumoe.bench.shapes import Shape
 from cpumoe.layers.parallel_layout import Exchange
 from cpumoe.layers.scheme import Scheme
 from cpumoe.parallel.kernel_costs import Curve, KernelCosts

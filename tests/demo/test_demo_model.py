@@ -12,7 +12,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import cpumoe
-from cpumoe.bench.workload import Shape, random_routing
+from cpumoe.bench.shapes import Shape
+from cpumoe.bench.workload import random_routing
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.loading import experts_of
 from cpumoe.cli import main
@@ -87,7 +88,7 @@ def test_bench_takes_its_routing(monkeypatch, tmp_path):
         seen.append(shape.load)
         return []
 
-    monkeypatch.setattr("cpumoe.cli.bench.bench_shape", bench_shape)
+    monkeypatch.setattr("cpumoe.cli.bench_layers.bench_shape", bench_shape)
     with pytest.raises(ValueError):  # there are no rows to report
         from cpumoe.cli import bench
 

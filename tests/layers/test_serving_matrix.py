@@ -15,7 +15,7 @@ from cpumoe.evaluation.selftest import using_isa
 from cpumoe.layers.activation import KINDS, Activation
 from cpumoe.layers.activation_rounding import input_scale_arguments
 from cpumoe.layers.backends import serving_matrix
-from cpumoe.layers.routing import RoutingMethod
+from cpumoe.layers.routing_methods import RoutingMethod
 from cpumoe.layers.scheme import SCHEMES, Scheme
 
 EXPERTS, HIDDEN, INNER, TOKENS, TOPK = 4, 128, 128, 5, 2

@@ -13,10 +13,11 @@ import torch
 from cpumoe.layers.parallel_layout import Exchange, ParallelLayout
 from cpumoe.parallel.exchange_costs import ExchangeCosts, Link, Network
 from cpumoe.parallel.kernel_costs import Curve, KernelCosts
+from cpumoe.parallel.model_shapes import MODELS, ModelShape
 from cpumoe.parallel.placement import Placement
 from cpumoe.parallel.routing_trace import RoutingTrace, save_routing
 from cpumoe.parallel.scaling import scaling
-from cpumoe.parallel.simulation import MODELS, ModelShape, balanced_placements, simulate, simulate_layer
+from cpumoe.parallel.simulation import balanced_placements, simulate, simulate_layer
 
 MODEL = ModelShape("small", 256, 512, 16, 2, 3, 4, 1e6)
 

@@ -24,13 +24,13 @@ import cpumoe
 from cpumoe import CheckpointError, UnsupportedScheme
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.expert_sources import Buffers
-from cpumoe.checkpoints.formats.compressed_storages import INTEGER_FORMATS
 from cpumoe.checkpoints.loading import experts_of
 from cpumoe.cli import main
 from cpumoe.integrations.transformers import calibration
 from cpumoe.integrations.transformers.describing import describe
 from cpumoe.layers import reference
 from cpumoe.layers.rounding import quantize_weight
+from cpumoe.option_values import INTEGER_FORMATS
 from cpumoe.quantization.calibration_text import read_sequences
 from cpumoe.quantization.layer_writer import LayerWriter
 

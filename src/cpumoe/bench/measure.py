@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from cpumoe import _core
-from cpumoe.bench.workload import MOST_CALLS, Shape, exceed_caches, random_routing, rotating_experts
+from cpumoe.bench.shapes import Shape
+from cpumoe.bench.workload import MOST_CALLS, exceed_caches, random_routing, rotating_experts
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.packed_weights import packed_activations
 from cpumoe.layers.scheme import Scheme

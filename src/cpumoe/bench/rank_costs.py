@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cpumoe import cpu
-from cpumoe.bench.workload import Shape, random_experts, random_weight
+from cpumoe.bench.shapes import Shape
+from cpumoe.bench.workload import random_experts, random_weight
 from cpumoe.errors import RankError
 from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.layers.packed_weights import packed_activations

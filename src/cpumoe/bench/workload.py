@@ -1,14 +1,15 @@
-"""Shapes of known models, packed random weights for them, and routing."""
+"""Packed random weights for the layers of known models, and routing."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from cpumoe import _core, ops
+from cpumoe.bench.shapes import Shape
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.layers.activation import Activation
 from cpumoe.layers.activation_rounding import input_scale_for, needs_input_scales
@@ -16,7 +17,8 @@ from cpumoe.layers.experts import Experts
 from cpumoe.layers.packed_weights import packed_spec, put_weight
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.rounding import quantize_weight
-from cpumoe.layers.routing import RoutingMethod, select_experts
+from cpumoe.layers.routing import select_experts
+from cpumoe.layers.routing_methods import RoutingMethod
 from cpumoe.layers.scheme import INTEGERS, GroupShape, Scheme
 from cpumoe.layers.small_floats import SMALL_FLOATS
 
@@ -28,34 +30,6 @@ _PACKED_LAYERS = 8
 
 #: The most calls that are timed for a row. More layers than this would never be called, however small they are.
 MOST_CALLS = 400
-
-
-@dataclass(frozen=True)
-class Shape:
-    """One mixture-of-experts layer."""
-
-    name: str
-    hidden: int
-    intermediate: int
-    num_experts: int
-    topk: int
-    activation: str = "silu"
-    load: tuple[float, ...] | None = None  # relative load of each expert; None if all are alike
-
-    def operations(self, tokens: int) -> float:
-        """Integer multiplications and additions of one call."""
-        return 2.0 * tokens * self.topk * 3 * self.hidden * self.intermediate
-
-
-SHAPES = {
-    shape.name: shape
-    for shape in (
-        Shape("qwen3-30b-a3b", 2048, 768, 128, 8),
-        Shape("deepseek-v2-lite", 2048, 1408, 64, 6),
-        Shape("mixtral-8x7b", 4096, 14336, 8, 2),
-        Shape("gpt-oss-20b", 2880, 2880, 32, 4, "swiglu_oai"),
-    )
-}
 
 
 def fitting_scheme(scheme: Scheme, shape: Shape) -> Scheme:

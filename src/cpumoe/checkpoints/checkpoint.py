@@ -21,6 +21,7 @@ from cpumoe.checkpoints.regular_files import refuse_outside, refuse_special_file
 from cpumoe.checkpoints.storage import LinearStorage, Quantization
 from cpumoe.checkpoints.tensor_file import TensorFile, TensorInfo, identity
 from cpumoe.errors import CheckpointError, UnsupportedScheme
+from cpumoe.option_values import INT8_ACTIVATIONS
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -30,9 +31,6 @@ LAYER = re.compile(r"(.*?\b(?:layers|blocks)\.)([0-9]{1,9})\.")
 
 _MANY_LAYERS = 64
 _LONGEST_NAME = 1000  # of a tensor; transformers reads the digits of names as numbers
-
-
-INT8_ACTIVATIONS = "int8"
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -27,16 +27,11 @@ from cpumoe.layers.experts import Experts
 from cpumoe.layers.packed_weights import unpack_weight
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.scheme import INTEGERS, WHOLE_FLOATS, Scheme
+from cpumoe.option_values import EXPERTS_TOLERANCE, LINEAR_TOLERANCE
 
 _SEED = 20
 _FEWEST_TOKENS = 16
 _OUTLIER = 1000.0  # beside values around 1; some tokens of real models look like that
-
-# Both sides quantise the inputs alike and differ in the order of their fp32 sums: 1e-6 was seen, and 1e-4 for the token
-# of zeros, whose sums cancel. Between the two products of an expert they quantise again, where a value may fall on the
-# other side of an edge: 5e-3 of a token was seen.
-LINEAR_TOLERANCE = 1e-3
-EXPERTS_TOLERANCE = 2e-2
 
 # The bits of a code's magnitude, by element.
 _MAGNITUDES: dict[str, int] = {"fp4": 0x7, "fp6-e3m2": 0x1F, "fp6-e2m3": 0x1F, "fp8": 0x7F}

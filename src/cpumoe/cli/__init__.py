@@ -26,6 +26,7 @@ from cpumoe.cli import (
     simulate,
 )
 from cpumoe.cli.arguments import add_threads, use_threads
+from cpumoe.cli.parser import Parser, parse
 from cpumoe_command import INTERRUPTED, interrupted
 
 _COMMANDS = (demo, generate, chat, serve, quantize, inspect, plan, simulate, check, eval, explain, bench, doctor)
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Exit codes: 0 done, 1 the command found something wrong, 2 bad arguments, 130 ended by Ctrl-C.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = parse(_parser(), argv)
     arguments.given = list(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, format="%(name)s: %(message)s")
     if getattr(arguments, "threads", None) is not None:
@@ -66,8 +67,8 @@ def _debugging() -> bool:
     return value == "1"
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="cpumoe", description="Quantised mixture-of-experts models on CPUs.")
+def _parser() -> Parser:
+    parser = Parser(prog="cpumoe", description="Quantised mixture-of-experts models on CPUs.")
     parser.add_argument("--version", action="version", version=f"cpumoe {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for module in _COMMANDS:

@@ -7,16 +7,15 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from cpumoe import cpu
-from cpumoe.checkpoints.checkpoint import INT8_ACTIVATIONS, Checkpoint
-from cpumoe.checkpoints.hub import NotDownloaded, find_model
 from cpumoe.errors import UnsupportedScheme
-from cpumoe.integrations.transformers.describing import expert_shapes
 from cpumoe.layers.scheme import Scheme
-from cpumoe.ops.cache_records import INT8_CACHE
+from cpumoe.option_values import INT8_ACTIVATIONS, INT8_CACHE
+
+if TYPE_CHECKING:
+    from cpumoe.checkpoints.checkpoint import Checkpoint
 
 #: The value of ``--scheme`` and ``--linears`` that leaves weights in float.
 FLOAT = "float"
@@ -98,6 +97,8 @@ def check_scheme_fits(option: str, scheme: Scheme, hidden: int, intermediate: in
 
 def check_scheme_fits_model(scheme: str, checkpoint: Checkpoint) -> None:
     """Refuses a scheme for experts whose sizes its groups do not divide."""
+    from cpumoe.integrations.transformers.describing import expert_shapes
+
     for shape in expert_shapes(checkpoint):
         check_scheme_fits(f"--scheme {scheme}", Scheme.parse(scheme), shape.hidden_size, shape.intermediate_size)
 
@@ -137,6 +138,8 @@ def add_threads(parser: argparse.ArgumentParser) -> None:
 
 def use_threads(threads: int) -> None:
     """Makes cpumoe and PyTorch compute with this many threads from now on."""
+    import torch
+
     cpu.set_num_threads(threads)
     torch.set_num_threads(threads)
 
@@ -148,7 +151,7 @@ def add_model(parser: argparse.ArgumentParser, name: str = "model", metavar: str
     )
 
 
-def add_activations(parser: argparse.ArgumentParser) -> None:
+def add_activations(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--activations",
         choices=[INT8_ACTIVATIONS],
@@ -156,7 +159,7 @@ def add_activations(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_kv_cache(parser: argparse.ArgumentParser) -> None:
+def add_kv_cache(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--kv-cache",
         choices=[INT8_CACHE],
@@ -164,7 +167,7 @@ def add_kv_cache(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_download(parser: argparse.ArgumentParser) -> None:
+def add_download(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--download", action="store_true", help="download a model of the hub that is not in the hub's cache here"
     )
@@ -172,6 +175,8 @@ def add_download(parser: argparse.ArgumentParser) -> None:
 
 def find_models(arguments: argparse.Namespace, *names: str) -> None:
     """Replaces each model that was typed by its folder; downloads it if ``--download`` allows that."""
+    from cpumoe.checkpoints.hub import NotDownloaded, find_model
+
     typed: dict[str, Path] = {name: model for name in names if (model := getattr(arguments, name)) is not None}
     folders = [str(model) for model in typed.values() if model.expanduser().is_dir()]
     if arguments.download and len(folders) == len(typed):

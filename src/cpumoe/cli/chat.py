@@ -16,12 +16,13 @@ from cpumoe.cli.sampling_arguments import (
     sampling_options,
 )
 from cpumoe.generation.model_folder import check_folder, context_length, prepare_transformers, render_chat
-from cpumoe.generation.session import Session
 from cpumoe.integrations.transformers.tokenizer import load_tokenizer
 from cpumoe_command import interrupts_raised
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from cpumoe.generation.session import Session
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -101,6 +102,8 @@ def _note(line: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from cpumoe.generation.session import Session
+
     check_sampling_arguments(arguments)
     find_models(arguments, "model")
     check_folder(arguments.model)

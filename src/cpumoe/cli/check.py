@@ -9,22 +9,14 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from cpumoe import cpu
-from cpumoe.checkpoints.checkpoint import Checkpoint
-from cpumoe.checkpoints.verification import (
-    EXPERTS_TOLERANCE,
-    LINEAR_TOLERANCE,
-    Result,
-    checks_of,
-    run_checks,
-    summary,
-)
 from cpumoe.cli.arguments import add_download, add_model, find_models, instruction_set, scheme_name
 from cpumoe.errors import printable
-from cpumoe.evaluation.selftest import using_isa
-from cpumoe.integrations.transformers.describing import describe
 from cpumoe.layers.scheme import Scheme
+from cpumoe.option_values import EXPERTS_TOLERANCE, LINEAR_TOLERANCE
 
 if TYPE_CHECKING:
+    from cpumoe.checkpoints.verification import Result
+
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _MAX_LISTED = 8  # problems of a module that are printed; JSON has all of them
@@ -65,6 +57,11 @@ def _layer_list(text: str) -> list[int]:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from cpumoe.checkpoints.checkpoint import Checkpoint
+    from cpumoe.checkpoints.verification import checks_of, run_checks, summary
+    from cpumoe.evaluation.selftest import using_isa
+    from cpumoe.integrations.transformers.describing import describe
+
     if arguments.tokens is not None and arguments.tokens < 3:
         raise ValueError(f"--tokens {arguments.tokens}; 3 or more are accepted (one is zero, one has an outlier)")
     if arguments.tolerance is not None and not 0 < arguments.tolerance < math.inf:

@@ -6,14 +6,9 @@ import argparse
 import time
 from typing import TYPE_CHECKING
 
-import torch
-
 from cpumoe import cpu
-from cpumoe.bench.machine_load import MachineLoad, doubt
 from cpumoe.cli import demo_layer
 from cpumoe.cli.arguments import positive, refuse_given
-from cpumoe.demo import model as demo_model
-from cpumoe.generation.memory import model_bytes
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -46,9 +41,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _complete(tokens: int) -> int:
+    import torch
+
     from cpumoe.bench.decoding import decode_times
+    from cpumoe.bench.machine_load import MachineLoad, doubt
+    from cpumoe.demo import model as demo_model
     from cpumoe.demo.completions import PROMPTS, complete, float_model
     from cpumoe.evaluation.expert_load import count_expert_load
+    from cpumoe.generation.memory import model_bytes
     from cpumoe.generation.model_folder import prepare_transformers
 
     prepare_transformers()

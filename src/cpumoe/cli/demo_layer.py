@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 
 from cpumoe import cpu
-from cpumoe.bench.workload import SHAPES, Shape
+from cpumoe.bench.shapes import SHAPES, Shape
 from cpumoe.cli.arguments import check_scheme_fits, positive, scheme_name
-from cpumoe.demo.layer import DemoLayer
 from cpumoe.layers.scheme import Scheme
 from cpumoe.tables import aligned
 
@@ -22,6 +21,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from cpumoe.demo.layer import DemoLayer
+
     model = SHAPES["qwen3-30b-a3b"]
     scheme = Scheme.parse(arguments.scheme or "w4a8-g128")
     check_scheme_fits(f"--scheme {scheme}", scheme, model.hidden, model.intermediate)

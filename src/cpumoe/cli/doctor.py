@@ -9,13 +9,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy
-import torch
-
 import cpumoe
 from cpumoe import _core, cpu, numa
 from cpumoe.errors import printable
-from cpumoe.evaluation.selftest import run_self_tests
 from cpumoe.tables import aligned
 
 if TYPE_CHECKING:
@@ -49,6 +45,11 @@ def _huge_pages() -> str:
 
 def facts() -> dict[str, Any]:
     """Everything that ``doctor`` shows."""
+    import numpy
+    import torch
+
+    from cpumoe.evaluation.selftest import run_self_tests
+
     topology, threads = numa.read_topology(), cpumoe.get_num_threads()
     return {
         "cpu": _core.cpu_name(),

@@ -9,17 +9,16 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tqdm import tqdm
-
 from cpumoe.cli.arguments import FLOAT, find_models, positive, read_text
 from cpumoe.cli.model_arguments import add_model_arguments, check_schemes, is_quantized, load_chosen_model
-from cpumoe.evaluation.expert_load import count_expert_load
-from cpumoe.evaluation.perplexity import DEFAULT_WINDOW, Comparison, Evaluation, Progress, compare, perplexity
 from cpumoe.generation.model_folder import check_folder, context_length, prepare_transformers
 from cpumoe.integrations.transformers.tokenizer import load_tokenizer
+from cpumoe.option_values import DEFAULT_WINDOW
 from cpumoe.tables import aligned
 
 if TYPE_CHECKING:
+    from cpumoe.evaluation.perplexity import Comparison, Evaluation, Progress
+
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
@@ -55,6 +54,9 @@ def add_command(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from cpumoe.evaluation.expert_load import count_expert_load
+    from cpumoe.evaluation.perplexity import compare, perplexity
+
     # Everything that can be refused is refused before the model is loaded, because loading may take minutes.
     text = _read_text(arguments.text, arguments.limit)
     _check_picture(arguments.heatmap)
@@ -149,6 +151,8 @@ def _check_picture(path: Path | None) -> None:
 @contextmanager
 def _progress_bar() -> Iterator[Progress]:
     """A bar on stderr, if that is a terminal."""
+    from tqdm import tqdm
+
     with tqdm(desc="Evaluating", unit="token", disable=None) as bar:
 
         def progress(done: int, total: int) -> None:

@@ -9,11 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from cpumoe import cpu
-from cpumoe.checkpoints.checkpoint import Checkpoint
-from cpumoe.checkpoints.loading import experts_of
 from cpumoe.cli.arguments import (
     add_activations,
     add_download,
@@ -24,20 +20,18 @@ from cpumoe.cli.arguments import (
     size_in_features,
 )
 from cpumoe.errors import NoBackend
-from cpumoe.integrations.transformers.describing import describe, explain_step
 from cpumoe.layers.activation import KINDS, Activation
-from cpumoe.layers.backends import explain, select_backend, serving_matrix
-from cpumoe.layers.config import MoEConfig
-from cpumoe.layers.packed_weights import packed_spec
-from cpumoe.layers.routing import RoutingMethod
+from cpumoe.layers.routing_methods import RoutingMethod
 from cpumoe.layers.scheme import SCHEMES, Scheme
 from cpumoe.tables import aligned
 
 if TYPE_CHECKING:
+    from cpumoe.layers.config import MoEConfig
+
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # by PyTorch's names
 _LAYER_OPTIONS = ("hidden", "intermediate", "experts", "activation", "not_gated", "routing", "scale_dtype")
 
 
@@ -85,6 +79,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _explain_all(as_json: bool) -> int:
     """Which backend serves each scheme with each routing method and activation on each instruction set of this CPU."""
+    import torch
+
+    from cpumoe.layers.backends import serving_matrix
+    from cpumoe.layers.config import MoEConfig
+    from cpumoe.layers.packed_weights import packed_spec
+
     cells = list(serving_matrix())
     if as_json:
         print(json.dumps([asdict(cell) for cell in cells], indent=1))
@@ -106,6 +106,10 @@ def _explain_all(as_json: bool) -> int:
 
 def _layers(arguments: argparse.Namespace) -> tuple[dict[MoEConfig, int], str | None]:
     """The different layers to ask about and how often each occurs, and of a model, how a step is computed."""
+    from cpumoe.checkpoints.checkpoint import Checkpoint
+    from cpumoe.checkpoints.loading import experts_of
+    from cpumoe.integrations.transformers.describing import describe, explain_step
+
     what = Path(arguments.what).expanduser()
     if not what.is_dir() and "/" not in arguments.what:
         refuse_given(arguments, f"for the scheme {arguments.what}", "download", "activations")
@@ -123,6 +127,10 @@ def _layers(arguments: argparse.Namespace) -> tuple[dict[MoEConfig, int], str | 
 
 def _layer_of_options(arguments: argparse.Namespace) -> MoEConfig:
     """The layer that the options describe."""
+    import torch
+
+    from cpumoe.layers.config import MoEConfig
+
     scheme, activation = Scheme.parse(arguments.what), arguments.activation or "silu"
     hidden, intermediate = arguments.hidden or 2048, arguments.intermediate or 768
     check_scheme_fits(str(scheme), scheme, hidden, intermediate)
@@ -136,12 +144,14 @@ def _layer_of_options(arguments: argparse.Namespace) -> MoEConfig:
         hidden,
         intermediate,
         function,
-        scale_dtype=_DTYPES[arguments.scale_dtype or "fp32"],
+        scale_dtype=getattr(torch, _DTYPES[arguments.scale_dtype or "fp32"]),
         routing=RoutingMethod(arguments.routing or RoutingMethod.RENORMALIZE.value),
     )
 
 
 def _answer(config: MoEConfig, layers: int) -> dict[str, Any]:
+    from cpumoe.layers.backends import explain, select_backend
+
     try:
         chosen, problem = select_backend(config).name, None
     except NoBackend as refusal:
@@ -162,6 +172,8 @@ def _answer(config: MoEConfig, layers: int) -> dict[str, Any]:
 
 def _weight_format(config: MoEConfig) -> str:
     """How the native kernels store the weights: the name of a row in their table."""
+    from cpumoe.layers.packed_weights import packed_spec
+
     return packed_spec(config.scheme, config.scale_dtype, 1, config.hidden_size, config.intermediate_size).weight_format
 
 

@@ -8,8 +8,6 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from cpumoe.cli.arguments import find_models, read_text, refuse_given
 from cpumoe.cli.model_arguments import add_model_arguments, is_decoded, load_chosen_model
 from cpumoe.cli.node_ranks import add_ranks, run_on_nodes
@@ -21,7 +19,6 @@ from cpumoe.cli.sampling_arguments import (
     sampling_options,
 )
 from cpumoe.generation.model_folder import check_folder, context_length, prepare_transformers, render_chat
-from cpumoe.generation.session import Session, peak_memory_bytes
 from cpumoe.integrations.transformers.tokenizer import load_tokenizer
 from cpumoe_command import INTERRUPTED, interrupted
 
@@ -108,6 +105,10 @@ def _answer(
     ranks: Ranks,
 ) -> int:
     """Loads the model and answers; all ranks do, and the first one prints."""
+    import torch
+
+    from cpumoe.generation.session import Session, peak_memory_bytes
+
     ranks.agree("prompt", f"{prompt} {options} {arguments.max_new_tokens} {arguments.stop}")
     torch.manual_seed(ranks.gather_numbers([torch.initial_seed() % 2**63])[0][0])  # all choose the same tokens
     started = time.perf_counter()

@@ -6,11 +6,8 @@ import argparse
 import json
 from typing import TYPE_CHECKING, Any
 
-from cpumoe.checkpoints.checkpoint import Checkpoint
-from cpumoe.checkpoints.inspection import Survey
 from cpumoe.cli.arguments import add_download, add_model, find_models, scheme_name
 from cpumoe.errors import printable
-from cpumoe.integrations.transformers.describing import describe
 from cpumoe.layers.scheme import Scheme
 from cpumoe.tables import aligned, size_text
 
@@ -38,6 +35,10 @@ def add_command(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from cpumoe.checkpoints.checkpoint import Checkpoint
+    from cpumoe.checkpoints.inspection import Survey
+    from cpumoe.integrations.transformers.describing import describe
+
     find_models(arguments, "model")
     scheme = None if arguments.scheme is None else Scheme.parse(arguments.scheme)
     with Checkpoint.open(arguments.model) as checkpoint:

@@ -7,8 +7,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpumoe.checkpoints.checkpoint import Checkpoint
-from cpumoe.checkpoints.storage import refuse_stored_input_scales
 from cpumoe.cli.arguments import (
     FLOAT,
     add_activations,
@@ -58,6 +56,9 @@ def load_chosen_model(arguments: argparse.Namespace, **options: Any) -> PreTrain
 
 def check_schemes(arguments: argparse.Namespace) -> None:
     """Raises if ``--scheme``, ``--linears`` and ``--cache`` do not fit the checkpoint."""
+    from cpumoe.checkpoints.checkpoint import Checkpoint
+    from cpumoe.checkpoints.storage import refuse_stored_input_scales
+
     model, scheme = arguments.model, arguments.scheme
     if is_quantized(model):
         if scheme is not None:
@@ -87,6 +88,8 @@ def check_schemes(arguments: argparse.Namespace) -> None:
 
 
 def is_quantized(folder: Path) -> bool:
+    from cpumoe.checkpoints.checkpoint import Checkpoint
+
     with Checkpoint.open(folder) as checkpoint:
         return checkpoint.quantization_section is not None
 

@@ -7,7 +7,6 @@ import os
 import sys
 
 from cpumoe import numa
-from cpumoe.parallel.launch import STARTED, launch_on_nodes
 
 
 def add_ranks(parser: argparse.ArgumentParser) -> None:
@@ -23,6 +22,8 @@ def run_on_nodes(arguments: argparse.Namespace, stdin: str = "") -> int | None:
     """
     if arguments.ranks is None:
         return None
+    from cpumoe.parallel.launch import STARTED, launch_on_nodes
+
     if arguments.tp * arguments.dp * arguments.pcp != 1 or arguments.ep or arguments.sp:
         raise ValueError("--ranks numa with a layout (--tp, --dp, --pcp, --ep, --sp); the nodes are the layout")
     if os.environ.get(STARTED) == "1":

@@ -6,17 +6,15 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from cpumoe.checkpoints.checkpoint import Checkpoint
-from cpumoe.checkpoints.inspection import Survey
 from cpumoe.cli.arguments import add_download, add_model, find_models, positive, scheme_name
 from cpumoe.cli.rank_arguments import add_layout_arguments, layout_of
 from cpumoe.errors import printable
-from cpumoe.integrations.transformers.describing import describe
 from cpumoe.layers.scheme import Scheme
-from cpumoe.parallel.rank_plan import ModelPlan, plan_ranks
 from cpumoe.tables import aligned, size_text
 
 if TYPE_CHECKING:
+    from cpumoe.parallel.rank_plan import ModelPlan
+
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
@@ -39,6 +37,11 @@ def add_command(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from cpumoe.checkpoints.checkpoint import Checkpoint
+    from cpumoe.checkpoints.inspection import Survey
+    from cpumoe.integrations.transformers.describing import describe
+    from cpumoe.parallel.rank_plan import plan_ranks
+
     layout = layout_of(arguments)
     find_models(arguments, "model")
     scheme = None if arguments.scheme is None else Scheme.parse(arguments.scheme)

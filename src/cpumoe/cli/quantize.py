@@ -9,9 +9,8 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cpumoe.checkpoints.checkpoint import Checkpoint
-from cpumoe.checkpoints.formats.compressed_storages import INTEGER_FORMATS, PACK_QUANTIZED
 from cpumoe.cli.arguments import (
+    FLOAT,
     add_download,
     add_model,
     check_scheme_fits_model,
@@ -22,11 +21,11 @@ from cpumoe.cli.arguments import (
     scheme_or_float,
     whole_number,
 )
-from cpumoe.integrations.transformers.quantizing import quantize_checkpoint
-from cpumoe.quantization.checkpoint_quantizer import FLOAT
-from cpumoe.quantization.quantization_plan import QuantizationReport
+from cpumoe.option_values import INTEGER_FORMATS, PACK_QUANTIZED
 
 if TYPE_CHECKING:
+    from cpumoe.quantization.quantization_plan import QuantizationReport
+
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _MAX_LAYERS = 8  # layers whose uncovered experts are printed
@@ -73,11 +72,15 @@ def add_command(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from cpumoe.checkpoints.checkpoint import Checkpoint
+
     if arguments.calibration is None:
         refuse_given(arguments, "without --calibration", "calibration_samples", "calibration_length")
     find_models(arguments, "src")
     with Checkpoint.open(arguments.src) as checkpoint:
         check_scheme_fits_model(arguments.scheme, checkpoint)
+    from cpumoe.integrations.transformers.quantizing import quantize_checkpoint
+
     start = time.perf_counter()
     report = quantize_checkpoint(
         arguments.src,

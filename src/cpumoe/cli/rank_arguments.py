@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import argparse
 import os
+from typing import TYPE_CHECKING
 
 from cpumoe import cpu
 from cpumoe.cli.arguments import positive, refuse_given
 from cpumoe.layers.parallel_layout import Exchange, ParallelLayout
-from cpumoe.parallel.ranks import DEFAULT_TIMEOUT, Ranks
+from cpumoe.option_values import DEFAULT_TIMEOUT
+
+if TYPE_CHECKING:
+    from cpumoe.parallel.ranks import Ranks
 
 
 def add_layout_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
@@ -55,6 +59,8 @@ def add_rank_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGro
 
 def join_ranks(arguments: argparse.Namespace) -> Ranks:
     """The ranks that were started together; one, if this process was started alone."""
+    from cpumoe.parallel.ranks import Ranks
+
     if arguments.pcp > 1:
         raise ValueError(
             f"--pcp {arguments.pcp}; prompts are not shared out over ranks in whole models. --tp N, which splits heads "

@@ -8,8 +8,6 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from cpumoe.cli.arguments import positive, real_number, refuse_given
 
 if TYPE_CHECKING:
@@ -117,5 +115,7 @@ def sampling_options(arguments: argparse.Namespace, own: GenerationConfig) -> di
         refuse_given(arguments, reason, *_SHAPING, "seed")
         return {}
     if arguments.seed is not None:
+        import torch
+
         torch.manual_seed(arguments.seed)
     return {"do_sample": True, **given}

@@ -12,12 +12,11 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cpumoe.checkpoints.checkpoint import read_json
+from cpumoe.checkpoints.json_files import read_json
 from cpumoe.cli.arguments import find_models, positive, refuse_given
 from cpumoe.cli.model_arguments import add_model_arguments, load_chosen_model
 from cpumoe.cli.node_ranks import add_ranks, run_on_nodes
 from cpumoe.cli.rank_arguments import add_rank_arguments, join_ranks
-from cpumoe.generation.memory import BATCH_TOKENS, available_bytes, cache_size, model_bytes
 from cpumoe.generation.model_folder import check_folder, context_length, prepare_transformers
 from cpumoe.integrations.transformers.tokenizer import load_tokenizer
 from cpumoe.tables import size_text
@@ -168,6 +167,8 @@ def _run(arguments: argparse.Namespace, ranks: Ranks) -> int:
 
 def _serve(arguments: argparse.Namespace, listener: socket.socket, ranks: Ranks) -> bool:
     """Loads the model and serves until a signal comes. Returns whether all computing has ended."""
+    from cpumoe.generation.memory import available_bytes, model_bytes
+
     prepare_transformers()
     import transformers
 
@@ -214,6 +215,8 @@ def _native_of(model: PreTrainedModel) -> NativeDecoder:
 
 def _least_free_bytes(ranks: Ranks) -> int:
     """What every rank has left when all of them have loaded the model: those of one machine share its memory."""
+    from cpumoe.generation.memory import available_bytes
+
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     ranks.gather_numbers([0])  # all have loaded it
     return min(free for (free,) in ranks.gather_numbers([available_bytes() // ranks_here]))
@@ -228,6 +231,7 @@ def _start_together(
     balancing: Balancing | None,
 ) -> None:
     """Starts the best engine that there is for a model which leaves ``free`` bytes of memory, and says which it is."""
+    from cpumoe.generation.memory import BATCH_TOKENS, cache_size
     from cpumoe.integrations.transformers.int8_cache import holds_records
     from cpumoe.integrations.transformers.native_decoder import native_with_head
 

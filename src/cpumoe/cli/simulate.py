@@ -9,21 +9,20 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cpumoe.bench.rank_costs import measure_costs
-from cpumoe.bench.scaling_plot import plot_scaling
-from cpumoe.bench.workload import Shape
+from cpumoe.bench.shapes import Shape
 from cpumoe.cli.arguments import check_scheme_fits, positive, real_number, refuse_given, scheme_name, seconds
-from cpumoe.demo.model import measured_load
 from cpumoe.layers.parallel_layout import Exchange
 from cpumoe.layers.scheme import Scheme
-from cpumoe.parallel.exchange_costs import Link, Network
-from cpumoe.parallel.kernel_costs import KernelCosts
-from cpumoe.parallel.routing_trace import RoutingTrace
-from cpumoe.parallel.scaling import LAYOUTS, Outcome, scaling
-from cpumoe.parallel.simulation import MODELS, ModelShape
+from cpumoe.option_values import LAYOUTS
+from cpumoe.parallel.model_shapes import MODELS, ModelShape
 from cpumoe.tables import aligned, size_text
 
 if TYPE_CHECKING:
+    from cpumoe.parallel.exchange_costs import Link, Network
+    from cpumoe.parallel.kernel_costs import KernelCosts
+    from cpumoe.parallel.routing_trace import RoutingTrace
+    from cpumoe.parallel.scaling import Outcome
+
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
@@ -128,6 +127,8 @@ def _from_zero(text: str) -> float:
 
 
 def _links(text: str) -> tuple[Link, Link]:
+    from cpumoe.parallel.exchange_costs import Link
+
     numbers = [real_number(part) for part in text.split(",")]
     if len(numbers) not in (2, 4) or not all(math.isfinite(number) and number >= 0 for number in numbers):
         raise argparse.ArgumentTypeError(
@@ -143,6 +144,9 @@ def _links(text: str) -> tuple[Link, Link]:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    from cpumoe.parallel.exchange_costs import Network
+    from cpumoe.parallel.scaling import scaling
+
     layouts = tuple(arguments.layout or LAYOUTS)
     _check(arguments, layouts)
     model: ModelShape = arguments.shape
@@ -161,6 +165,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print(report(told, outcomes))
     if arguments.plot is not None:
+        from cpumoe.bench.scaling_plot import plot_scaling
+
         title = f"{model.name}, {costs.scheme}, {arguments.tokens} tokens a step, routing {arguments.routing}"
         plot_scaling({title: outcomes}, arguments.plot)
     return 0
@@ -184,11 +190,15 @@ def _check(arguments: argparse.Namespace, layouts: tuple[str, ...]) -> None:
 
 
 def _costs(arguments: argparse.Namespace) -> KernelCosts:
+    from cpumoe.parallel.kernel_costs import KernelCosts
+
     if arguments.costs is not None:
         return KernelCosts.load(arguments.costs)
     model: ModelShape = arguments.shape
     scheme = Scheme.parse(arguments.scheme or "w4a8-g128")
     check_scheme_fits(f"--scheme {scheme} for {model.name}", scheme, model.hidden, model.intermediate)
+    from cpumoe.bench.rank_costs import measure_costs
+
     print("measuring kernels and exchanges; this takes a minute or more", file=sys.stderr, flush=True)
     shape = Shape(model.name, model.hidden, model.intermediate, model.experts, model.topk)
     costs = measure_costs(shape, scheme, arguments.threads or 1, seconds=arguments.seconds or 0.5)
@@ -198,6 +208,9 @@ def _costs(arguments: argparse.Namespace) -> KernelCosts:
 
 
 def _trace(model: ModelShape, routing: str, tokens: int) -> RoutingTrace:
+    from cpumoe.demo.model import measured_load
+    from cpumoe.parallel.routing_trace import RoutingTrace
+
     if routing not in _DRAWN:
         if not Path(routing).is_file():
             raise ValueError(f"--routing {routing}; {', '.join(_DRAWN)}, or a file is accepted")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cpumoe.bench.machine_load import MachineLoad, doubt
-from cpumoe.bench.workload import Shape
+from cpumoe.bench.shapes import Shape
 from cpumoe.cpu import instruction_sets, isa
 from cpumoe.evaluation.selftest import using_isa
 from cpumoe.layers import reference

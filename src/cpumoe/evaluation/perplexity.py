@@ -17,14 +17,12 @@ import torch
 from torch import Tensor
 
 from cpumoe.evaluation.expert_load import experts_modules, record_routing
+from cpumoe.option_values import DEFAULT_WINDOW
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Progress = Callable[[int, int], None]  # called with the predictions done and the predictions in all
-
-#: Tokens that a model sees at a time, unless it has fewer positions or the caller chooses another number.
-DEFAULT_WINDOW = 1024
 
 # Rows of logits that are turned into float64 at a time: 16 x 200 000 tokens of vocabulary are 26 MB.
 _ROWS = 16

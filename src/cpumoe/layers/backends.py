@@ -26,7 +26,7 @@ from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.nibbles import pack_nibbles
 from cpumoe.layers.packed_weights import ExpertsPacker, unpack_weight
 from cpumoe.layers.quantized_experts import QuantizedExperts, QuantizedWeight
-from cpumoe.layers.routing import RoutingMethod
+from cpumoe.layers.routing_methods import RoutingMethod
 from cpumoe.layers.scheme import PER_TOKEN_INT8, SCHEMES, Scheme
 from cpumoe.layers.weight_checks import check_input_scales, check_values
 

@@ -8,7 +8,7 @@ import torch
 
 from cpumoe.layers.activation import Activation
 from cpumoe.layers.parallel_layout import ParallelLayout
-from cpumoe.layers.routing import RoutingMethod
+from cpumoe.layers.routing_methods import RoutingMethod
 from cpumoe.layers.scheme import Scheme
 
 

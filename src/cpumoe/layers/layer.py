@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from cpumoe.layers.experts import Experts
-from cpumoe.layers.routing import CustomRouting, RoutingMethod, parse_method, select_experts
+from cpumoe.layers.routing import CustomRouting, parse_method, select_experts
+from cpumoe.layers.routing_methods import RoutingMethod
 
 
 class MoELayer(nn.Module):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,22 +10,9 @@ import torch
 from torch import Tensor
 
 from cpumoe import ops
+from cpumoe.layers.routing_methods import RoutingMethod
 
 CustomRouting = Callable[[Tensor, int], tuple[Tensor, Tensor]]
-
-
-class RoutingMethod(enum.Enum):
-    """How experts are chosen and weighted."""
-
-    DEFAULT = "default"  # softmax over all experts, then top-k
-    RENORMALIZE = "renormalize"  # top-k of the logits, then softmax (or sigmoid) over the chosen
-    RENORMALIZE_NAIVE = "renormalize_naive"  # score, top-k, divide by the sum of the chosen
-    DEEPSEEK_V3 = "deepseek_v3"  # sigmoid, correction bias for the choice, groups
-    LLAMA4 = "llama4"  # top-1, then sigmoid
-    TOPK = "topk"  # top-k of the raw logits
-    CUSTOM = "custom"  # a callable of the user's
-    SIMULATED = "simulated"  # a given load distribution
-    UNSPECIFIED = "unspecified"  # nothing that has a name; no backend accepts it
 
 
 def routing_method(

@@ -11,9 +11,7 @@ from torch import Tensor
 
 from cpumoe import _core
 from cpumoe.ops.registration import register
-
-#: What keys and values may be held as on request.
-INT8_CACHE = "int8"
+from cpumoe.option_values import INT8_CACHE
 
 
 def check_kv_cache(kv_cache: str | None, name: str = "kv_cache") -> str | None:

@@ -21,13 +21,12 @@ from torch import Tensor
 from cpumoe.errors import RankError
 from cpumoe.layers.parallel_layout import ParallelLayout
 from cpumoe.ops.exchange import RankExchange, number_exchange
+from cpumoe.option_values import DEFAULT_TIMEOUT
 from cpumoe.parallel.joining import Meeting, coming_together, refuse_differences, wants_shared_memory
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-#: Seconds after which a rank that gives nothing is given up.
-DEFAULT_TIMEOUT = 60.0
 
 #: Of that, what a tensor parallel group waits for one of its ranks: less, so that those outside, who wait for all of
 #: the group, hear who it is instead of giving up who waits for it.

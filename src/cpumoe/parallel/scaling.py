@@ -9,11 +9,9 @@ from typing import Any
 from cpumoe.layers.parallel_layout import Exchange, ParallelLayout
 from cpumoe.parallel.exchange_costs import Network
 from cpumoe.parallel.kernel_costs import KernelCosts
+from cpumoe.parallel.model_shapes import ModelShape
 from cpumoe.parallel.routing_trace import RoutingTrace
-from cpumoe.parallel.simulation import ModelShape, Prediction, balanced_placements, simulate
-
-#: A slice of everything on each rank; whole experts, and tokens of its own; the same with copies of hot experts.
-LAYOUTS = ("tp", "ep", "ep-balanced")
+from cpumoe.parallel.simulation import Prediction, balanced_placements, simulate
 
 
 @dataclass(frozen=True)

@@ -20,13 +20,13 @@ from torch import Tensor
 from tqdm import tqdm
 
 from cpumoe.checkpoints.checkpoint import INDEX_FILE, Checkpoint
-from cpumoe.checkpoints.formats.compressed_storages import INTEGER_FORMATS
 from cpumoe.checkpoints.model_layout import Describe
 from cpumoe.checkpoints.storage import refuse_stored_input_scales
 from cpumoe.checkpoints.tensor_file import TensorFile, TensorFileWriter
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.layers.activation_rounding import needs_input_scales
 from cpumoe.layers.scheme import WHOLE_FLOATS, Scheme
+from cpumoe.option_values import INTEGER_FORMATS
 from cpumoe.quantization.gptq import takes_statistics
 from cpumoe.quantization.layer_writer import LayerWriter
 from cpumoe.quantization.quantization_plan import QuantizationPlan, QuantizationReport

@@ -20,11 +20,9 @@ from cpumoe.layers.activation_rounding import needs_input_scales
 from cpumoe.layers.nibbles import unpack_nibbles
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.scheme import INTEGERS, Scheme
+from cpumoe.option_values import INT_QUANTIZED, INTEGER_FORMATS, PACK_QUANTIZED
 
-INT_QUANTIZED, PACK_QUANTIZED = "int-quantized", "pack-quantized"
 FLOAT_QUANTIZED, NAIVE_QUANTIZED = "float-quantized", "naive-quantized"
-#: Formats that integers may be written in.
-INTEGER_FORMATS = (INT_QUANTIZED, PACK_QUANTIZED)
 # The formats of small floats by element and scales, the one that is written first.
 _FLOAT_FORMATS = {
     ("fp4", "e4m3"): ("nvfp4-pack-quantized",),

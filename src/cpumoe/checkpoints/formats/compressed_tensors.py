@@ -11,11 +11,12 @@ from functools import cached_property
 from typing import Any, ClassVar
 
 from cpumoe.checkpoints.formats.compressed_schemes import activations_section, read_scheme, weights_section
-from cpumoe.checkpoints.formats.compressed_storages import FORMATS, PACK_QUANTIZED, formats_of, storage_in
+from cpumoe.checkpoints.formats.compressed_storages import FORMATS, formats_of, storage_in
 from cpumoe.checkpoints.formats.name_patterns import NamePatterns, TimeBudget
 from cpumoe.checkpoints.storage import LinearStorage, Quantization
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers.scheme import Scheme
+from cpumoe.option_values import PACK_QUANTIZED
 
 
 @dataclass(frozen=True)

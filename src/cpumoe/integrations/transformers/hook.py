@@ -7,21 +7,20 @@ transformers as it is; ``cpumoe.load_model`` works nevertheless.
 
 from __future__ import annotations
 
-import importlib.abc
-import importlib.machinery
 import importlib.metadata
-import importlib.util
 import logging
 import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
 from types import ModuleType
 from typing import Any
+
+from cpumoe.import_hooks import after_import
 
 _log = logging.getLogger("cpumoe")
 
@@ -144,17 +143,16 @@ def _check_experts_implementation(modeling_utils: ModuleType) -> None:
     modeling_utils.PreTrainedModel.get_correct_experts_implementation = get_correct_experts_implementation
 
 
-_AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
+_CHANGES: dict[str, Callable[[ModuleType], None]] = {
     "transformers.quantizers.auto": _add_quantizers,
     "transformers.integrations.moe": _add_experts,
     "transformers.modeling_utils": _check_experts_implementation,
 }
 
 
-def _take_over(name: str, module: ModuleType) -> None:
-    change = _AFTER_IMPORT.pop(name)
+def _take_over(module: ModuleType) -> None:
     if too_old() is None:
-        change(module)
+        _CHANGES[module.__name__](module)
     _log_take_over()
 
 
@@ -174,26 +172,6 @@ def _log_take_over() -> None:
     )
 
 
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules of ``_AFTER_IMPORT`` as usual, and calls our function after a module was executed."""
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in _AFTER_IMPORT:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                _take_over(fullname, module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
-
-
 @cache  # the value at the time when cpumoe is imported counts
 def is_on() -> bool:
     """Whether the plug-in is switched on."""
@@ -207,11 +185,8 @@ def install() -> None:
     """Called once, when cpumoe is imported."""
     if not is_on():
         return
-    for name in list(_AFTER_IMPORT):
-        if name in sys.modules:
-            _take_over(name, sys.modules[name])
-    if _AFTER_IMPORT:
-        sys.meta_path.insert(0, _Finder())
+    for name in _CHANGES:
+        after_import(name, _take_over)
 
 
 # ---- load_model while the plug-in is switched off ------------------------------------------------------------------

@@ -12,7 +12,8 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.layers.activation import Activation
-from cpumoe.layers.routing import RoutingMethod, select_experts
+from cpumoe.layers.routing import select_experts
+from cpumoe.layers.routing_methods import RoutingMethod
 
 #: Activations without parameters.
 _PLAIN = {

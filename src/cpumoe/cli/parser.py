@@ -1,0 +1,53 @@
+"""The argument parser of the command: errors come first, and on one line."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """An argparse parser that reports what is wrong in one line and names the help, instead of printing the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message}\n{self.prog} --help shows what is accepted\n")
+
+    def commands(self) -> dict[str, argparse.ArgumentParser]:
+        """The parsers of subcommands by name."""
+        actions = (action for action in self._actions if isinstance(action, argparse._SubParsersAction))
+        return {name: command for action in actions for name, command in action.choices.items()}
+
+    def refuse_unknown_options(self, words: Sequence[str]) -> None:
+        """Exit with a message if one of the words is no option of this parser.
+
+        argparse looks for missing arguments first and would ask for MODEL where only an option is misspelt.
+        """
+        known = [option for action in self._actions for option in action.option_strings]
+        for word in words:
+            if word == "--":
+                return
+            name = word.partition("=")[0]
+            # argparse takes a word with a space for a value, and the beginning of an option for the option.
+            if not word.startswith("--") or " " in word or any(option.startswith(name) for option in known):
+                continue
+            near = difflib.get_close_matches(name, known, 1)
+            self.error(f"unrecognized arguments: {word}" + (f"; did you mean {near[0]}?" if near else ""))
+
+
+def parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the arguments of a command line. Exit with code 2 if they are wrong."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    commands = parser.commands()
+    at = next((index for index, word in enumerate(words) if not word.startswith("-")), len(words))
+    command = commands.get(words[at]) if at < len(words) else None
+    asks_for_help = any(word in ("-h", "--help") for word in words)
+    if isinstance(command, Parser) and not asks_for_help:
+        command.refuse_unknown_options(words[at + 1 :])
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown:
+        owner = commands[arguments.command]
+        owner.error(f"unrecognized arguments: {' '.join(unknown)}")
+    return arguments

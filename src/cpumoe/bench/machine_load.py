@@ -48,6 +48,11 @@ class MachineLoad:
         return (time.perf_counter(), busy / tick, used) if any(line[0] in ours for line in lines) else None
 
 
+def is_busy(taken: float | None) -> bool:
+    """Return whether other programs took so much of the CPUs' time that figures mean little."""
+    return taken is not None and taken > _BUSY
+
+
 def scatter(seconds: Sequence[float]) -> float:
     """Distance between the quartiles of the times, as a share of their median."""
     low, median, high = statistics.quantiles(seconds, n=4)
@@ -56,7 +61,7 @@ def scatter(seconds: Sequence[float]) -> float:
 
 def doubt(taken: float | None, *times: Sequence[float]) -> str | None:
     """A warning if the machine was too busy for a comparison of the times to mean anything, else None."""
-    if taken is not None and taken > _BUSY:
+    if is_busy(taken):
         return (
             f"This machine is busy: other programs took {taken:.0%} of its CPU time meanwhile, so the comparison means "
             "little; try again when it is idle."

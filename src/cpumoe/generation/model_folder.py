@@ -25,13 +25,18 @@ _TOKENIZER_FILES = (
 
 def check_folder(folder: Path) -> None:
     """Raises ValueError if the folder is not a checkpoint with a tokenizer, before anything is loaded."""
+    check_config(folder)
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ValueError(f"{folder}: there is no tokenizer ({', '.join(_TOKENIZER_FILES)})")
+
+
+def check_config(folder: Path) -> None:
+    """Raises ValueError if the folder is not a checkpoint; it may be one without a tokenizer."""
     if not folder.is_dir():
         raise ValueError(f"{folder}: there is no such folder; a downloaded checkpoint is needed")
     refuse_special_files(folder)  # transformers would open a pipe that has a tokenizer's name, and wait
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder}: there is no config.json, so this is no checkpoint")
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise ValueError(f"{folder}: there is no tokenizer ({', '.join(_TOKENIZER_FILES)})")
 
 
 def prepare_transformers() -> None:

@@ -155,6 +155,14 @@ class _Roomy:
     def values(self, tensor: Tensor | None) -> None:
         self._set("values", tensor)
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the keys and values that a step reads."""
+        first, last = self._held()
+        if self._room is not None:
+            return self._room.batch * (last - first) * self._room.form.token_bytes
+        return sum(tensor.nbytes for tensor in (self.keys, self.values) if tensor is not None)
+
     def has_form(self, batch: int, form: CacheForm) -> bool:
         """Whether it is empty, or has keys and values of these sizes."""
         if not self.is_initialized:

@@ -695,6 +695,7 @@ NB_MODULE(_core, m) {
   m.def("set_thread_count", &set_thread_count, "threads"_a);
   m.def("thread_source", &thread_source);
   m.def("available_cpus", &available_cpus);
+  m.def("set_cpu_quota", &set_cpu_quota, "cpus"_a);
   m.def("amx_palette_hidden", &amx_palette_hidden);
   m.def("cpu_name", &cpu_name);
   m.def("advise_huge_pages", &advise, "data"_a);

@@ -4,7 +4,9 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <cstdlib>
+#include <limits>
 #include <mutex>
 #include <string>
 #include <thread>
@@ -210,6 +212,7 @@ int parse_thread_count(const char* text) {
 }
 
 std::atomic<int> chosen_threads{0};
+std::atomic<int> cpu_quota{std::numeric_limits<int>::max()};
 
 }  // namespace
 
@@ -260,8 +263,14 @@ void run_team(int threads, void (*body)(void*, Worker&), void* context) {
 int available_cpus() {
   cpu_set_t set;
   CPU_ZERO(&set);
-  if (sched_getaffinity(0, sizeof(set), &set) != 0) return static_cast<int>(std::thread::hardware_concurrency());
-  return CPU_COUNT(&set);
+  const int cpus = sched_getaffinity(0, sizeof(set), &set) == 0 ? CPU_COUNT(&set)
+                                                                : static_cast<int>(std::thread::hardware_concurrency());
+  return std::min(cpus, cpu_quota.load(std::memory_order_relaxed));
+}
+
+void set_cpu_quota(int cpus) {
+  CPUMOE_REQUIRE(cpus >= 0, "cpus=", cpus, "; a number from 1, or 0 for no quota, is accepted");
+  cpu_quota.store(cpus == 0 ? std::numeric_limits<int>::max() : cpus);
 }
 
 int thread_count() {
@@ -273,7 +282,7 @@ int thread_count() {
   }
   if (threads != 0) return threads;
   const OpenMP* omp = open_mp();
-  if (omp != nullptr && omp->binds()) return omp->max_threads();
+  if (omp != nullptr && omp->binds()) return std::min(omp->max_threads(), cpu_quota.load(std::memory_order_relaxed));
   const int cpus = available_cpus();
   return omp != nullptr && omp->max_threads() < cpus ? omp->max_threads() : cpus;
 }

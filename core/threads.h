@@ -60,12 +60,15 @@ void run_on_threads(int threads, Body&& body) {
 int threads_for(std::int64_t bytes);
 
 // Threads that the next call uses: set_thread_count, else CPUMOE_NUM_THREADS, else what PyTorch uses in this
-// thread but no more than the CPUs this thread may run on.
+// thread but no more than available_cpus().
 int thread_count();
 void set_thread_count(int threads);  // 0: back to the default
 
-// CPUs in the affinity mask of the calling thread.
+// CPUs in the affinity mask of the calling thread, but no more than the quota.
 int available_cpus();
+
+// Sets how many CPUs' time a cgroup gives the process; 0: as much as there is.
+void set_cpu_quota(int cpus);
 
 // "openmp" or "own": whose threads would run the next call.
 const char* thread_source();

@@ -88,6 +88,7 @@ def __dir__() -> list[str]:
 
 def _register_operators(_: ModuleType) -> None:
     importlib.import_module("cpumoe.ops")
+    cpu.warn_of_environment()
 
 
 hook.install()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from dataclasses import dataclass
@@ -9,12 +10,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cpumoe import _core
+from cpumoe.cgroup import cpu_quota, cpus_of
 
 if TYPE_CHECKING:
     import torch
 
 # Nothing of cpumoe has imported torch yet. If someone else had, the guard may come too late for them.
 _TORCH_CAME_FIRST = "torch" in sys.modules
+
+_log = logging.getLogger("cpumoe")
+
+#: Variables with which a user places threads.
+OWN_PLACEMENT = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
+_THREADS = "CPUMOE_NUM_THREADS"
+
+#: How many CPUs' time the cgroup of this process has; None: as much as it likes.
+QUOTA = cpu_quota()
+_core.set_cpu_quota(cpus_of(QUOTA))
 
 _GUARD = "ONEDNN_MAX_CPU_ISA"
 _GUARD_VALUE = "AVX512_CORE_BF16"
@@ -53,8 +65,36 @@ def get_num_threads() -> int:
 
 
 def set_num_threads(threads: int) -> None:
-    """Sets the number of threads for all further calls; 0 goes back to the default."""
+    """Sets the number of threads for all further calls; 0 goes back to the default.
+
+    Logs a warning if these are more than the CPUs that the process may use.
+    """
     _core.set_thread_count(threads)
+    warn_of_threads(f"num_threads={threads}", threads)
+
+
+def warn_of_environment() -> None:
+    """Log a warning if ``CPUMOE_NUM_THREADS`` asks for more threads than the process has CPUs."""
+    text = os.environ.get(_THREADS, "")
+    if text.isascii() and text.isdecimal() and len(text) < 10:  # the core refuses everything else
+        warn_of_threads(f"{_THREADS}={text}", int(text))
+
+
+def warn_of_threads(given: str, threads: int) -> None:
+    """Log a warning if these are more threads than the process has CPUs; ``given`` is how the user asked for them."""
+    # Where OpenMP binds threads, the mask of this thread says nothing about the others.
+    if threads <= (cpus := _core.available_cpus()) or any(name in os.environ for name in OWN_PLACEMENT):
+        return
+    mask = len(os.sched_getaffinity(0))
+    why = f"this process may use {mask} CPU{'' if mask == 1 else 's'}"
+    if QUOTA is not None and cpus < mask:
+        why += f", and its cgroup has a quota of {QUOTA:g}"
+    _log.warning(
+        "%s: %s; with more threads every step waits for threads that have no CPU, which is many times slower. Use %d",
+        given,
+        why,
+        cpus,
+    )
 
 
 def float_dtype() -> tuple[torch.dtype, str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cpumoe import _core
+from cpumoe.cpu import OWN_PLACEMENT
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger("cpumoe")
 
 _SWITCH = "CPUMOE_NUMA"
-#: Who sets one of these places threads himself.
-_OWN_PLACEMENT = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
-
 _MOST_NUMBER = 1 << 16  # of a node or a CPU: Linux has fewer
 _CPUS_OF_A_MASK = 1024  # of the core: cpu_set_t
 _NODE_FOLDER = "devices/system/node"
@@ -228,7 +226,7 @@ def obstacle(topology: Topology) -> str | None:
         return "one memory node; nothing to place"
     if switch == "0":
         return f"nothing is placed, because {_SWITCH}=0"
-    own = next((name for name in _OWN_PLACEMENT if name in os.environ), None)
+    own = next((name for name in OWN_PLACEMENT if name in os.environ), None)
     if own is not None:
         return f"nothing is placed, because {own} places threads already"
     last = max(cpu for place in topology.places for cpu in place.cpus)

@@ -25,7 +25,7 @@ from cpumoe.cli import (
     serve,
     simulate,
 )
-from cpumoe.cli.arguments import add_threads, use_threads
+from cpumoe.cli.arguments import add_threads, respect_quota, use_threads
 from cpumoe.cli.parser import Parser, parse
 from cpumoe_command import INTERRUPTED, interrupted
 
@@ -43,6 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO if arguments.verbose else logging.WARNING, format="%(name)s: %(message)s")
     if getattr(arguments, "threads", None) is not None:
         use_threads(arguments.threads)
+    elif arguments.command not in _COMPUTE_NOTHING:
+        respect_quota()
     try:
         code: int = arguments.run(arguments)
     except BrokenPipeError:  # the reader of our output has ended (head, less)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cpumoe import cpu
+from cpumoe import _core, cpu
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.layers.scheme import Scheme
 from cpumoe.option_values import INT8_ACTIVATIONS, INT8_CACHE
@@ -132,7 +133,7 @@ def add_threads(parser: argparse.ArgumentParser) -> None:
         "--threads",
         type=whole_number(1, _MOST_THREADS),
         metavar="N",
-        help="threads to compute with (CPUMOE_NUM_THREADS, or as many as PyTorch would take)",
+        help="threads to compute with (CPUMOE_NUM_THREADS, or those of PyTorch, but no more than the CPUs there are)",
     )
 
 
@@ -140,8 +141,19 @@ def use_threads(threads: int) -> None:
     """Makes cpumoe and PyTorch compute with this many threads from now on."""
     import torch
 
-    cpu.set_num_threads(threads)
+    _core.set_thread_count(threads)
+    cpu.warn_of_threads(f"--threads {threads}", threads)
     torch.set_num_threads(threads)
+
+
+def respect_quota() -> None:
+    """Makes PyTorch compute with no more threads than the cgroup has CPU time for, as cpumoe does."""
+    if cpu.QUOTA is None or "OMP_NUM_THREADS" in os.environ:
+        return
+    import torch
+
+    if torch.get_num_threads() > (threads := _core.available_cpus()):
+        torch.set_num_threads(threads)
 
 
 def add_model(parser: argparse.ArgumentParser, name: str = "model", metavar: str = "MODEL", kind: str = "") -> None:

@@ -61,6 +61,7 @@ def facts() -> dict[str, Any]:
         "threads": {
             "used": threads,
             "available_cpus": _core.available_cpus(),
+            "cpu_quota": cpu.QUOTA,
             "pool": "PyTorch's OpenMP threads" if _core.thread_source() == "openmp" else "own threads",
         },
         "memory": _memory(),
@@ -103,8 +104,9 @@ def _print(found: dict[str, Any]) -> None:
         else:
             rows.append((f"  {entry['name']}", f"no: {entry['reason']}"))
     threads, memory = found["threads"], found["memory"]
+    quota = "" if threads["cpu_quota"] is None else f" (the cgroup's quota is {threads['cpu_quota']:g})"
     rows += [
-        ("threads", f"{threads['used']} of {threads['available_cpus']} CPUs, {threads['pool']}"),
+        ("threads", f"{threads['used']} of {threads['available_cpus']} CPUs{quota}, {threads['pool']}"),
         ("memory", f"{memory['available_gb']} GB available of {memory['total_gb']} GB"),
         ("huge pages", found["huge_pages"]),
         ("NUMA nodes", found["numa"]["placement"]),

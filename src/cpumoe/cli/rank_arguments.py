@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
-from cpumoe import cpu
+from cpumoe import _core, cpu
 from cpumoe.cli.arguments import positive, refuse_given
 from cpumoe.layers.parallel_layout import Exchange, ParallelLayout
 from cpumoe.option_values import DEFAULT_TIMEOUT
@@ -79,4 +79,4 @@ def _share_out_threads() -> None:
     """Gives each rank of this machine its share of the CPUs; torchrun leaves it one thread."""
     if "CPUMOE_NUM_THREADS" not in os.environ and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        cpu.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks_here))
+        cpu.set_num_threads(max(1, _core.available_cpus() // ranks_here))

@@ -1,0 +1,98 @@
+"""The CPU quota of the cgroup that a process runs in, as containers have one: ``docker run --cpus 2``.
+
+The kernel gives the processes of a cgroup so much CPU time in every period (``cpu.max``; in version 1
+``cpu.cfs_quota_us``) and then stops them until the next one, however many CPUs they may run on. More threads than that
+are stopped in the middle of a step, and all others wait for them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+
+
+def cpu_quota(root: Path = Path("/")) -> float | None:
+    """Return how many CPUs' time the cgroup of this process has: the least of it and its parents; None if unlimited.
+
+    Args:
+        root: where /proc and the mount points of cgroups are looked up.
+    """
+    quotas = []
+    try:
+        paths = _paths((root / "proc/self/cgroup").read_text())
+        mounts = (root / "proc/self/mountinfo").read_text()
+    except OSError:
+        return None
+    for controller, read in (("", _quota), ("cpu", _quota_of_version_1)):
+        if controller not in paths:
+            continue
+        for top, folder in _mounts(mounts, controller):
+            quotas += [read(place) for place in _with_parents(root, folder, top, paths[controller])]
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def cpus_of(quota: float | None) -> int:
+    """Return the number of threads that a quota has time for, at least one; 0 without a quota."""
+    return 0 if quota is None else max(1, math.floor(quota))
+
+
+def _paths(text: str) -> dict[str, str]:
+    """Return the cgroups of a process by controller; "" is version 2."""
+    found = {}
+    for line in text.splitlines():
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        found |= dict.fromkeys(controllers.split(","), path)
+    return found
+
+
+def _mounts(text: str, controller: str) -> list[tuple[str, str]]:
+    """Return the cgroup and the folder of every mount of a controller; "" is version 2."""
+    found = []
+    for line in text.splitlines():
+        place, _, kind = line.partition(" - ")
+        fields, kinds = place.split(), kind.split()
+        if len(fields) < 5 or len(kinds) < 3:
+            continue
+        is_version_1 = kinds[0] == "cgroup" and controller in kinds[2].split(",")
+        if (kinds[0] == "cgroup2") if controller == "" else is_version_1:
+            # The kernel writes a space and the like as \040.
+            names = (re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field) for field in fields[3:5])
+            found.append((next(names), next(names)))
+    return found
+
+
+def _with_parents(root: Path, folder: str, top: str, path: str) -> list[Path]:
+    """Return the folders of a cgroup and its parents under a mount point that shows ``top`` and what is below it."""
+    mounted = root / folder.lstrip("/")
+    inside = Path("/", path)
+    try:
+        below = inside.relative_to(Path("/", top))
+    except ValueError:  # the path is that on the host, and the container sees its own cgroup as the top
+        return [mounted]
+    parts = below.parts
+    return [mounted.joinpath(*parts[:count]) for count in range(len(parts), -1, -1)]
+
+
+def _quota(folder: Path) -> float | None:
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+    except (OSError, ValueError):  # the topmost cgroup has no such file
+        return None
+    return _ratio(quota, period)
+
+
+def _quota_of_version_1(folder: Path) -> float | None:
+    try:
+        quota, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+    except OSError:
+        return None
+    return _ratio(quota, period)
+
+
+def _ratio(quota: str, period: str) -> float | None:
+    """Return None for "max" of version 2, for -1 of version 1, and for what is no number."""
+    if not (quota.isdecimal() and period.isdecimal() and int(quota) > 0 and int(period) > 0):
+        return None
+    return int(quota) / int(period)

@@ -7,7 +7,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import cpumoe_command.python_m  # noqa: F401  # must come before PyTorch: sets Ctrl-C for "python -m cpumoe"
-from cpumoe import cpu  # must be first: it guards oneDNN and sees whether PyTorch was imported before
+
+# cpu must be first: it guards oneDNN and sees whether PyTorch was imported before. numa places threads.
+from cpumoe import cpu, numa  # noqa: F401
 from cpumoe.cpu import get_num_threads, guard_onednn, instruction_sets, isa, set_num_threads
 from cpumoe.errors import CheckpointError, CpumoeError, NoBackend, UnsupportedScheme
 from cpumoe.import_hooks import after_import
@@ -58,8 +60,8 @@ _OF_TRANSFORMERS = {
     "own_sequences": "cpumoe.integrations.transformers.own_sequences",
     "quantize_checkpoint": "cpumoe.integrations.transformers.quantizing",
 }
-#: Subpackages and modules that can be used without an import of their own.
-_MODULES = ("layers", "numa", "ops")
+#: Subpackages that can be used without an import of their own.
+_MODULES = ("layers", "ops")
 
 
 def __getattr__(name: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,7 +54,7 @@ def add_command(commands: Commands) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from cpumoe.evaluation.expert_load import count_expert_load
+    from cpumoe.evaluation.expert_load import ExpertLoad
     from cpumoe.evaluation.perplexity import compare, perplexity
 
     # Everything that can be refused is refused before the model is loaded, because loading may take minutes.
@@ -78,8 +78,9 @@ def run(arguments: argparse.Namespace) -> int:
     settings: dict[str, Any] = {"window": arguments.window, "stride": arguments.stride}
     comparison = None
     counting = arguments.experts or arguments.heatmap is not None
-    with _progress_bar() as progress, count_expert_load(model) if counting else nullcontext() as load:
-        settings["progress"] = progress
+    load = ExpertLoad.of(model) if counting else None
+    with _progress_bar() as progress:
+        settings |= {"progress": progress, "expert_load": load}
         if against is None:
             evaluation = perplexity(model, tokenizer, text, **settings)
         else:

@@ -1,8 +1,9 @@
 """Which experts a model uses: counts or records the calls of its experts modules while a ``with`` block runs.
 
 Both work with forward pre-hooks, which are added when the block begins and removed when it ends. Outside the block the
-forward pass is unchanged and costs nothing more. A model that was compiled with ``torch.compile`` before the block does
-not run the hooks; its counts stay zero.
+forward pass is unchanged and costs nothing more. Inside it a model with the native decoder runs layer by layer, which
+rounds in other places (:mod:`cpumoe.evaluation.perplexity` runs such a model twice). A model that was compiled with
+``torch.compile`` before the block does not run the hooks; its counts stay zero.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,11 @@ class ExpertLoad(LoadCounter):
     def __init__(self, num_experts: Mapping[str, int]) -> None:
         """``num_experts``: the number of experts of each layer, by the layer's name."""
         super().__init__(num_experts)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ExpertLoad:
+        """Return counters for the experts of a model; raise ValueError if it has none that can be watched."""
+        return cls({name: expert_count(module) or 0 for name, module in _watchable(model).items()})
 
     def shares(self, layer: str) -> Tensor:
         """Share of the choices that fell on each expert, [experts] float64; NaN if the layer got no tokens."""
@@ -160,10 +166,17 @@ def count_expert_load(model: nn.Module) -> Iterator[ExpertLoad]:
 
     Raises ValueError if the model has no experts modules that can be watched.
     """
-    modules = _watchable(model)
-    load = ExpertLoad({name: expert_count(module) or 0 for name, module in modules.items()})
-    with _watching(modules, load.add):
+    load = ExpertLoad.of(model)
+    with watching_experts(model, load.add):
         yield load
+
+
+def watching_experts(model: nn.Module, see: Callable[[str, Tensor], None]) -> AbstractContextManager[None]:
+    """Return a context inside which ``see(layer, topk_ids)`` is called before every call of a model's experts.
+
+    Raises ValueError if the model has no experts modules that can be watched.
+    """
+    return _watching(_watchable(model), see)
 
 
 @contextmanager

@@ -2,6 +2,9 @@
 
 The text is read in windows of tokens that overlap. Every token but the first is predicted exactly once, from all tokens
 before it in its window. However long the text is, memory only has to hold the logits of one window.
+
+Whoever watches the experts of a model takes its native decoder out: it then runs layer by layer, which rounds in other
+places. Experts are watched in a run of their own there, so that a perplexity is the same with and without.
 """
 
 from __future__ import annotations
@@ -9,14 +12,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from cpumoe.evaluation.expert_load import experts_modules, record_routing
+from cpumoe.evaluation.expert_load import ExpertLoad, experts_modules, watching_experts
 from cpumoe.option_values import DEFAULT_WINDOW
 
 if TYPE_CHECKING:
@@ -132,6 +135,7 @@ def perplexity(
     window: int | None = None,
     stride: int | None = None,
     progress: Progress | None = None,
+    expert_load: ExpertLoad | None = None,
 ) -> Evaluation:
     """Measures how well a model predicts a text.
 
@@ -145,13 +149,14 @@ def perplexity(
             beginning of the text, every token is predicted from more than ``window - stride`` tokens. A smaller stride
             gives more context and takes longer.
         progress: called after every window with the predictions done and the predictions in all.
+        expert_load: counts which experts the model uses.
     """
     ids = _encode(model, tokenizer, text)
     window, stride = _window_and_stride([model], window, stride)
     nats = seconds = 0.0
     with _inference(model):
         for span in _spans(len(ids), window, stride):
-            span_nats, span_seconds = _read_span(model, ids, span)
+            span_nats, span_seconds = _read_span(model, ids, span, expert_load)
             nats, seconds = nats + span_nats, seconds + span_seconds
             if progress is not None:
                 progress(span.end, len(ids) - 1)
@@ -167,6 +172,7 @@ def compare(
     window: int | None = None,
     stride: int | None = None,
     progress: Progress | None = None,
+    expert_load: ExpertLoad | None = None,
 ) -> Comparison:
     """Measures how far a model is from the float model that it was made of.
 
@@ -182,7 +188,7 @@ def compare(
     count = len(ids) - 1
     with _inference(model), _inference(float_model):
         for span in _spans(len(ids), window, stride):
-            _compare_span(model, float_model, ids, span, totals)
+            _compare_span(model, float_model, ids, span, totals, expert_load)
             if progress is not None:
                 progress(span.end, count)
     ours, theirs = (
@@ -212,9 +218,9 @@ def _spans(tokens: int, window: int, stride: int) -> Iterator[_Span]:
         done = end
 
 
-def _read_span(model: PreTrainedModel, ids: Tensor, span: _Span) -> tuple[float, float]:
+def _read_span(model: PreTrainedModel, ids: Tensor, span: _Span, expert_load: ExpertLoad | None) -> tuple[float, float]:
     """Nats of the tokens that one window predicts, and seconds. Its logits are freed before the next window begins."""
-    output = _forward(model, ids, span)
+    output = _forward(model, ids, span, None if expert_load is None else expert_load.add)
     nats = 0.0
     for log_q, targets in zip(_log_probabilities(output.logits), _targets(ids, span), strict=True):
         nats -= _total(log_q, targets)
@@ -235,11 +241,26 @@ class _Totals:
 
 
 def _compare_span(
-    model: PreTrainedModel, float_model: PreTrainedModel, ids: Tensor, span: _Span, totals: _Totals
+    model: PreTrainedModel,
+    float_model: PreTrainedModel,
+    ids: Tensor,
+    span: _Span,
+    totals: _Totals,
+    expert_load: ExpertLoad | None,
 ) -> None:
     """Runs both models on one window and adds the results to the totals."""
-    # One after the other, each with its own recording, because both may be the same object.
-    outputs = [_forward(m, ids, span, routing=True) for m in (model, float_model)]
+    routing: list[dict[str, Tensor]] = [{}, {}]
+
+    def see(layer: str, topk_ids: Tensor) -> None:
+        routing[0][layer] = topk_ids[-span.scored :].clone()
+        if expert_load is not None:
+            expert_load.add(layer, topk_ids)
+
+    def see_float(layer: str, topk_ids: Tensor) -> None:
+        routing[1][layer] = topk_ids[-span.scored :].clone()
+
+    # One after the other, because both may be the same object.
+    outputs = [_forward(model, ids, span, see), _forward(float_model, ids, span, see_float)]
     pieces = (_log_probabilities(output.logits) for output in outputs)
     for log_q, log_p, targets in zip(*pieces, _targets(ids, span), strict=True):
         totals.nats[0] -= _total(log_q, targets)
@@ -251,7 +272,7 @@ def _compare_span(
     for i, output in enumerate(outputs):
         totals.seconds[i] += output.seconds
         _check_finite(totals.nats[i], span)
-    chosen, float_chosen = (output.routing for output in outputs)
+    chosen, float_chosen = routing
     for layer in chosen:
         if layer not in float_chosen:
             continue
@@ -263,20 +284,35 @@ def _compare_span(
 
 class _Output(NamedTuple):
     logits: Tensor  # [scored, vocabulary]
-    routing: dict[str, Tensor]  # by layer, [scored, K]
     seconds: float
 
 
-def _forward(model: PreTrainedModel, ids: Tensor, span: _Span, *, routing: bool = False) -> _Output:
-    recording: AbstractContextManager[dict[str, list[Tensor]]] = nullcontext({})
-    if routing and experts_modules(model):
-        recording = record_routing(model)
-    with recording as calls:
+def _forward(
+    model: PreTrainedModel, ids: Tensor, span: _Span, see: Callable[[str, Tensor], None] | None = None
+) -> _Output:
+    """Runs a model on one window. ``see`` gets the layer and the ids of each call of its experts, if it has some."""
+
+    def call() -> tuple[Tensor, float]:
         start = time.perf_counter()
         output = model(input_ids=ids[None, span.begin : span.end], use_cache=False, logits_to_keep=span.scored)
-        seconds = time.perf_counter() - start
-    chosen = {layer: ids_of[-1][-span.scored :] for layer, ids_of in calls.items() if ids_of}
-    return _Output(output.logits[0, -span.scored :], chosen, seconds)
+        return output.logits, time.perf_counter() - start
+
+    if see is None or not experts_modules(model):
+        logits, seconds = call()
+    elif _runs_natively(model):
+        logits, seconds = call()
+        with watching_experts(model, see):
+            call()
+    else:
+        with watching_experts(model, see):
+            logits, seconds = call()
+    return _Output(logits[0, -span.scored :], seconds)
+
+
+def _runs_natively(model: PreTrainedModel) -> bool:
+    from cpumoe.integrations.transformers.native_decoder import native_of, native_with_head
+
+    return native_with_head(model) is not None or any(native_of(module) is not None for module in model.modules())
 
 
 def _log_probabilities(logits: Tensor) -> Iterator[Tensor]:

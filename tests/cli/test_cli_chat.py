@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pty
 import select
@@ -20,6 +21,7 @@ pytest.importorskip("transformers")
 
 from cpumoe.cli import main
 from cpumoe.cli.chat import Conversation
+from cpumoe.cli.line_input import History, LineInput, Typed, state_folder
 from cpumoe.integrations.transformers.tokenizer import load_tokenizer
 
 PATIENCE = 120.0  # seconds; other work may be running on the machine
@@ -65,7 +67,8 @@ class Terminal:
 
 
 @contextmanager
-def chat(*arguments: str) -> Iterator[Terminal]:
+def chat(*arguments: str, state: Path | None = None, kind: str = "dumb") -> Iterator[Terminal]:
+    """``state``: the folder of the history, which is off without; ``kind``: of terminal."""
     # Ctrl-C reaches a process only from its controlling terminal.
     program = (
         "import fcntl, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); "
@@ -73,13 +76,13 @@ def chat(*arguments: str) -> Iterator[Terminal]:
     )
     master, slave = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, "-c", program, "chat", *arguments],
+        [sys.executable, "-c", program, "chat", *arguments, *([] if state else ["--no-history"])],
         stdin=slave,
         stdout=slave,
         stderr=slave,
         start_new_session=True,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # jobs in the background have it ignored
-        env={**os.environ, "TERM": "dumb", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "TERM": kind, "OMP_NUM_THREADS": "1", "XDG_STATE_HOME": str(state), "INPUTRC": os.devnull},
     )
     os.close(slave)
     try:
@@ -110,6 +113,99 @@ def test_a_conversation(folder: Path) -> None:
         assert b"[/dance is not known; /help lists what is]" in terminal.until(b"> ")
         terminal.type(b"/exit\n")
         assert terminal.process.wait(PATIENCE) == 0
+
+
+class Editor:
+    """A terminal with line editing: what readline shows besides the text tells when an answer begins."""
+
+    def __init__(self, terminal: Terminal) -> None:
+        self.terminal = terminal
+
+    def answer(self, *keys: bytes) -> bytes:
+        for some in keys[:-1]:
+            self.terminal.type(some)
+            self.terminal.until(b"... ")
+        self.terminal.type(keys[-1])
+        shown = self.terminal.until(b" tokens]\r\n\x1b[?2004h> ")
+        return shown.rpartition(b"\x1b[?2004l\r")[2].rpartition(b"\r\n[cut off")[0]
+
+
+def test_texts_of_several_lines_history_and_regen(folder: Path, tmp_path: Path) -> None:
+    options = (str(folder), "--scheme", "w4a8-g32", "--max-new-tokens", "8", "--greedy")
+    pasted = b"\x1b[200~def f():\r    return '\\n'\x1b[201~\r"
+    block = (b'"""def f():\r', b'    return \'\\n\'"""\r')
+    with chat(*options, state=tmp_path, kind="xterm") as terminal:
+        editor = Editor(terminal)
+        first = editor.answer(pasted)
+        second = editor.answer(b"and now?\r")
+        assert editor.answer(b"/regen\r") == second
+        assert editor.answer(b"and now?\r") != second  # another turn
+        terminal.type(b"/reset\r")
+        terminal.until(b"> ")
+        terminal.type(b"/regen\r")
+        assert b"[there is no answer to generate again]" in terminal.until(b"> ")
+        assert editor.answer(*block) == first
+        assert editor.answer(b"and now?\r") == second
+        terminal.type(b"/reset\r")
+        terminal.until(b"> ")
+        assert editor.answer(b"def f(): return '\\n'\r") != first
+        terminal.type(b"/exit\r")
+        assert terminal.process.wait(PATIENCE) == 0
+    path = tmp_path / "cpumoe" / "chat_history"
+    assert path.stat().st_mode & 0o777 == 0o600 and path.parent.stat().st_mode & 0o777 == 0o700
+    lines = path.read_text().splitlines()
+    assert lines[0] == r"def f():\n    return '\\n'" and lines[1:3] == ["and now?", "/regen"]
+    assert f'"""{lines[0]}"""' in lines and lines[-1] == "/exit"
+    with chat(*options, state=tmp_path, kind="xterm") as terminal:  # another process has the history
+        editor = Editor(terminal)
+        terminal.type(b"\x1b[A" * len(lines))  # up, to the oldest
+        assert editor.answer(b"\r") == first
+        assert path.read_text().splitlines() == [*lines, lines[0]]
+
+
+def test_what_is_typed_is_a_text_a_command_or_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    def typed(text: str) -> list[Typed]:
+        monkeypatch.setattr(sys, "stdin", io.StringIO(text))
+        keyboard = LineInput(lambda line: None, None)
+        return list(iter(keyboard.read, None))
+
+    assert typed('  hello \n\n/system  be brief \n"""\n  /exit\n\nx\n"""\n') == [
+        Typed("hello"),
+        Typed(""),
+        Typed("be brief", "/system"),
+        Typed("  /exit\n\nx"),
+    ]
+    assert typed('/system """one\ntwo"""  \n"""a "b" c"""\n""""""') == [
+        Typed("one\ntwo", "/system"),
+        Typed('a "b" c'),
+        Typed(""),
+    ]
+    assert typed('say """hi\n"""never\nclosed') == [Typed('say """hi'), Typed("never\nclosed")]
+
+
+def test_history_is_cut_and_a_folder_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    history = History(tmp_path / "state" / "history")
+    assert history.load() == []
+    for number in range(2001):
+        history.append(f"entry\n{number}\\n\r")
+    assert history.load() == [f"entry\n{number}\\n\r" for number in range(1001, 2001)]
+    assert len(history.path.read_text().splitlines()) == 1000
+    assert [path.name for path in history.path.parent.iterdir()] == ["history"]
+
+    (tmp_path / "file").write_text("")
+    said: list[str] = []
+    master, slave = pty.openpty()
+    with os.fdopen(slave) as terminal, os.fdopen(master), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdin", terminal)
+        LineInput(said.append, tmp_path / "file" / "history")
+    assert said == [f"what is typed is not kept: {tmp_path}/file/history: Not a directory"]
+
+
+def test_the_state_folder_is_that_of_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert state_folder({"XDG_STATE_HOME": "/state"}) == Path("/state/cpumoe")
+    for environment in ({}, {"XDG_STATE_HOME": ""}, {"XDG_STATE_HOME": "relative"}):
+        assert state_folder(environment) == Path("/home/someone/.local/state/cpumoe")
 
 
 @pytest.mark.full

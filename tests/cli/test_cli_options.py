@@ -64,7 +64,7 @@ MEANING: dict[str, dict[str, str]] = {
         "--no-stream": "not --json",
         "--json": ALWAYS,
     },
-    "chat": {**LOADING, **SAMPLING, "--system": ALWAYS},
+    "chat": {**LOADING, **SAMPLING, "--system": ALWAYS, "--no-history": ALWAYS},
     "eval": {
         **LOADING,
         "--text": ALWAYS,

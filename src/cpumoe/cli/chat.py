@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cpumoe.cli.arguments import find_models
-from cpumoe.cli.model_arguments import add_model_arguments, is_decoded, load_chosen_model
+from cpumoe.cli.line_input import LineInput, state_folder
+from cpumoe.cli.model_arguments import add_model_arguments, load_chosen_model
 from cpumoe.cli.sampling_arguments import (
     add_sampling_arguments,
     check_sampling_arguments,
@@ -17,7 +19,6 @@ from cpumoe.cli.sampling_arguments import (
 )
 from cpumoe.generation.model_folder import check_folder, context_length, prepare_transformers, render_chat
 from cpumoe.integrations.transformers.tokenizer import load_tokenizer
-from cpumoe_command import interrupts_raised
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,8 +31,10 @@ _log = logging.getLogger(__name__)
 
 _HELP = """\
 /system TEXT  tell the model who it is; without TEXT, nothing any more
+/regen        answer the last message again
 /reset        forget the conversation, but not /system
 /exit         leave; so does Ctrl-D
+A message of several lines is pasted, or begins and ends with \"\"\".
 Ctrl-C ends an answer that is being written."""
 
 
@@ -41,6 +44,11 @@ def add_command(commands: Commands) -> None:
     add_model_arguments(parser)
     add_sampling_arguments(parser, max_new_tokens=1024)
     parser.add_argument("--system", metavar="TEXT", default="", help="tell the model who it is")
+    parser.add_argument(
+        "--no-history",
+        action="store_true",
+        help="neither read nor write the file that keeps what is typed ($XDG_STATE_HOME/cpumoe/chat_history)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -90,6 +98,13 @@ class Conversation:
     def add(self, question: str, answer: str) -> None:
         self._turns = [*self._turns, (question, answer)]
 
+    def take_back(self) -> tuple[str, str] | None:
+        """Removes the last turn, and returns its question and answer; None if there is no turn."""
+        if not self._turns:
+            return None
+        *self._turns, last = self._turns
+        return last
+
     def _render(self, turns: list[tuple[str, str]], question: str) -> list[int]:
         messages = [{"role": "system", "content": self._system}] if self._system else []
         for asked, answered in turns:
@@ -113,53 +128,41 @@ def run(arguments: argparse.Namespace) -> int:
     conversation = Conversation(tokenizer, context_length(arguments.model), arguments.max_new_tokens)
     conversation.set_system(arguments.system)  # also finds a missing chat template before the model is loaded
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that is not UTF-8 gets "?"
-    _talk(Session(load_chosen_model(arguments), tokenizer, options, arguments.stop or ()), conversation)
+    history = None if arguments.no_history else state_folder() / "chat_history"
+    _talk(Session(load_chosen_model(arguments), tokenizer, options, arguments.stop or ()), conversation, history)
     return 0
 
 
-def _talk(session: Session, conversation: Conversation) -> None:
+def _talk(session: Session, conversation: Conversation, history: Path | None) -> None:
     if sys.stdin.isatty():
-        import readline  # noqa: F401  # gives input() history and editing
-
         _note("/help tells what else can be typed")
-    while (line := _read()) is not None:
-        command, _, rest = line.partition(" ")
-        if not line:
-            continue
-        elif not line.startswith("/"):
-            _turn(conversation, session, line)
-        elif command == "/exit":
+    keyboard = LineInput(_note, history)
+    while (typed := keyboard.read()) is not None:
+        if typed.command is None:
+            if typed.text.strip():
+                _turn(conversation, session, typed.text)
+        elif typed.command == "/exit":
             break
-        elif command == "/help":
+        elif typed.command == "/help":
             print(_HELP)
-        elif command == "/reset":
+        elif typed.command == "/reset":
             conversation.reset()
             _note("the conversation starts anew")
-        elif command == "/system":
-            _set_system(conversation, rest.strip())
+        elif typed.command == "/regen":
+            _regenerate(conversation, session)
+        elif typed.command == "/system":
+            _set_system(conversation, typed.text)
         else:
-            _note(f"{command} is not known; /help lists what is")
+            _note(f"{typed.command} is not known; /help lists what is")
 
 
-def _read() -> str | None:
-    """The next line without white space around it; None at the end of the input."""
-    interactive = sys.stdin.isatty()
-    while True:
-        try:
-            with interrupts_raised():
-                line = input("> " if interactive else "").strip()
-            if is_decoded(line):
-                return line
-            _note("that was not UTF-8; please type it again")
-        except EOFError:
-            if interactive:
-                print()
-            return None
-        except KeyboardInterrupt:
-            print()
-            _note("Ctrl-D or /exit leaves")
-        except UnicodeDecodeError:
-            _note("that was not UTF-8; please type it again")
+def _regenerate(conversation: Conversation, session: Session) -> None:
+    taken = conversation.take_back()
+    if taken is None:
+        _note("there is no answer to generate again")
+        return
+    if not _turn(conversation, session, taken[0]):
+        conversation.add(*taken)  # interrupted before the first word: the old answer stays
 
 
 class _Screen:
@@ -182,12 +185,13 @@ class _Screen:
         print(piece, end="", flush=True)
 
 
-def _turn(conversation: Conversation, session: Session, question: str) -> None:
+def _turn(conversation: Conversation, session: Session, question: str) -> bool:
+    """Asks and prints the answer. Returns whether there was one."""
     try:
         prompt, max_new_tokens, dropped = conversation.ask(question)
     except ValueError as problem:  # the conversation goes on without this message
         _note(str(problem))
-        return
+        return False
     if dropped:
         _note(f"the conversation would pass the model's context: the oldest {dropped} turn(s) were dropped")
     screen = _Screen()
@@ -200,6 +204,7 @@ def _turn(conversation: Conversation, session: Session, question: str) -> None:
     _log.info("%d prompt tokens were in the cache; %s", answer.prompt_tokens - answer.prefilled, answer.summary())
     if answer.text:  # it may be cut or interrupted before the first word, or in the reasoning
         conversation.add(question, answer.text)
+    return bool(answer.text)
 
 
 def _set_system(conversation: Conversation, text: str) -> None:

@@ -66,6 +66,9 @@ _MODULES = ("layers", "ops")
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
+        if name == "layers":  # with the modules that public names come from, for cpumoe.layers.scheme and the like
+            for module_name in _LAZY.values():
+                importlib.import_module(module_name)
         return importlib.import_module(f"cpumoe.{name}")
     if name in _LAZY:
         found = getattr(importlib.import_module(_LAZY[name]), name)

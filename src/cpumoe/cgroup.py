@@ -39,7 +39,7 @@ def cpus_of(quota: float | None) -> int:
 
 def _paths(text: str) -> dict[str, str]:
     """Return the cgroups of a process by controller; "" is version 2."""
-    found = {}
+    found: dict[str, str] = {}
     for line in text.splitlines():
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")

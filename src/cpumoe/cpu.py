@@ -90,10 +90,9 @@ def warn_of_threads(given: str, threads: int) -> None:
     if QUOTA is not None and cpus < mask:
         why += f", and its cgroup has a quota of {QUOTA:g}"
     _log.warning(
-        "%s: %s; with more threads every step waits for threads that have no CPU, which is many times slower. Use %d",
-        given,
-        why,
-        cpus,
+        "%s",
+        f"{given}: {why}; with more threads every step waits for threads that have no CPU, which is many times slower. "
+        f"Use {cpus}",
     )
 
 

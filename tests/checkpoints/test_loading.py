@@ -547,7 +547,12 @@ _LAYER = "model.layers.1.mlp.experts"
             f"unexpected: {_EXPERT}.weight_zero_point",
         ),
         ("mxfp4a16", "weight_global_scale", lambda t: torch.ones(1), f"unexpected: {_EXPERT}.weight_global_scale"),
-        ("w4a16-g32", "weight_g_idx", lambda t: torch.zeros(64).int(), f"unexpected: {_EXPERT}.weight_g_idx"),
+        (
+            "w4a16-g32",
+            "weight_g_idx",
+            lambda t: torch.zeros(64).int(),
+            f"{_EXPERT}.weight_g_idx has 64 inputs in group 0",
+        ),
         ("nvfp4a16", "input_global_scale", lambda t: torch.ones(1), f"unexpected: {_EXPERT}.input_global_scale"),
         *(
             ("nvfp4a16", "weight_global_scale", change, f"{_EXPERT}.weight_global_scale")

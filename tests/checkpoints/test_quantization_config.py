@@ -227,7 +227,11 @@ def test_floats_with_activations_that_do_not_go_with_them_are_refused(weights, i
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"quantization_status": "frozen"}, "quantization_status 'frozen'"),
+        (
+            {"quantization_status": "thawed"},
+            "quantization_status 'thawed' is not known; .*frozen, compressed",
+        ),
+        ({"quantization_status": ["frozen"]}, "quantization_status"),
         ({"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparsity_config"),
         ({"transform_config": {"config_groups": {"u": {"type": "hadamard"}}}}, "transform_config"),
         ({"quant_method": "bitsandbytes"}, "quant_method 'bitsandbytes'"),
@@ -238,7 +242,7 @@ def test_changes_of_the_weights_that_are_not_served_are_refused(changes, reason)
         parse_quantization(base() | changes)
 
 
-@pytest.mark.parametrize("value", [False, 0, "", [], {}, "int8"])
+@pytest.mark.parametrize("value", [False, 0, "", [], "int8"])
 def test_activations_that_are_neither_described_nor_absent_are_refused(value):
     config = base()
     config["config_groups"]["group_0"]["input_activations"] = value
@@ -253,11 +257,38 @@ def test_quantised_outputs_are_refused():
         parse_quantization(config)
 
 
-@pytest.mark.parametrize("actorder", ["weight", "static", None])
+@pytest.mark.parametrize("value", [None, {}])
+def test_activations_that_are_absent_are_left_in_float(value):
+    config = base()
+    config["config_groups"]["group_0"] |= {"input_activations": value, "format": "pack-quantized"}
+    assert parse_quantization(config).schemes == (Scheme.parse("w4a16-g32"),)
+
+
+@pytest.mark.parametrize("actorder", ["weight", "static", "Weight", False, None])
 def test_orders_that_leave_no_trace_in_the_file_are_served(actorder):
     config = base()
     config["config_groups"]["group_0"]["weights"]["actorder"] = actorder
     assert parse_quantization(config).schemes == (Scheme.parse("w4a8-g32"),)
+
+
+@pytest.mark.parametrize("actorder", ["group", "dynamic", "GROUP", True])
+def test_activation_order_has_several_names(actorder):
+    config = base()
+    config["config_groups"]["group_0"]["weights"]["actorder"] = actorder
+    config["config_groups"]["group_0"]["format"] = "pack-quantized"
+    assert parse_quantization(config).storage_of("x").has_input_order
+
+
+def test_what_is_wrong_with_integers_per_tensor_is_their_group():
+    config = base()
+    config["config_groups"]["group_0"]["weights"] |= {"strategy": "tensor", "group_size": None}
+    with pytest.raises(UnsupportedScheme, match="4-bit int per tensor.*: integers of 4 or 8 bits per channel or group"):
+        parse_quantization(config)
+
+
+@pytest.mark.parametrize("status", ["initialized", "calibration", "frozen", "compressed", "decompressed", None])
+def test_every_status_of_the_writers_is_read(status):
+    assert parse_quantization(base() | {"quantization_status": status}).schemes == (Scheme.parse("w4a8-g32"),)
 
 
 def test_a_dense_sparsity_section_is_no_sparsity():

@@ -144,7 +144,7 @@ class Checkpoint(NamedTensors):
         """Which modules are quantised and how; None for a float checkpoint."""
         section = self.quantization_section
         try:
-            return None if section is None else parse_quantization(section).with_tensors(self.names)
+            return None if section is None else parse_quantization(section).fitted_to(self)
         except (CheckpointError, UnsupportedScheme) as problem:
             raise type(problem)(f"{self.folder}: quantization_config in config.json: {problem}") from None
 

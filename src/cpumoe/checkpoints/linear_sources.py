@@ -16,6 +16,7 @@ from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.layers.packed_weights import packed_spec
 from cpumoe.layers.parallel_layout import ExpertsPart
 from cpumoe.layers.quantized_experts import QuantizedWeight
+from cpumoe.layers.scheme import INTEGERS
 
 
 class LinearSource:
@@ -92,6 +93,8 @@ class LinearSource:
     def stored_weight(self) -> QuantizedWeight:
         """What the files have, read without the code that loads it."""
         weight = stored_weight(self._checkpoint, self.name, self.storage)
+        if weight.values.shape[-1] > self.columns and self.storage.scheme.weights.element in INTEGERS:
+            weight = replace(weight, values=weight.values[:, : self.columns])  # files that say no size fill up words
         return weight if self.has_bias else replace(weight, bias=None)  # zeros that a tool has added
 
     def packed_bytes(self, slices: int = 1) -> int:

@@ -50,7 +50,8 @@ class NamedTensors(ABC):
 
     def refuse_other_contents(self, name: str, stored: StoredTensor) -> None:
         """Raises CheckpointError or UnsupportedScheme if the tensor ``name`` does not hold what is known of it."""
-        stored.refuse_other(name, self.read(name))
+        if name in self or not stored.optional:
+            stored.refuse_other(name, self.read(name))
 
 
 class HeldTensors(NamedTensors):
@@ -114,7 +115,8 @@ class TensorCheck:
     def expect(self, name: str, stored: StoredTensor) -> None:
         self.expected.add(name)
         if name not in self._tensors:
-            self.missing.append(name)
+            if not stored.optional:
+                self.missing.append(name)
             return
         info = self._tensors.info(name)
         if info.dtype not in stored.dtypes or not stored.accepts(info.shape):

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,9 @@ from cpumoe.layers.activation_rounding import needs_input_scales
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.scheme import NVFP4, STATIC_FP8, STATIC_INT8, Scheme
 
+if TYPE_CHECKING:
+    from cpumoe.checkpoints.named_tensors import NamedTensors
+
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -30,8 +33,9 @@ class StoredTensor:
     ``by_rows``: its first dimension are the rows of the linear, so that the tensors of several linears can lie in one
     piece of memory, one below the other. ``values``: what it must hold, where that follows from the size of the linear;
     such a tensor is compared and not decoded. ``check`` is for those of which more can be said than that they differ:
-    given the name of the tensor and the tensor, it raises CheckpointError or UnsupportedScheme. ``contents`` does the
-    same for a tensor that is decoded: it refuses numbers that no such tensor may hold.
+    given the name of the tensor and the tensor, it raises CheckpointError or UnsupportedScheme. ``optional``: one that
+    is compared may be absent. ``contents`` does the same as ``check`` for a tensor that is decoded: it refuses numbers
+    that no such tensor may hold.
     """
 
     dtypes: tuple[str, ...]
@@ -40,6 +44,7 @@ class StoredTensor:
     values: tuple[int, ...] | None = None
     check: Callable[[str, Tensor], None] | None = None
     contents: Callable[[str, Tensor], None] | None = None
+    optional: bool = False
 
     def accepts(self, shape: tuple[int, ...]) -> bool:
         """Whether it may have this shape: tools write one number for all of a linear as [1] or as []."""
@@ -183,6 +188,13 @@ class Quantization(ABC):
     def with_tensors(self, names: Collection[str]) -> Quantization:
         """The same for files with tensors of these names: not every configuration lists what was left in float."""
         return self
+
+    def fitted_to(self, tensors: NamedTensors) -> Quantization:
+        """Return the same for the files that have these tensors, after a look at headers and at tensors of few numbers.
+
+        Raises UnsupportedScheme or CheckpointError if the tensors are of another kind than the configuration says.
+        """
+        return self.with_tensors(tensors.names)
 
     @property
     @abstractmethod

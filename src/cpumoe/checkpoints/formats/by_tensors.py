@@ -16,7 +16,8 @@ from cpumoe.checkpoints.storage import LinearStorage, Quantization
 from cpumoe.errors import CheckpointError
 from cpumoe.layers.scheme import Scheme
 
-_EXPERTS = re.compile(r"(?:.*\.)?experts(?=\.)")
+#: What the names of a layer's experts start with.
+EXPERTS = re.compile(r"(?:.*\.)?experts(?=\.)")
 
 
 class QuantizedByTensors(Quantization):
@@ -42,14 +43,14 @@ class QuantizedByTensors(Quantization):
             return self.storage if ".layers." in f".{module}" and not is_left else None
         if f"{module}.{self.storage.scale_suffix}" in self._names:
             return self.storage
-        experts = _EXPERTS.match(module)
+        experts = EXPERTS.match(module)
         return self.storage if experts is not None and experts[0] in self._experts else None
 
     @cached_property
     def _experts(self) -> frozenset[str]:
         """What the names of experts start with that have a scale: one of them without it lacks it."""
         suffix = f".{self.storage.scale_suffix}"
-        matches = (_EXPERTS.match(name) for name in self._names or () if name.endswith(suffix))
+        matches = (EXPERTS.match(name) for name in self._names or () if name.endswith(suffix))
         return frozenset(match[0] for match in matches if match is not None)
 
     @property

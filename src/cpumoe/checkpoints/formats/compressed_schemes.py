@@ -54,11 +54,25 @@ _FLOAT_WEIGHTS: dict[tuple[object, object, object], TensorFormat] = {
 _SCALE_DTYPES: dict[ScaleType, str] = {"e4m3": "torch.float8_e4m3fn", "e8m0": "torch.uint8"}
 
 
+# Values of ``actorder``. With "weight" and "static", scales belong to inputs that lie side by side.
+_OWN_ORDERS = (None, False, "weight", "static")
+_ACTIVATION_ORDERS = (True, "group", "dynamic")
+
+
+def _order_of(weights: Mapping[str, Any]) -> object:
+    order = weights.get("actorder")
+    return order.lower() if isinstance(order, str) else order if isinstance(order, bool | None) else "?"
+
+
+def is_activation_order(weights: Mapping[str, Any]) -> bool:
+    """Return whether the ``weights`` of a group announce groups in activation order."""
+    return _order_of(weights) in _ACTIVATION_ORDERS
+
+
 def read_scheme(name: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Scheme:
     """The scheme of the group ``name``. Raises UnsupportedScheme, or CheckpointError for what is not well-formed."""
     activations = None if inputs is None else _read_activations(inputs)
-    # "weight" and "static" leave no trace in the file: the scales belong to inputs that lie side by side.
-    if weights.get("dynamic", False) or weights.get("actorder") not in (None, "weight", "static", "group", "dynamic"):
+    if weights.get("dynamic", False) or _order_of(weights) not in (*_OWN_ORDERS, *_ACTIVATION_ORDERS):
         raise UnsupportedScheme("weights with stored scales, in activation order 'group', 'weight' or 'static', are")
     if weights.get("type", "int") == "float":
         return Scheme(_read_float_weights(name, weights), activations)
@@ -100,7 +114,7 @@ def _read_integer_scheme(name: str, weights: Mapping[str, Any], activations: Ten
     if strategy is None:
         strategy = "group" if isinstance(size, int) and size > 0 else "channel"
     if weights.get("type", "int") != "int" or bits not in (4, 8) or strategy not in ("channel", "group"):
-        raise UnsupportedScheme("int4, int8 and floats of 4, 6 and 8 bits are")
+        raise UnsupportedScheme("integers of 4 or 8 bits per channel or group, and floats of 4, 6 and 8 bits, are")
     if strategy == "group" and not (isinstance(size, int) and size > 0):
         raise CheckpointError(f"{name}: strategy 'group' with group_size={size!r}; a positive number is accepted")
     text = f"w{bits}a16" + (f"-g{size}" if strategy == "group" else "")

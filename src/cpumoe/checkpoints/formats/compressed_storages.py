@@ -10,7 +10,14 @@ import torch
 from torch import Tensor
 
 from cpumoe.checkpoints.formats.float_storages import Fp4Storage, Fp6Storage, Fp8Storage, one_for_each, one_scale
-from cpumoe.checkpoints.formats.input_order import group_index_of, input_order_of, plain_input_order
+from cpumoe.checkpoints.formats.input_order import (
+    group_index_of,
+    grouping_check,
+    input_order_of,
+    is_own_order,
+    plain_input_order,
+    refuse_no_grouping,
+)
 from cpumoe.checkpoints.formats.refused_numbers import refuse_unless_positive
 from cpumoe.checkpoints.formats.words import WORD_BITS, copied, pack_words, signed_bytes, unpack_words
 from cpumoe.checkpoints.storage import LinearStorage, StoredTensor, matrix_shape
@@ -78,14 +85,18 @@ class IntegerStorage(LinearStorage):
 
     ``int-quantized`` and ``naive-quantized`` have a byte for each of them in ``weight``. ``pack-quantized`` has as many
     as fit into words in ``weight_packed``, where the last word of a row may be filled up, and the size of the linear in
-    ``weight_shape``. Its zero points are packed into words as well, along the rows, and it may have the inputs of a
-    group anywhere: ``weight_g_idx`` has the group of every input. Activations with a stored scale have it in
-    ``input_scale``.
+    ``weight_shape``, which some writers leave out. Its zero points are packed into words as well, along the rows.
+    Activations with a stored scale have it in ``input_scale``.
+
+    ``weight_g_idx`` has the group of every input. With ``activation_order`` the inputs of a group are anywhere. Some
+    linears may have the index without it (``has_g_idx``): it must leave the inputs in their own order.
     """
 
     scale_suffix: ClassVar[str] = "weight_scale"
 
     activation_order: bool = False
+    has_g_idx: bool = False
+    has_shape: bool = True
 
     @property
     def input_scale_suffix(self) -> str | None:
@@ -110,21 +121,36 @@ class IntegerStorage(LinearStorage):
         scale_shape = self.scheme.weights.group.scale_shape(rows, columns)
         scale = StoredTensor(FLOAT_DTYPES, scale_shape, contents=refuse_unless_positive)
         symmetric = self.scheme.weights.symmetric
-        inputs = {} if self.input_scale_suffix is None else {self.input_scale_suffix: one_scale()}
+        others = {} if self.input_scale_suffix is None else {self.input_scale_suffix: one_scale()}
+        if self.activation_order:
+            contents = grouping_check(columns, self.scheme.group_size)
+            others["weight_g_idx"] = StoredTensor(("I32",), (columns,), by_rows=False, contents=contents)
+        elif self.has_g_idx:
+            others["weight_g_idx"] = StoredTensor(
+                ("I32",), (columns,), by_rows=False, optional=True, check=self._check_order
+            )
         if not self._is_packed:
             zeros = {} if symmetric else {"weight_zero_point": StoredTensor(("I8",), scale_shape)}
-            return {"weight": StoredTensor(("I8",), (rows, columns)), "weight_scale": scale} | zeros | inputs
+            return {"weight": StoredTensor(("I8",), (rows, columns)), "weight_scale": scale} | zeros | others
         tensors = {
             "weight_packed": StoredTensor(("I32",), (rows, -(-columns // self._per_word))),
             "weight_scale": scale,
-        } | inputs
+        } | others
         if not symmetric:
             words = (-(-rows // self._per_word), scale_shape[1])
             tensors["weight_zero_point"] = StoredTensor(("I32",), words, by_rows=False)
-        if self.activation_order:
-            tensors["weight_g_idx"] = StoredTensor(("I32",), (columns,), by_rows=False)
-        tensors["weight_shape"] = StoredTensor(("I64", "I32"), (2,), by_rows=False, values=(rows, columns))
+        if self.has_shape:
+            tensors["weight_shape"] = StoredTensor(("I64", "I32"), (2,), by_rows=False, values=(rows, columns))
         return tensors
+
+    def _check_order(self, name: str, group_index: Tensor) -> None:
+        if is_own_order(group_index, self.scheme.group_size):
+            return
+        refuse_no_grouping(name, group_index, self.scheme.group_size)
+        raise UnsupportedScheme(
+            f"{name} is in activation order, and {self.scheme} has no groups of inputs; an index in the order of the "
+            "inputs is accepted"
+        )
 
     def size(self, found: Mapping[str, TensorInfo], read: Callable[[str], Tensor]) -> tuple[int, int]:
         weight = matrix_shape(found, "weight_packed" if self._is_packed else "weight")
@@ -156,9 +182,7 @@ class IntegerStorage(LinearStorage):
         )
 
     def _input_order(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        if not self.activation_order:
-            return None
-        return input_order_of(tensors["weight_g_idx"], self.scheme.group_size, "weight_g_idx")
+        return input_order_of(tensors["weight_g_idx"]) if self.activation_order else None
 
     def _integers(self, tensors: Mapping[str, Tensor], columns: int) -> Tensor:
         """No copy in the cases that matter: int32 words seen as bytes are nibbles in the order that packing takes."""
@@ -178,10 +202,14 @@ class IntegerStorage(LinearStorage):
     def decode_plainly(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         element, scales, zeros = self.scheme.weights.element, tensors["weight_scale"], tensors.get("weight_zero_point")
         inputs = None if self.input_scale_suffix is None else tensors["input_scale"].to(torch.float32).view(1)
+        order = plain_input_order(tensors["weight_g_idx"]) if self.activation_order else None
         if not self._is_packed:
-            return QuantizedWeight(element, tensors["weight"], scales, zeros, input_scales=inputs)
+            return QuantizedWeight(element, tensors["weight"], scales, zeros, input_order=order, input_scales=inputs)
         # Element j is in word j / (32 / bits), low bits first, stored plus half the range.
-        bits, (rows, columns) = self.scheme.weights.bits, tensors["weight_shape"].tolist()
+        bits, packed = self.scheme.weights.bits, tensors["weight_packed"]
+        rows, columns = len(packed), packed.shape[1] * WORD_BITS // bits
+        if "weight_shape" in tensors:
+            rows, columns = tensors["weight_shape"].tolist()
         shifts = torch.arange(0, WORD_BITS, bits, dtype=torch.int32)
 
         def elements(words: Tensor) -> Tensor:
@@ -191,10 +219,10 @@ class IntegerStorage(LinearStorage):
 
         return QuantizedWeight(
             element,
-            elements(tensors["weight_packed"])[:, :columns].to(torch.int8),
+            elements(packed)[:, :columns].to(torch.int8),
             scales,
             None if zeros is None else elements(zeros.T).T[:rows].to(torch.int8),
-            input_order=plain_input_order(tensors["weight_g_idx"]) if self.activation_order else None,
+            input_order=order,
             input_scales=inputs,
         )
 

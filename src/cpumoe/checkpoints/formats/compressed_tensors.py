@@ -5,24 +5,74 @@ Parsed here and not with the package of that name: it refuses files that its own
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, ClassVar
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from cpumoe.checkpoints.formats.compressed_schemes import activations_section, read_scheme, weights_section
-from cpumoe.checkpoints.formats.compressed_storages import FORMATS, formats_of, storage_in
+from cpumoe.checkpoints.formats.by_tensors import EXPERTS
+from cpumoe.checkpoints.formats.compressed_schemes import (
+    activations_section,
+    is_activation_order,
+    read_scheme,
+    weights_section,
+)
+from cpumoe.checkpoints.formats.compressed_storages import (
+    FORMATS,
+    IntegerStorage,
+    formats_of,
+    storage_in,
+)
+from cpumoe.checkpoints.formats.input_order import is_own_order, refuse_no_grouping
 from cpumoe.checkpoints.formats.name_patterns import NamePatterns, TimeBudget
 from cpumoe.checkpoints.storage import LinearStorage, Quantization
+from cpumoe.checkpoints.tensor_file import FLOAT_DTYPES
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers.scheme import Scheme
 from cpumoe.option_values import PACK_QUANTIZED
+
+if TYPE_CHECKING:
+    from cpumoe.checkpoints.named_tensors import NamedTensors
+
+_COMPRESSED = "compressed"
+#: Values of ``quantization_status``. Writers leave any of them in files whose tensors are compressed.
+_STATUSES = ("initialized", "calibration", "frozen", _COMPRESSED, "decompressed")
+_G_IDX, _SHAPE = ".weight_g_idx", ".weight_shape"
 
 
 @dataclass(frozen=True)
 class _Group:
     targets: tuple[str, ...]
     storage: LinearStorage
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What files tell of integers that their configuration does not.
+
+    Attributes:
+        has_shape: linears have their sizes (``weight_shape``).
+        indexed: where linears have an index of groups (``weight_g_idx``) that the configuration does not announce.
+        ordered: where these may hold activation order.
+    """
+
+    has_shape: bool
+    indexed: frozenset[str]
+    ordered: frozenset[str]
+
+    def storage_of(self, module: str, announced: LinearStorage) -> LinearStorage:
+        if not isinstance(announced, IntegerStorage):
+            return announced
+        storage, place = replace(announced, has_shape=self.has_shape), _place(module)
+        if place in self.ordered:
+            return replace(storage, activation_order=True)
+        return replace(storage, has_g_idx=place in self.indexed)
+
+
+def _place(module: str) -> str:
+    """Return what the names of a layer's experts start with, which are stored alike; else the name of the linear."""
+    experts = EXPERTS.match(module)
+    return module if experts is None else experts[0]
 
 
 @dataclass(frozen=True)
@@ -39,13 +89,15 @@ class QuantizationConfig(Quantization):
 
     groups: tuple[_Group, ...]
     ignore: tuple[str, ...]
+    status: str = _COMPRESSED
+    found: _Found | None = None  # in the files; None while these are not known
 
     @classmethod
     def parse(cls, section: object) -> QuantizationConfig:
         top = _mapping(section, "quantization_config")
-        status = top.get("quantization_status", "compressed")
-        if status != "compressed":
-            raise UnsupportedScheme(f"quantization_status {status!r} is not served; 'compressed' is")
+        status = _COMPRESSED if top.get("quantization_status") is None else top["quantization_status"]
+        if status not in _STATUSES:
+            raise UnsupportedScheme(f"quantization_status {status!r:.80} is not known; {', '.join(_STATUSES)} are")
         for name in ("sparsity_config", "transform_config"):
             part = top.get(name)
             if part and not (isinstance(part, Mapping) and part.get("format") == "dense"):
@@ -56,7 +108,7 @@ class QuantizationConfig(Quantization):
         ]
         if not groups:
             raise CheckpointError("quantization_config has no config_groups")
-        parsed = cls(tuple(groups), _strings(top.get("ignore"), "ignore"))
+        parsed = cls(tuple(groups), _strings(top.get("ignore"), "ignore"), status)
         _ = parsed._patterns  # compiles them, which refuses what is no pattern
         return parsed
 
@@ -71,14 +123,14 @@ class QuantizationConfig(Quantization):
             raise UnsupportedScheme(f"{name}: format {format_name!r} ({described}) is not served; {known} are")
         if group.get("output_activations"):
             raise UnsupportedScheme(f"{name}: quantised output activations are not served")
-        inputs = None if activations is None else _mapping(activations, f"{name}.input_activations")
+        inputs = None if activations in (None, {}) else _mapping(activations, f"{name}.input_activations")
         targets = _strings(group.get("targets"), f"{name}.targets")
         try:
             scheme = read_scheme(name, weights, inputs)
         except UnsupportedScheme as problem:
             raise UnsupportedScheme(f"{name}: {described} is not served: {problem}") from None
         accepted = formats_of(scheme)
-        activation_order = weights.get("actorder") in ("group", "dynamic")  # two names for one thing
+        activation_order = is_activation_order(weights)
         if activation_order:
             accepted = (PACK_QUANTIZED,) if PACK_QUANTIZED in accepted and scheme.group_size is not None else ()
         if format_name not in accepted:
@@ -101,7 +153,8 @@ class QuantizationConfig(Quantization):
         if len(storages) > 1:
             claimed = " and ".join(f"{storage.scheme} ({storage.format})" for storage in storages)
             raise CheckpointError(f"quantization_config has several schemes for {module}: {claimed}; one is accepted")
-        return next(iter(storages), None)
+        announced = next(iter(storages), None)
+        return announced if announced is None or self.found is None else self.found.storage_of(module, announced)
 
     @cached_property
     def _patterns(self) -> tuple[NamePatterns, list[NamePatterns]]:
@@ -112,6 +165,58 @@ class QuantizationConfig(Quantization):
     @property
     def schemes(self) -> tuple[Scheme, ...]:
         return tuple(group.storage.scheme for group in self.groups)
+
+    def with_tensors(self, names: Collection[str]) -> QuantizationConfig:
+        """Return the same for files with tensors of these names, whose contents are not known.
+
+        An index of groups that the configuration does not announce may hold activation order, and is read as one.
+        """
+        return self._with_indices(names, lambda *_: True)
+
+    def fitted_to(self, tensors: NamedTensors) -> QuantizationConfig:
+        if self.status != _COMPRESSED:
+            self._refuse_float_weights(tensors)
+        return self._with_indices(tensors.names, partial(_has_order, tensors))
+
+    def _with_indices(
+        self, names: Collection[str], has_order: Callable[[str, LinearStorage], bool]
+    ) -> QuantizationConfig:
+        """``has_order``: whether an index by its name, of a linear that is stored in some way, holds an order."""
+        indexed: set[str] = set()
+        ordered: set[str] = set()
+        for name in sorted(name for name in names if name.endswith(_G_IDX)):
+            module = name.removesuffix(_G_IDX)
+            storage, place = self.storage_of(module), _place(module)
+            if not isinstance(storage, IntegerStorage) or storage.activation_order:
+                continue
+            indexed.add(place)
+            if place not in ordered and storage.scheme.group_size is not None and has_order(name, storage):
+                ordered.add(place)
+        has_shape = any(name.endswith(_SHAPE) for name in names)
+        return replace(self, found=_Found(has_shape, frozenset(indexed), frozenset(ordered)))
+
+    def _refuse_float_weights(self, tensors: NamedTensors) -> None:
+        """Raise UnsupportedScheme for weights in float beside their scales: calibrated, and never compressed."""
+        scaled = (name.removesuffix("_scale") for name in tensors.names if name.endswith(".weight_scale"))
+        floats = [name for name in scaled if name in tensors and tensors.info(name).dtype in FLOAT_DTYPES]
+        if floats:
+            raise UnsupportedScheme(
+                f"quantization_status is {self.status!r}, and {len(floats)} linears have weights in float beside their "
+                f"scales, such as {floats[0]} ({tensors.info(floats[0])}); compressed weights are served: "
+                "model.save_pretrained(folder, save_compressed=True) of llm-compressor writes them"
+            )
+
+
+def _has_order(tensors: NamedTensors, name: str, storage: LinearStorage) -> bool:
+    """Return whether an index of groups holds activation order. What is no index a check of the tensors refuses."""
+    info, size = tensors.info(name), storage.scheme.group_size
+    if info.dtype != "I32" or len(info.shape) != 1 or is_own_order(index := tensors.read(name), size):
+        return False
+    try:
+        refuse_no_grouping(name, index, size)
+    except CheckpointError:
+        return False
+    return True
 
 
 def write_config(storages: Mapping[str, LinearStorage], ignore: list[str]) -> dict[str, Any]:

@@ -2,35 +2,66 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from cpumoe.errors import CheckpointError
 
 
-def input_order_of(group_index: Tensor, group_size: int | None, name: str) -> Tensor:
-    """The inputs of a linear, listed group by group.
+def input_order_of(group_index: Tensor) -> Tensor:
+    """Return the inputs of a linear, listed group by group; inside a group they keep their order.
 
     Args:
-        group_index: [..., in] int32, the group of every input (``g_idx``).
-        group_size: inputs of each group; None: all are in one.
-        name: of the tensor, for messages.
-
-    Returns:
-        [..., in] int32. Inside of a group inputs keep their order. Raises CheckpointError if the index is no grouping.
+        group_index: [..., in] int32, the group of every input (``g_idx``), as :func:`refuse_no_grouping` accepts it. An
+            index of -1 throughout was never set: all sort equal, so inputs keep their own order.
     """
-    inputs = group_index.shape[-1]
-    order: Tensor = group_index.argsort(dim=-1, stable=True)
-    expected = torch.arange(inputs) // (group_size or inputs)
-    found = group_index.gather(-1, order)
-    if not bool((found == expected).all()):
-        wrong = found != expected
-        place = int(wrong.nonzero()[0][-1])
+    return group_index.argsort(dim=-1, stable=True).to(torch.int32)
+
+
+def own_order(inputs: int, group_size: int | None) -> Tensor:
+    """Return the group of every input [in] int32 where neighbouring inputs are one group."""
+    return (torch.arange(inputs) // (group_size or inputs)).to(torch.int32)
+
+
+def is_own_order(group_index: Tensor, group_size: int | None) -> bool:
+    """Return whether an index [in] leaves inputs in their own order.
+
+    compressed-tensors fills an index with -1 before calibration, and its readers take that for the own order.
+    """
+    return bool((group_index == -1).all()) or torch.equal(group_index, own_order(len(group_index), group_size))
+
+
+def refuse_no_grouping(name: str, group_index: Tensor, group_size: int | None) -> None:
+    """Raise CheckpointError if the index ``name`` [in] has groups that are absent, or a group of another size."""
+    if bool((group_index == -1).all()):
+        return
+    wanted = torch.bincount(own_order(len(group_index), group_size).long())
+    outside = ((group_index < 0) | (group_index >= len(wanted))).nonzero()
+    if len(outside):
+        at = int(outside[0])
         raise CheckpointError(
-            f"{name} is not a grouping: sorted, it has {int(found[wrong][0])} at {place}, where {int(expected[place])} "
-            f"is accepted ({int(expected[-1]) + 1} groups of {group_size or inputs} inputs)"
+            f"{name} has input {at} in group {int(group_index[at])}; 0 to {len(wanted) - 1} are accepted"
         )
-    return order.to(torch.int32)
+    sizes = torch.bincount(group_index.long(), minlength=len(wanted))
+    wrong = (sizes != wanted).nonzero()
+    if len(wrong):
+        at = int(wrong[0])
+        raise CheckpointError(f"{name} has {int(sizes[at])} inputs in group {at}; {int(wanted[at])} are accepted")
+
+
+def grouping_check(inputs: int, group_size: int | None) -> Callable[[str, Tensor], None]:
+    """Return :func:`refuse_no_grouping` for the index of a linear, as ``StoredTensor.contents`` takes it.
+
+    A slice of the index has some inputs of each group: its reader, which knows the slice, checks it.
+    """
+
+    def check(name: str, group_index: Tensor) -> None:
+        if group_index.numel() == inputs:
+            refuse_no_grouping(name, group_index.reshape(-1), group_size)
+
+    return check
 
 
 def plain_input_order(group_index: Tensor) -> Tensor:

@@ -10,13 +10,21 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from cpumoe.checkpoints.formats.input_order import group_index_of, input_order_of, plain_input_order
+from cpumoe.checkpoints.formats.input_order import (
+    group_index_of,
+    grouping_check,
+    input_order_of,
+    is_own_order,
+    own_order,
+    plain_input_order,
+    refuse_no_grouping,
+)
 from cpumoe.checkpoints.formats.refused_numbers import refuse_zero
 from cpumoe.checkpoints.formats.words import WORD_BITS, pack_words, unpack_words
 from cpumoe.checkpoints.storage import LinearStorage, StoredTensor, matrix_shape
@@ -71,7 +79,8 @@ class TransposedStorage(LinearStorage):
         }
         if self.has_g_idx or self.activation_order:
             known = None if self.activation_order else self._check_order
-            tensors["g_idx"] = StoredTensor(("I32",), (columns,), by_rows=False, check=known)
+            contents = grouping_check(columns, self.scheme.group_size) if self.activation_order else None
+            tensors["g_idx"] = StoredTensor(("I32",), (columns,), by_rows=False, check=known, contents=contents)
         return tensors
 
     def size(self, found: Mapping[str, TensorInfo], read: Callable[[str], Tensor]) -> tuple[int, int]:
@@ -101,22 +110,13 @@ class TransposedStorage(LinearStorage):
 
     def _check_order(self, name: str, groups: Tensor) -> None:
         """Refuses a ``g_idx`` that does not say what the place of each input says."""
-        size = self.scheme.group_size or len(groups)
-        if torch.equal(groups, _neighbours(len(groups), size)):
+        if is_own_order(groups, self.scheme.group_size):
             return
-        count = -(-len(groups) // size)
-        outside = ((groups < 0) | (groups >= count)).nonzero()
-        if len(outside):
-            at = int(outside[0])
-            raise CheckpointError(f"{name} has input {at} in group {int(groups[at])}; 0 to {count - 1} are accepted")
-        sizes = torch.bincount(groups.long(), minlength=count)
-        wrong = (sizes != torch.bincount(_neighbours(len(groups), size).long(), minlength=count)).nonzero()
-        if len(wrong):
-            at = int(wrong[0])
-            raise CheckpointError(f"{name} has {int(sizes[at])} inputs in group {at}; {size} are accepted")
-        at = int((groups != _neighbours(len(groups), size)).nonzero()[0])
+        refuse_no_grouping(name, groups, self.scheme.group_size)
+        own = own_order(len(groups), self.scheme.group_size)
+        at = int((groups != own).nonzero()[0])
         raise UnsupportedScheme(
-            f"{name} has input {at} in group {int(groups[at])} and not in group {at // size}: groups in activation "
+            f"{name} has input {at} in group {int(groups[at])} and not in group {int(own[at])}: groups in activation "
             "order, which config.json does not announce (desc_act true and static_groups false do)"
         )
 
@@ -150,7 +150,7 @@ class TransposedStorage(LinearStorage):
         )
 
     def _input_order(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        return input_order_of(tensors["g_idx"], self.scheme.group_size, "g_idx") if self.activation_order else None
+        return input_order_of(tensors["g_idx"]) if self.activation_order else None
 
     def _zero_points(self, words: Tensor) -> Tensor:
         """[..., groups, words] -> [..., groups, outputs] int8, less half of the range as the integers are."""
@@ -231,9 +231,3 @@ def in_row_order(values: Tensor, order: Sequence[int] | None) -> Tensor:
 def _places(order: Sequence[int]) -> list[int]:
     """Where in a word each of its outputs is."""
     return [order.index(row) for row in range(len(order))]
-
-
-@lru_cache(maxsize=16)
-def _neighbours(columns: int, group_size: int) -> Tensor:
-    """The group of each input where neighbouring inputs are one group."""
-    return (torch.arange(columns) // group_size).to(torch.int32)

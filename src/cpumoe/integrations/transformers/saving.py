@@ -61,7 +61,8 @@ def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None =
         found = [] if before is None else [before.storage_of(n) for n in written.all_of(name)]
         was = next((storage for storage in found if storage is not None), None)
         if was is not None and scheme.weights in (was.scheme.weights, held_scheme(was.scheme).weights):
-            if isinstance(before, QuantizationConfig):
+            # Files may be in activation order without a word of it in their configuration.
+            if isinstance(before, QuantizationConfig) and was.has_input_order == ordered:
                 return was
             # Packed weights tell neither one scale for all of a linear from one per row, nor int8 activations on
             # request from those of the checkpoint. Whether inputs have a stored scale its tensors told.

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 pytest.importorskip("transformers")
 
 import cpumoe
-from cpumoe import CheckpointError, UnsupportedScheme
+from cpumoe import CheckpointError, UnsupportedScheme, cli
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.layers.nibbles import pack_nibbles, unpack_nibbles
 
@@ -59,6 +59,98 @@ def test_calibrated_floats_are_refused_in_one_sentence(tmp_path: Path) -> None:
     said = refusal(folder, UnsupportedScheme)
     assert "quantization_status is 'frozen', and 56 linears have weights in float beside their scales, such as" in said
     assert ".weight (BF16 [" in said and "save_compressed=True" in said and len(said) < 600
+
+
+# ---- kv_cache_scheme -------------------------------------------------------------------------------------------------
+
+FP8_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+INT8_CACHE = FP8_CACHE | {"type": "int"}
+
+
+def with_scales(scale: torch.Tensor, *names: str) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        for layer in range(2):
+            tensors.update({f"model.layers.{layer}.self_attn.{name}": scale.clone() for name in names})
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("scheme", "scale", "names", "said"),
+    [
+        (FP8_CACHE, torch.tensor([0.5]).bfloat16(), ("k_scale", "v_scale"), "8-bit float per tensor"),
+        (INT8_CACHE, torch.tensor(0.5), ("k_scale", "v_scale", "q_scale"), "8-bit int per tensor"),
+        (FP8_CACHE, torch.tensor([0.5]), ("k_proj.output_scale", "v_proj.output_scale"), "8-bit float per tensor"),
+        (FP8_CACHE | {"strategy": "attn_head"}, torch.ones(2, 1, 1), ("k_scale", "v_scale"), "8-bit float per head"),
+        (INT8_CACHE | {"symmetric": False}, torch.ones(1), ("k_scale", "k_zero_point"), "asymmetric 8-bit int"),
+        (FP8_CACHE | {"dynamic": True}, torch.ones(1), (), "dynamic 8-bit float per tensor"),
+    ],
+)
+def test_a_quantised_kv_cache_loads_and_says_what_becomes_of_it(
+    scheme: Config,
+    scale: torch.Tensor,
+    names: tuple[str, ...],
+    said: str,
+    weights: Weights,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    folder = changed_copy(tmp_path, PACKED, with_scales(scale, *names), section(kv_cache_scheme=scheme))
+    sentence = f"kv_cache_scheme ({said}"
+    cpumoe.load_model(folder)
+    (line,) = [record.getMessage() for record in caplog.records if "kv_cache" in record.getMessage()]
+    assert sentence in line and "): the KV cache is held in the model's dtype" in line
+    assert (f"its {2 * len(names)} calibrated scales and zero points are not used" in line) == bool(names)
+    assert cli.main(["inspect", str(folder)]) == 0
+    assert sentence in capsys.readouterr().out
+    assert cli.main(["inspect", str(folder), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["kv_cache"] in line
+    assert any(part["kind"] == "not loaded" for part in facts["parts"]) == bool(names)
+    assert_loads(folder, weights[PACKED])
+
+
+@pytest.mark.parametrize(
+    ("scale", "said"),
+    [
+        (torch.tensor([0.0]), "k_scale holds 0; positive finite numbers are accepted"),
+        (torch.tensor([float("nan")]), "k_scale holds nan"),
+        (torch.tensor([-1.0]), "k_scale holds -1"),
+        (torch.ones(2), "k_scale is F32 [2], BF16 or F16 or F32 [1] is accepted"),
+        (torch.ones(1, dtype=torch.int8), "k_scale is I8 [1]"),
+    ],
+)
+def test_damaged_scales_of_a_kv_cache_are_refused_by_name(scale: torch.Tensor, said: str, tmp_path: Path) -> None:
+    folder = changed_copy(tmp_path, PACKED, with_scales(scale, "k_scale"), section(kv_cache_scheme=FP8_CACHE))
+    assert f"model.layers.0.self_attn.{said}" in refusal(folder)
+
+
+def test_a_zero_point_of_a_symmetric_kv_cache_is_refused(tmp_path: Path) -> None:
+    change = with_scales(torch.tensor([3], dtype=torch.int8), "v_zero_point")
+    folder = changed_copy(tmp_path, PACKED, change, section(kv_cache_scheme=FP8_CACHE))
+    assert "v_zero_point is 3, and kv_cache_scheme is symmetric; 0 is accepted" in refusal(folder)
+
+
+def test_scales_of_a_kv_cache_that_is_not_announced_are_unexpected(tmp_path: Path) -> None:
+    folder = changed_copy(tmp_path, PACKED, with_scales(torch.ones(1), "k_scale"))
+    assert "2 unexpected: model.layers.0.self_attn.k_scale" in refusal(folder)
+
+
+@pytest.mark.parametrize(
+    "change", [{"num_bits": 4}, {"strategy": "group", "group_size": 16}, {"type": "fp"}, {"dynamic": "local"}]
+)
+def test_an_unknown_kv_cache_is_refused_by_name(change: Config, tmp_path: Path) -> None:
+    folder = changed_copy(tmp_path, PACKED, config=section(kv_cache_scheme=FP8_CACHE | change))
+    assert f"kv_cache_scheme {FP8_CACHE | change} is not served; 8-bit int" in refusal(folder, UnsupportedScheme)
+
+
+def test_the_kv_cache_alone_may_be_quantised(tmp_path: Path) -> None:
+    cache = {"quant_method": "compressed-tensors", "kv_cache_scheme": FP8_CACHE, "config_groups": {}}
+    float_copy(tmp_path, PACKED)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": cache}))
+    assert packed_weights(tmp_path)[1] == {"bf16"}
 
 
 # ---- weight_shape --------------------------------------------------------------------------------------------------

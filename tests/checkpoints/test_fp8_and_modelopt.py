@@ -171,6 +171,34 @@ def test_modelopt_may_have_a_file_of_its_own(source: Path, tmp_path: Path) -> No
     assert all(torch.equal(weight, expected[name]) for name, weight in found.items())
 
 
+@pytest.mark.parametrize(
+    ("kind", "announced", "names", "said"),
+    [
+        (
+            "ModelOpt FP8",
+            {"kv_cache_quant_algo": "FP8"},
+            ("k_proj.k_scale", "v_proj.v_scale"),
+            "kv_cache_quant_algo (FP8",
+        ),
+        ("AutoFP8, static", {"kv_cache_scheme": "static"}, ("kv_scale",), "kv_cache_scheme (static 8-bit float"),
+    ],
+)
+def test_scales_of_a_quantised_kv_cache_are_known(
+    source: Path, tmp_path: Path, kind: str, announced: Config, names: tuple[str, ...], said: str
+) -> None:
+    write(source, tmp_path / "model", kind)
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    config["quantization_config"] |= announced
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config))
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    tensors |= {f"model.layers.0.self_attn.{name}": torch.tensor(0.5) for name in names}
+    save_tensors(tmp_path / "model", tensors)
+    checked(tmp_path / "model")
+    with Checkpoint.open(tmp_path / "model") as checkpoint:
+        use = checkpoint.kv_cache_use(None) or ""
+    assert use.startswith(said) and "the KV cache is held in the model's dtype" in use
+
+
 @pytest.mark.parametrize("kind", ["blocks", "AutoFP8, static", "ModelOpt NVFP4"])
 def test_layers_that_were_left_in_float_are_told_by_their_tensors(source: Path, tmp_path: Path, kind: str) -> None:
     left = ("model.layers.0.mlp.experts", "model.layers.1.self_attn")
@@ -253,7 +281,9 @@ def test_damaged_tensors_are_named(
         (MODELOPT, {"quant_algo": "W4A8_AWQ"}, UnsupportedScheme, "quant_algo 'W4A8_AWQ' is not served; NVFP4 and FP8"),
         (MODELOPT, {"quant_algo": ["NVFP4"]}, UnsupportedScheme, "quant_algo"),
         (MODELOPT, {"group_size": 32}, UnsupportedScheme, "group_size 32 is not served; 16 is"),
-        (MODELOPT, {"kv_cache_quant_algo": "FP8"}, UnsupportedScheme, "a quantised cache .'FP8'."),
+        (MODELOPT, {"kv_cache_quant_algo": "NVFP4"}, UnsupportedScheme, "kv_cache_quant_algo 'NVFP4' is not served"),
+        (MODELOPT, {"kv_cache_scheme": {"num_bits": 4}}, UnsupportedScheme, "kv_cache_scheme .*4.* is not served"),
+        (STATIC, {"kv_cache_scheme": "sometimes"}, CheckpointError, "kv_cache_scheme is 'sometimes'"),
         (MODELOPT, {"quantization": []}, CheckpointError, r"quantization is \[\]"),
         (MODELOPT, {"ignore": "lm_head"}, CheckpointError, "ignore is 'lm_head'"),
     ],

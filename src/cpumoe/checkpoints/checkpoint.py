@@ -18,7 +18,7 @@ from cpumoe.checkpoints.json_files import (
 )
 from cpumoe.checkpoints.named_tensors import NamedTensors, listed
 from cpumoe.checkpoints.regular_files import refuse_outside, refuse_special_files
-from cpumoe.checkpoints.storage import LinearStorage, Quantization
+from cpumoe.checkpoints.storage import LinearStorage, Quantization, StoredTensor
 from cpumoe.checkpoints.tensor_file import TensorFile, TensorInfo, identity
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.option_values import INT8_ACTIVATIONS
@@ -147,6 +147,21 @@ class Checkpoint(NamedTensors):
             return None if section is None else parse_quantization(section).fitted_to(self)
         except (CheckpointError, UnsupportedScheme) as problem:
             raise type(problem)(f"{self.folder}: quantization_config in config.json: {problem}") from None
+
+    @cached_property
+    def kv_cache_scales(self) -> Mapping[str, StoredTensor]:
+        """Return the scales and zero points of a quantised KV cache, as they must be in the files, by name."""
+        kv_cache = None if self.quantization is None else self.quantization.kv_cache
+        return {} if kv_cache is None else kv_cache.tensors(self.names, self.info)
+
+    def kv_cache_use(self, held: str | None) -> str | None:
+        """Return what is done about the KV cache that the configuration announces, in words; None without one.
+
+        Args:
+            held: the ``kv_cache`` that was asked for.
+        """
+        kv_cache = None if self.quantization is None else self.quantization.kv_cache
+        return None if kv_cache is None else kv_cache.use(len(self.kv_cache_scales), held)
 
     def storage_of(self, module: str) -> LinearStorage | None:
         """How the linear named ``module`` is stored, with the activations that were asked for; None for float."""

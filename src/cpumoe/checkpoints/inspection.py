@@ -52,6 +52,7 @@ class Survey:
         if scheme is not None:
             refuse_stored_input_scales(scheme)
         is_served = not self.is_quantized or self._try(lambda: checkpoint.quantization) is not None
+        self._kv_cache = checkpoint.kv_cache_use(None) if is_served else None
         self._try(checkpoint.check_config)
         self.layout: ModelLayout | None = None if self._sentences and is_served else self._try(describe, checkpoint)
         self.sources: dict[str, ExpertSource] = {}
@@ -169,6 +170,7 @@ class Survey:
                 "memory_bits_per_weight": bits_per_weight(total([part.memory_bytes for part in experts]), weights),
             },
             "quantized": self.is_quantized,
+            "kv_cache": self._kv_cache,
             "parts": [asdict(part) | {"held": part.description} for part in self.parts],
             "parameters": total([part.parameters for part in self.parts if part.kind != NOT_LOADED]),
             "disk_bytes": sum(part.disk_bytes for part in self.parts),

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from cpumoe.checkpoints.checkpoint import Checkpoint
+from cpumoe.checkpoints.storage import StoredTensor
 from cpumoe.layers.activation import Activation
 
 
@@ -126,6 +127,7 @@ class ModelLayout:
         routers: names in the files of tensors that choose or weigh experts.
         left_out: tensors of the files that are rightly not loaded: of parts that this model does not have.
         unexpected: tensors of the files for which the model has no place at all.
+        kv_cache_scales: those that were calibrated for a quantised KV cache, which are checked and not loaded.
         of_experts: tensors of the files that belong to routed experts, whether they should be there or not -> the
             module whose they are, the first one where several share them.
     """
@@ -140,6 +142,7 @@ class ModelLayout:
     left_out: frozenset[str] = frozenset()
     unexpected: tuple[str, ...] = ()
     of_experts: Mapping[str, str] = field(default_factory=dict)
+    kv_cache_scales: Mapping[str, StoredTensor] = field(default_factory=dict)
 
 
 #: Describes a checkpoint. Those who have transformers hand it to those who work without.

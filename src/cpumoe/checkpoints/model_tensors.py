@@ -49,6 +49,8 @@ def check_model(
             check.expect(name, StoredTensor(FLOAT_DTYPES, tensor.shape))
         else:
             check.expect_any(name)
+    for name, scale in layout.kv_cache_scales.items():
+        check.expect(name, scale, read_value=True)
     check.nothing_else_but(layout.left_out)
 
 

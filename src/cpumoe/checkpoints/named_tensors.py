@@ -112,7 +112,8 @@ class TensorCheck:
         self.wrong: list[str] = []
         self.extra: list[str] = []
 
-    def expect(self, name: str, stored: StoredTensor) -> None:
+    def expect(self, name: str, stored: StoredTensor, *, read_value: bool = False) -> None:
+        """Announce a tensor; ``read_value``: it is of few numbers, which a load does not read."""
         self.expected.add(name)
         if name not in self._tensors:
             if not stored.optional:
@@ -122,7 +123,7 @@ class TensorCheck:
         if info.dtype not in stored.dtypes or not stored.accepts(info.shape):
             accepted = f"{' or '.join(stored.dtypes)} {list(stored.shape)}"
             self.wrong.append(f"{name} is {info}, {accepted} is accepted")
-        elif self._read_values and stored.is_known:
+        elif (self._read_values or read_value) and stored.is_known:
             try:
                 self._tensors.refuse_other_contents(name, stored)
             except (CheckpointError, UnsupportedScheme) as problem:

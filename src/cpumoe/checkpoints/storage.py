@@ -23,6 +23,7 @@ from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.scheme import NVFP4, STATIC_FP8, STATIC_INT8, Scheme
 
 if TYPE_CHECKING:
+    from cpumoe.checkpoints.formats.kv_cache_scheme import KvCacheScheme
     from cpumoe.checkpoints.named_tensors import NamedTensors
 
 
@@ -172,6 +173,9 @@ class Quantization(ABC):
 
     #: Suffixes that only tensors of quantised linears have. (``weight`` is not among them: float linears have it too.)
     suffixes: ClassVar[frozenset[str]]
+
+    #: The quantised KV cache that the configuration announces; None for one in float.
+    kv_cache: KvCacheScheme | None = None
 
     @classmethod
     @abstractmethod

@@ -65,6 +65,8 @@ def report(facts: dict[str, Any]) -> str:
         on_disk, in_memory = of_experts["disk_bits_per_weight"], of_experts["memory_bits_per_weight"]
         lines.append(f"experts: {on_disk:.2f} bits per weight on disk, {in_memory:.2f} in memory")
     lines.append(f"float parts are loaded as {facts['float_dtype']}: {facts['float_dtype_reason']}")
+    if facts["kv_cache"] is not None:
+        lines.append(facts["kv_cache"])
     if facts["schemes"]:
         lines.append("this is a float checkpoint; --scheme quantises its experts while they are loaded:")
         rows = [

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
+from cpumoe.checkpoints.formats.kv_cache_scheme import KvCacheScheme
 from cpumoe.checkpoints.storage import LinearStorage, Quantization
 from cpumoe.errors import CheckpointError
 from cpumoe.layers.scheme import Scheme
@@ -24,14 +25,19 @@ class QuantizedByTensors(Quantization):
     """Linears that have the tensor with the scales; of a layer's experts all, if one of them has it."""
 
     def __init__(
-        self, storage: LinearStorage, left_in_float: Collection[str] = (), names: Collection[str] | None = None
+        self,
+        storage: LinearStorage,
+        left_in_float: Collection[str] = (),
+        names: Collection[str] | None = None,
+        kv_cache: KvCacheScheme | None = None,
     ) -> None:
         self.storage = storage
+        self.kv_cache = kv_cache
         self._left_in_float = tuple(left_in_float)
         self._names = names
 
     def with_tensors(self, names: Collection[str]) -> Quantization:
-        return type(self)(self.storage_with(names), self._left_in_float, names)
+        return type(self)(self.storage_with(names), self._left_in_float, names, self.kv_cache)
 
     def storage_with(self, names: Collection[str]) -> LinearStorage:
         """How linears are stored, if the files have tensors of these names."""

@@ -24,6 +24,7 @@ from cpumoe.checkpoints.formats.compressed_storages import (
     storage_in,
 )
 from cpumoe.checkpoints.formats.input_order import is_own_order, refuse_no_grouping
+from cpumoe.checkpoints.formats.kv_cache_scheme import KvCacheScheme, read_kv_cache
 from cpumoe.checkpoints.formats.name_patterns import NamePatterns, TimeBudget
 from cpumoe.checkpoints.storage import LinearStorage, Quantization
 from cpumoe.checkpoints.tensor_file import FLOAT_DTYPES
@@ -90,6 +91,7 @@ class QuantizationConfig(Quantization):
     groups: tuple[_Group, ...]
     ignore: tuple[str, ...]
     status: str = _COMPRESSED
+    kv_cache: KvCacheScheme | None = None
     found: _Found | None = None  # in the files; None while these are not known
 
     @classmethod
@@ -106,9 +108,10 @@ class QuantizationConfig(Quantization):
             cls._parse_group(name, _mapping(group, name), top.get("format"))
             for name, group in _mapping(top.get("config_groups"), "config_groups").items()
         ]
-        if not groups:
+        kv_cache = read_kv_cache(top)
+        if not groups and kv_cache is None:
             raise CheckpointError("quantization_config has no config_groups")
-        parsed = cls(tuple(groups), _strings(top.get("ignore"), "ignore"), status)
+        parsed = cls(tuple(groups), _strings(top.get("ignore"), "ignore"), status, kv_cache)
         _ = parsed._patterns  # compiles them, which refuses what is no pattern
         return parsed
 

@@ -14,6 +14,7 @@ from typing import ClassVar
 
 from cpumoe.checkpoints.formats.by_tensors import QuantizedByTensors, read_names
 from cpumoe.checkpoints.formats.float_storages import Fp8Storage
+from cpumoe.checkpoints.formats.kv_cache_scheme import read_kv_cache
 from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers.scheme import Scheme
@@ -55,15 +56,15 @@ class Fp8Quantization(QuantizedByTensors):
         activations = section.get("activation_scheme", "dynamic")
         if activations not in ("dynamic", "static"):
             raise CheckpointError(f"activation_scheme is {activations!r:.80}; 'dynamic' and 'static' are accepted")
-        size = section.get("weight_block_size")
+        size, kv_cache = section.get("weight_block_size"), read_kv_cache(section)
         if size is None:
             scheme = "fp8-tensor" if activations == "static" else "fp8-tensor-dynamic"
-            return cls(Fp8Storage(Scheme.parse(scheme), _METHOD), left)
+            return cls(Fp8Storage(Scheme.parse(scheme), _METHOD), left, kv_cache=kv_cache)
         if not isinstance(size, list | tuple) or list(size) != _BLOCK_SIZE:
             raise UnsupportedScheme(f"weight_block_size {size!r:.80} is not served; {_BLOCK_SIZE} is")
         if activations == "static":
             raise UnsupportedScheme("activation_scheme 'static' with weight_block_size is not served; 'dynamic' is")
-        return cls(InverseFp8Storage(Scheme.parse("fp8-block"), _METHOD), left)
+        return cls(InverseFp8Storage(Scheme.parse("fp8-block"), _METHOD), left, kv_cache=kv_cache)
 
     def storage_with(self, names: Collection[str]) -> LinearStorage:
         scheme, inverse = self.storage.scheme, f".{InverseFp8Storage.scale_suffix}"

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from cpumoe.checkpoints.formats.by_tensors import QuantizedByTensors, read_names, with_scheme
 from cpumoe.checkpoints.formats.float_storages import Fp4Storage, Fp8Storage
+from cpumoe.checkpoints.formats.kv_cache_scheme import KvCacheScheme, read_kv_cache
 from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers.scheme import Scheme
@@ -58,12 +59,19 @@ class ModeloptQuantization(QuantizedByTensors):
         size = settings.get("group_size")
         if algorithm == "NVFP4" and size not in (None, 16):
             raise UnsupportedScheme(f"quant_algo NVFP4 with group_size {size!r:.80} is not served; 16 is")
-        if cache := settings.get("kv_cache_quant_algo") or settings.get("kv_cache_scheme"):
-            raise UnsupportedScheme(f"a quantised cache ({cache!r:.80}) is not served; one in float is")
         left = read_names(settings, "exclude_modules", "ignore")
-        return cls(_ALGORITHMS[algorithm][0], left)
+        return cls(_ALGORITHMS[algorithm][0], left, kv_cache=_read_kv_cache(settings))
 
     def storage_with(self, names: Collection[str]) -> LinearStorage:
         if any(name.endswith(f".{_INPUT_SCALE}") for name in names):
             return self.storage
         return with_scheme(self.storage, _WITHOUT_INPUT_SCALES[self.storage.scheme])
+
+
+def _read_kv_cache(settings: Mapping[str, Any]) -> KvCacheScheme | None:
+    """The KV cache as hf_quant_config.json names it, or as config.json describes it."""
+    if (algorithm := settings.get("kv_cache_quant_algo")) is None:
+        return read_kv_cache(settings)
+    if algorithm not in ("FP8", "INT8"):
+        raise UnsupportedScheme(f"kv_cache_quant_algo {algorithm!r:.80} is not served; 'FP8' and 'INT8' are")
+    return KvCacheScheme("kv_cache_quant_algo", algorithm)

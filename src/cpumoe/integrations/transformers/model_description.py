@@ -19,6 +19,7 @@ from cpumoe.checkpoints.checkpoint import LAYER, Checkpoint
 from cpumoe.checkpoints.formats import QUANTIZED_SUFFIXES
 from cpumoe.checkpoints.layer_names import prediction_layers
 from cpumoe.checkpoints.model_layout import ExpertsLayout, ExpertsShape, LinearPlace, ModelLayout, TensorPlace
+from cpumoe.checkpoints.storage import StoredTensor
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.integrations.transformers.disk_names import DiskNames
 from cpumoe.integrations.transformers.expert_modules import (
@@ -62,7 +63,10 @@ def describe_model(model: PreTrainedModel, checkpoint: Checkpoint) -> ModelLayou
     homeless = {*names.unplaced, *_of_other_experts(names, modules)} - placed.keys()
     homeless -= {f"{name}.bias" for name in linears}  # a tool may have added zeros: the check of the linear tells
     unknown = [name for name, same in in_float.items() if same in homeless]
+    known_scales = _kv_cache_scales(checkpoint)
+    scales = {name: known_scales[name] for name in unknown if name in known_scales}
     left_out = {*_left_out(model, checkpoint, names, in_float, unknown), *_of_identities(names, modules, placed)}
+    left_out |= scales.keys()
     text = model.config.get_text_config()
     return ModelLayout(
         text.model_type,
@@ -75,6 +79,7 @@ def describe_model(model: PreTrainedModel, checkpoint: Checkpoint) -> ModelLayou
         frozenset(left_out),
         tuple(name for name in unknown if name not in left_out),
         {name: placed[same] for name, same in in_float.items() if same in placed},
+        scales,
     )
 
 
@@ -146,6 +151,13 @@ def _quantized_suffixes(checkpoint: Checkpoint) -> frozenset[str]:
         if (quantization := checkpoint.quantization) is not None:
             return QUANTIZED_SUFFIXES | quantization.suffixes
     return QUANTIZED_SUFFIXES
+
+
+def _kv_cache_scales(checkpoint: Checkpoint) -> Mapping[str, StoredTensor]:
+    """The scales of a quantised KV cache, where this checkpoint is of a kind that is served."""
+    with suppress(UnsupportedScheme, CheckpointError):
+        return checkpoint.kv_cache_scales
+    return {}
 
 
 def _float_name(name: str, suffixes: frozenset[str]) -> str:

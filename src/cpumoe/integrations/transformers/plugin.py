@@ -192,6 +192,9 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         config = config | {"quantization_config": self.quantization_config.section}
         self._checkpoint = Checkpoint(folder, config, files, self._activations())
         options = self._options
+        held = options.kv_cache or self.quantization_config.kv_cache or os.environ.get("CPUMOE_KV_CACHE")
+        if use := self._checkpoint.kv_cache_use(held):
+            _log.warning("%s: %s", folder, use)
         if options.ranks is not None:
             _agree_on_model(options, self._checkpoint, model.dtype)
         with torch.device("cpu"):  # the default is that of weights which are not loaded yet

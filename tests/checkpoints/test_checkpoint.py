@@ -8,12 +8,14 @@ import os
 import pickle
 import resource
 import struct
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from cpumoe import CheckpointError, UnsupportedScheme
@@ -213,6 +215,82 @@ def test_no_change_of_bytes_does_more_than_an_error(valid, data):
                 assert tuple(tensor.shape) == info.shape and tensor.numel() * tensor.element_size() == info.bytes
     except CheckpointError:
         pass
+
+
+NUMBERS = st.sampled_from([0, 1, 2, 3, 4, 8, -1, 2**32, 2**64 - 1, 2**64, True, 4.0, "4", None])
+SIZES = st.lists(NUMBERS, max_size=3)
+ENTRIES = st.fixed_dictionaries(
+    {
+        "dtype": st.sampled_from(["I8", "F4", "F6_E2M3", "F8_E8M0", "BF16", "C64", "F12", "i8", 1]),
+        "shape": st.lists(st.integers(0, 4), max_size=3) | SIZES,
+        "data_offsets": st.tuples(st.integers(0, 16), st.integers(0, 16)).map(sorted) | SIZES,
+    },
+    optional={"more": st.just([1.5])},
+)
+METADATA = st.sampled_from([None, {}, {"format": "pt"}, {"format": 1}, [], "pt"])
+
+
+@settings(deadline=None, max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    header=st.dictionaries(st.sampled_from(["a", "b", "\u00e9", ""]), ENTRIES, max_size=2),
+    metadata=METADATA,
+    size=st.integers(0, 16),
+    padding=st.sampled_from(["", "  ", "x"]),
+)
+def test_headers_are_accepted_as_safetensors_accepts_them(tmp_path, header, metadata, size, padding):
+    fields = header if metadata is None else {"__metadata__": metadata} | header
+    path = tmp_path / "any.safetensors"
+    path.write_bytes(file_bytes((json.dumps(fields) + padding).encode(), b"\0" * size))
+    assert is_accepted(lambda: TensorFile(path)) == is_accepted(lambda: safe_open(path, framework="np"))
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    sizes=st.lists(st.tuples(st.sampled_from(sorted(DTYPES)), st.integers(0, 3)), max_size=4), cut=st.integers(-2, 1)
+)
+def test_whole_files_are_accepted_as_safetensors_accepts_them(tmp_path_factory, sizes, cut):
+    """Tensors that follow one another, whose last may end before or behind the end of the file."""
+    fields, end = {}, 0
+    for index, (dtype, count) in enumerate(sizes):
+        last = end + count * DTYPES[dtype].itemsize
+        fields[f"t{index}"], end = entry(dtype, [count, 1], end, last), last
+    path = tmp_path_factory.mktemp("whole") / "any.safetensors"
+    path.write_bytes(file_bytes(fields, b"\0" * max(0, end + cut)))
+    assert is_accepted(lambda: TensorFile(path)) == is_accepted(lambda: safe_open(path, framework="np"))
+
+
+def is_accepted(opened: Callable[[], object]) -> bool:
+    try:
+        opened().__enter__()
+    except (CheckpointError, SafetensorError):
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (file_bytes({"x": entry("I8", [8], 0, 8)}, b"\0" * 5), "and its header announces [0-9]+; download it again"),
+        (
+            file_bytes({"x": entry("I8", [8], 0, 8)})[:30],
+            "it has 30 bytes, and its header alone [0-9]+; download it again",
+        ),
+        (b"", "it has 0 bytes, and its header alone has more; download it again"),
+        (file_bytes({"x": entry("I8", [8], 0, 8)}, b"\0" * 9), "1 more than its header announces; download it again"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 8\n",
+            "a pointer of Git LFS .*: git lfs pull",
+        ),
+        (
+            file_bytes({"x": entry("I8", [2**63] * 100_000, 0, 8)}, b"\0" * 8),
+            "which does not fit its data_offsets 0 and 8",
+        ),
+    ],
+)
+def test_files_that_are_not_whole_say_what_to_do(tmp_path, content, said):
+    (tmp_path / "x.safetensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"x.safetensors cannot be read as a safetensors file: .*{said}"):
+        TensorFile(tmp_path / "x.safetensors")
 
 
 # ---- writing -------------------------------------------------------------------------------------------------------

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -433,3 +435,29 @@ def test_a_missing_tensor_of_a_float_checkpoint(tmp_path: Path, inspected: Inspe
         "model.layers.0.self_attn.q_proj.weight",
         "model.layers.1.mlp.experts.3.up_proj.weight",
     ]
+
+
+def test_files_larger_than_memory_are_opened(tmp_path: Path) -> None:
+    """A process that may not map so much looks at embeddings of 64 GiB, of which the disk has nothing."""
+    rows, hidden = 2**28, 128
+    folder = changed_copy(tmp_path, INT8, config=lambda config: config.update(vocab_size=rows))
+    path = folder / "model.safetensors"
+    with TensorFile(path) as file:
+        tensors = {name: (info.dtype, info.shape, info.bytes) for name, info in file.tensors.items()}
+    large = ("BF16", (rows, hidden), 2 * rows * hidden)
+    tensors |= {"model.embed_tokens.weight": large, "lm_head.weight": large}
+    header, end = {}, 0
+    for name, (dtype, shape, size) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (end, end + size)}
+        end += size
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text)
+    os.truncate(path, 8 + len(text) + end)
+    program = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (32 << 30, 32 << 30)); "
+        "from cpumoe_command import main; sys.exit(main())"
+    )
+    command = [sys.executable, "-c", program, "inspect", str(folder), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["disk_bytes"] == end > 128 << 30

@@ -1,9 +1,8 @@
 """Safetensors files: reading tensors one by one into memory of our own, and writing them as they are made.
 
-The safetensors package checks a file's header (offsets inside the file, no holes, no overlaps, sizes that fit their
-dtypes). The bytes are read with ``pread`` and not through a memory map: a map's pages count as this process's memory
-for as long as the file is open, and a checkpoint may be larger than the machine. Of a tensor any part can be read, and
-what is not asked for is not read, or hardly.
+Headers are checked by ``safetensors_header.py``. All bytes are read with ``pread`` and not through a memory map: a
+map's pages count as this process's memory for as long as the file is open, and a checkpoint may be larger than the
+machine. Of a tensor any part can be read, and what is not asked for is not read, or hardly.
 """
 
 from __future__ import annotations
@@ -17,18 +16,17 @@ import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from types import TracebackType
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from cpumoe import _core
-from cpumoe.checkpoints.json_files import unique_fields
 from cpumoe.checkpoints.regular_files import open_regular
+from cpumoe.checkpoints.safetensors_header import TensorInfo as TensorInfo  # for those who have a file
+from cpumoe.checkpoints.safetensors_header import read_header
 from cpumoe.errors import CheckpointError
 
 #: Safetensors' names of dtypes.
@@ -57,19 +55,6 @@ SHORT_RUN, SHORT_DISTANCE = 32, 1024
 
 #: Data starts at a multiple of this, and so does every tensor whose predecessors have such sizes (packed weights do).
 ALIGNMENT = 64
-
-
-@dataclass(frozen=True)
-class TensorInfo:
-    """What a header says of one tensor; ``start`` counts from the beginning of the file."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    start: int
-    bytes: int
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}"
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -103,21 +88,14 @@ class TensorFile:
         try:
             self._fd = open_regular(path, _KIND)
             self._opened = identity(os.fstat(self._fd))
-            with safe_open(f"/proc/self/fd/{self._fd}", framework="pt"):  # checks the whole header of this very file
-                pass
-            length = int.from_bytes(os.pread(self._fd, 8, 0), "little")
-            text = os.pread(self._fd, length, 8)
-            header = json.loads(text, object_pairs_hook=unique_fields)
+            header = read_header(self._fd)
         except CheckpointError:
             raise
-        except (SafetensorError, OSError, ValueError, RecursionError) as problem:
+        except (OSError, ValueError) as problem:
             raise CheckpointError(f"{path} cannot be read as {_KIND}: {problem}") from None
-        self.header_digest = hashlib.sha256(text).hexdigest()
-        self.metadata: dict[str, str] = header.pop("__metadata__", None) or {}
-        self.tensors: dict[str, TensorInfo] = {}
-        for name, entry in header.items():
-            start, end = entry["data_offsets"]
-            self.tensors[name] = TensorInfo(entry["dtype"], tuple(entry["shape"]), 8 + length + start, end - start)
+        self.header_digest = hashlib.sha256(header.text).hexdigest()
+        self.metadata = header.metadata
+        self.tensors = header.tensors
 
     def read(self, name: str) -> Tensor:
         """The tensor ``name``, in fresh memory."""

@@ -15,6 +15,10 @@ from changed_checkpoints import CHECKPOINTS, NAMES, TENSOR_CHANGES, Config, Tens
 from safetensors.torch import load_file, save_file
 from sampling import sampled_product
 
+from cpumoe.checkpoints.checkpoint import Checkpoint
+from cpumoe.checkpoints.inspection import Survey
+from cpumoe.integrations.transformers.describing import describe
+
 PACKED, INT8 = "qwen3moe-w4a8-g32-packed", "qwen3moe-w8a8-int8"
 
 
@@ -101,4 +105,11 @@ def test_a_configuration_of_another_model(name: str, change: str, without_head: 
         if without_head:
             del tensors["lm_head.weight"]
 
-    outcome(changed_copy(tmp_path, name, no_head, CONFIG_CHANGES[change]))
+    folder = changed_copy(tmp_path, name, no_head, CONFIG_CHANGES[change])
+    _, said = outcome(folder)
+    counts = {kind: int(count) for count, kind in re.findall(r"(\d+) (missing|of another kind|unexpected): ", said)}
+    if counts:  # both count the same tensors
+        with Checkpoint.open(folder) as checkpoint:
+            problems = Survey(checkpoint, describe).problems
+        found = {"missing": problems.missing, "of another kind": problems.wrong, "unexpected": problems.unexpected}
+        assert counts == {kind: len(names) for kind, names in found.items() if names}

@@ -18,6 +18,7 @@ from changed_checkpoints import CHECKPOINTS, NAMES, Config, Tensors, changed_cop
 from tiny_architectures import together, write_float, write_quantized, write_tensors
 from tiny_models import write_dense_model
 
+import cpumoe
 from cpumoe import cli
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.loading import experts_of, load_experts
@@ -134,7 +135,7 @@ def test_text_and_json_have_the_same_facts(name: str, inspected: Inspected) -> N
     assert f"{experts['count']} per layer in {experts['layers']} layers, {experts['per_token']} per token" in text
     assert f"{experts['disk_bits_per_weight']:.2f} bits per weight on disk" in text
     assert f"{experts['memory_bits_per_weight']:.2f} in memory" in text
-    assert lines[-1] == "it would load"
+    assert lines[-1] == "it would load, by its headers: values of weights and scales were not read (--deep reads them)"
 
 
 def test_no_weights_are_read(inspected: Inspected, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,11 +240,39 @@ def test_a_tensor_of_another_kind_is_named(
 
 
 @pytest.mark.parametrize(
+    ("tensor", "value", "said"),
+    [
+        ("model.layers.0.mlp.experts.2.down_proj.weight_scale", lambda t: t * 0, "holds 0"),
+        ("model.layers.1.self_attn.o_proj.weight_scale", lambda t: t * torch.nan, "holds nan"),
+        ("model.layers.1.self_attn.o_proj.weight_scale", lambda t: -t, "holds -"),
+    ],
+)
+def test_values_that_stop_a_load_are_found_when_they_are_read(
+    tensor: str, value: Callable[[torch.Tensor], torch.Tensor], said: str, tmp_path: Path, inspected: Inspected
+) -> None:
+    folder = changed_copy(tmp_path, PACKED, _replace(tensor, value))
+    code, text, facts = inspected(folder)
+    assert code == 0 and facts["loads"] and not facts["values_read"] and "values of weights and scales were not" in text
+    code, text, facts = inspected(folder, "--deep")
+    (problem,) = facts["problems"]["other"]
+    assert code == 1 and not facts["loads"] and facts["values_read"] and f"{tensor} {said}" in problem
+    with pytest.raises(cpumoe.CheckpointError) as refusal:
+        cpumoe.load_model(folder)
+    assert problem in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", [INT8, "gptoss-w4a8-g32"])
+def test_good_values_are_read_too(name: str, inspected: Inspected) -> None:
+    code, text, facts = inspected(CHECKPOINTS / name, "--deep")
+    assert code == 0 and facts["loads"] and facts["values_read"] and text.endswith("\nit would load\n")
+
+
+@pytest.mark.parametrize(
     "tensor",
     [
         "model.layers.0.mlp.experts.0.gate_proj.weight_zero_point",
         "model.layers.0.mlp.experts.8.gate_proj.weight_packed",
-        "model.layers.0.self_attn.q_proj.weight_g_idx",
+        "model.layers.0.self_attn.q_proj.weight_global_scale",
         "model.layers.0.mlp.gate.weight_scale",
         "model.layers.0.self_attn.q_norm.running_mean",
         "model.layers.2.input_layernorm.weight",

@@ -88,7 +88,13 @@ MEANING: dict[str, dict[str, str]] = {
         "--json": ALWAYS,
         "--verbose": ALWAYS,
     },
-    "inspect": {"--scheme": "a float checkpoint", "--download": "an id", "--json": ALWAYS, "--verbose": ALWAYS},
+    "inspect": {
+        "--scheme": "a float checkpoint",
+        "--deep": ALWAYS,
+        "--download": "an id",
+        "--json": ALWAYS,
+        "--verbose": ALWAYS,
+    },
     "plan": {
         **dict.fromkeys(("--tp", "--dp", "--pcp"), ALWAYS),
         **dict.fromkeys(("--ep", "--exchange"), "several ranks"),

@@ -1,7 +1,7 @@
 """What a checkpoint is, what of it would be loaded and into how much memory, and what would stop the load.
 
-Headers, config.json and the description of the model tell all of that: no weights are read. What is wrong is found by
-the checks that a load makes.
+Headers, config.json and the description of the model tell all of that, and no weights are read unless that is asked
+for. What is wrong is found by the checks that a load makes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.contents import Part, Problems, bits_per_weight, experts_bytes, experts_weights, offers, total
 from cpumoe.checkpoints.expert_sources import ExpertSource
 from cpumoe.checkpoints.layer_names import EXPERT
-from cpumoe.checkpoints.loading import find_experts
+from cpumoe.checkpoints.linear_sources import LinearSource
+from cpumoe.checkpoints.loading import find_experts, load_experts
 from cpumoe.checkpoints.model_layout import Describe, ModelLayout
 from cpumoe.checkpoints.model_tensors import check_model, quantized_linears
 from cpumoe.checkpoints.named_tensors import TensorCheck
@@ -34,18 +35,22 @@ _P = ParamSpec("_P")
 class Survey:
     """All that headers and config.json tell. What is wrong is noted and does not keep the rest from being found out."""
 
-    def __init__(self, checkpoint: Checkpoint, describe: Describe, scheme: Scheme | None = None) -> None:
+    def __init__(
+        self, checkpoint: Checkpoint, describe: Describe, scheme: Scheme | None = None, *, deep: bool = False
+    ) -> None:
         """Looks at everything but the weights.
 
         Args:
             checkpoint: to look at.
             describe: finds out what its model has, and where.
             scheme: what the experts of a float checkpoint would be quantised to.
+            deep: reads and packs all weights too, a module at a time, if nothing else is wrong.
         """
+        self.values_read = False
         self.checkpoint = checkpoint
         self._scheme = scheme
         self._sentences: list[str] = []
-        self._check = TensorCheck(checkpoint, read_values=True)
+        self._check = TensorCheck(checkpoint)
         self.is_quantized = checkpoint.quantization_section is not None
         if self.is_quantized and scheme is not None:
             raise UnsupportedScheme(f"scheme {scheme} for a checkpoint that is quantised already; leave it out")
@@ -56,7 +61,7 @@ class Survey:
         self._try(checkpoint.check_config)
         self.layout: ModelLayout | None = None if self._sentences and is_served else self._try(describe, checkpoint)
         self.sources: dict[str, ExpertSource] = {}
-        self.linears = {}
+        self.linears: dict[str, LinearSource] = {}
         if self.layout is not None and is_served:
             found = {e.module: self._try(find_experts, checkpoint, e, scheme) for e in self.layout.experts}
             self.sources = {module: source for module, source in found.items() if source is not None}
@@ -65,6 +70,10 @@ class Survey:
             if len(self.sources) < len(understood.experts):  # tensors of the others are not called wrong
                 understood = replace(understood, left_out=understood.left_out | understood.of_experts.keys())
             self._try(check_model, understood, self.sources.values(), self.linears, self._check)
+            if not self.problems:  # else a load would not get to values, and would name those tensors alone
+                self._check.compare_known()
+            if deep and not self.problems:
+                self._pack_all()
         self._module_of = self._experts_tensors()
         self._kinds = kinds_of(checkpoint, self.layout, self._module_of)
         self.parts = self._parts()
@@ -76,6 +85,14 @@ class Survey:
             if str(problem) not in self._sentences:  # many layers may have the same
                 self._sentences.append(str(problem))
             return None
+
+    def _pack_all(self) -> None:
+        """Read all weights as a load does, which refuses values that there cannot be."""
+        for source in self.sources.values():
+            self._try(load_experts, source)
+        for linear in self.linears.values():
+            self._try(linear.load)
+        self.values_read = True
 
     @property
     def problems(self) -> Problems:
@@ -179,5 +196,6 @@ class Survey:
             "float_dtype_reason": reason,
             "schemes": self.offers(),
             "loads": not problems,
+            "values_read": self.values_read,
             "problems": asdict(problems),
         }

@@ -97,16 +97,11 @@ class HeldTensors(NamedTensors):
 
 
 class TensorCheck:
-    """Gathers what is wrong with a set of tensors, so that one message names all of it.
+    """Gathers what is wrong with a set of tensors, by what headers say of them, so that one message names all of it."""
 
-    Args:
-        tensors: are checked by what headers say of them.
-        read_values: also reads tensors of which the contents are known. A load compares these when it gets to them.
-    """
-
-    def __init__(self, tensors: NamedTensors, *, read_values: bool = False) -> None:
+    def __init__(self, tensors: NamedTensors) -> None:
         self._tensors = tensors
-        self._read_values = read_values
+        self._known: dict[str, StoredTensor] = {}  # whose contents are known
         self.expected: set[str] = set()
         self.missing: list[str] = []
         self.wrong: list[str] = []
@@ -123,11 +118,21 @@ class TensorCheck:
         if info.dtype not in stored.dtypes or not stored.accepts(info.shape):
             accepted = f"{' or '.join(stored.dtypes)} {list(stored.shape)}"
             self.wrong.append(f"{name} is {info}, {accepted} is accepted")
-        elif (self._read_values or read_value) and stored.is_known:
-            try:
-                self._tensors.refuse_other_contents(name, stored)
-            except (CheckpointError, UnsupportedScheme) as problem:
-                self.wrong.append(str(problem))
+        elif stored.is_known and read_value:
+            self._compare(name, stored)
+        elif stored.is_known:
+            self._known[name] = stored
+
+    def compare_known(self) -> None:
+        """Read all tensors whose contents are known. A load compares them when it gets to them."""
+        for name, stored in self._known.items():
+            self._compare(name, stored)
+
+    def _compare(self, name: str, stored: StoredTensor) -> None:
+        try:
+            self._tensors.refuse_other_contents(name, stored)
+        except (CheckpointError, UnsupportedScheme) as problem:
+            self.wrong.append(str(problem))
 
     def expect_any(self, name: str) -> None:
         """A tensor that must be there, whatever it is."""

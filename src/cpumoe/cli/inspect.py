@@ -23,11 +23,17 @@ def add_command(commands: Commands) -> None:
         "inspect",
         help="what a checkpoint is, what would be loaded, and what would stop it",
         description="Shows architecture, schemes and sizes of a checkpoint, and everything that would stop it from "
-        "being loaded, from its headers alone. Exit code 0: it would load; 1: it would not; 2: this is no checkpoint.",
+        "being loaded. It reads headers and no weights, unless --deep is given. Exit code 0: it would load; 1: it "
+        "would not; 2: this is no checkpoint.",
     )
     add_model(parser)
     parser.add_argument(
         "--scheme", type=scheme_name, help="for a float checkpoint: sizes with its experts quantised, such as w4a8-g128"
+    )
+    parser.add_argument(
+        "--deep",
+        action="store_true",
+        help="also read and pack all quantised weights, as a load does, and name those with values that stop it",
     )
     add_download(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -42,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     find_models(arguments, "model")
     scheme = None if arguments.scheme is None else Scheme.parse(arguments.scheme)
     with Checkpoint.open(arguments.model) as checkpoint:
-        facts = Survey(checkpoint, describe, scheme).to_json()
+        facts = Survey(checkpoint, describe, scheme, deep=arguments.deep).to_json()
     print(json.dumps(facts, indent=1) if arguments.json else report(facts))
     return 0 if facts["loads"] else 1
 
@@ -74,7 +80,10 @@ def report(facts: dict[str, Any]) -> str:
             for offer in facts["schemes"]
         ]
         lines += aligned(rows, right=(1,), indent=2)
-    lines.append("it would load" if facts["loads"] else "it would not load:")
+    if facts["loads"] and not facts["values_read"]:
+        lines.append("it would load, by its headers: values of weights and scales were not read (--deep reads them)")
+    else:
+        lines.append("it would load" if facts["loads"] else "it would not load:")
     for key, title in _TITLES.items():
         if found := facts["problems"][key]:
             lines += [f"  {title} ({len(found)})", *(f"    {text}" for text in found[:_MAX_LISTED])]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hub_server import COMMIT, Hub, hub
+from hub_server import COMMIT, OTHER_COMMIT, Hub, hub
 from hypothesis import given
 from hypothesis import strategies as st
 from sampling import first_of
@@ -238,6 +238,10 @@ def test_downloads_that_fail(served: Hub, tmp_path: Path) -> None:
         "o--x/y",
         "owner/x.git",
         "é/x",
+        "owner/name@",
+        "owner/name@../x",
+        "owner/name@v1@v2",
+        "@v1",
     ],
 )
 def test_what_is_neither_a_folder_nor_an_id(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,6 +266,40 @@ def test_ids_are_those_of_the_hub(name: str) -> None:
         if repository[:1].isalnum() and owner[-1].isalnum() and repository[-1].isalnum():
             with pytest.raises(HFValidationError):
                 validate_repo_id(name)
+
+
+@pytest.mark.parametrize("revision", ["v1.0", "refs/pr/3"])
+def test_a_revision_behind_an_id(revision: str, downloaded: Path, served: Hub, tmp_path: Path) -> None:
+    """The files of the other commit are asked for, and found again without the network."""
+    home = tmp_path / "home"
+    shutil.copytree(downloaded, home, symlinks=True)
+    name = f"{ID}@{revision}"
+    done = command("inspect", name, home=home)
+    wanted = f"no model of this id and revision {revision!r} in the hub cache ({home / 'hub'})"
+    assert done.returncode == 2 and wanted in done.stderr
+    assert f"download it with: hf download {ID} --revision {revision}, or add --download" in done.stderr
+    done = command("inspect", name, "--download", home=home, endpoint=served.url)
+    assert done.returncode == 0, done.stderr
+    assert f"snapshots/{OTHER_COMMIT}, 2 files" in done.stdout
+
+
+def test_a_revision_that_there_is_not(served: Hub, tmp_path: Path) -> None:
+    done = command("inspect", f"{ID}@v9", "--download", home=tmp_path, endpoint=served.url)
+    assert done.returncode == 2 and f"{ID} has no revision 'v9' at {served.url}" in done.stderr
+
+
+def test_a_revision_from_python(
+    downloaded: Path, cache: Cache, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache(downloaded)
+    assert find_model(f"{ID}@main") == find_model(f"{ID}@{COMMIT}") == find_model(f"{ID}@main", revision="main")
+    assert find_model(f"{ID}@{COMMIT}") == snapshot(downloaded)
+    with pytest.raises(ValueError, match="revision='v2' for .*@main, which names the revision 'main'; leave one"):
+        find_model(f"{ID}@main", revision="v2")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / f"{ID}@main").mkdir(parents=True)
+    assert find_model(f"{ID}@main") == Path(f"{ID}@main")  # a folder of the same name wins
+    assert sum(1 for _ in cpumoe.load_model(f"{ID}@{COMMIT}", scheme="w4a8-g32").parameters()) > 0
 
 
 def test_from_python(downloaded: Path, cache: Cache) -> None:

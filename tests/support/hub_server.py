@@ -13,6 +13,15 @@ from typing import Any, ClassVar
 from urllib.parse import unquote, urlsplit
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
+OTHER_COMMIT = "89abcdef0123456789abcdef0123456789abcdef"
+#: What the revisions are that the hub has of each model. All have the same files.
+REVISIONS = {
+    "main": COMMIT,
+    COMMIT: COMMIT,
+    "v1.0": OTHER_COMMIT,
+    "refs/pr/3": OTHER_COMMIT,
+    OTHER_COMMIT: OTHER_COMMIT,
+}
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -30,8 +39,11 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path).strip("/")
         for name, folder in self.models.items():
             if path == f"api/models/{name}" or path.startswith(f"api/models/{name}/revision/"):
+                revision = path.partition("/revision/")[2] or "main"
+                if revision not in REVISIONS:
+                    return self._not_found("RevisionNotFound")
                 files = [{"rfilename": file} for file in _files(folder)]
-                return self._json({"id": name, "modelId": name, "sha": COMMIT, "siblings": files})
+                return self._json({"id": name, "modelId": name, "sha": REVISIONS[revision], "siblings": files})
             if path.startswith(f"api/models/{name}/tree/"):
                 tree = [
                     {
@@ -44,13 +56,16 @@ class _Handler(BaseHTTPRequestHandler):
                 ]
                 return self._json(tree)
             for file in _files(folder):
-                if path in (f"{name}/resolve/{COMMIT}/{file}", f"{name}/resolve/main/{file}"):
-                    return self._file(folder / file, file)
+                for revision, commit in REVISIONS.items():
+                    if path == f"{name}/resolve/{revision}/{file}":
+                        return self._file(folder / file, file, commit)
+        return self._not_found("RepoNotFound")
+
+    def _not_found(self, code: str) -> None:
         self.send_response(404)
-        self.send_header("X-Error-Code", "RepoNotFound")
+        self.send_header("X-Error-Code", code)
         self.send_header("Content-Length", "0")
         self.end_headers()
-        return None
 
     def _json(self, value: Any) -> None:
         content = json.dumps(value).encode()
@@ -60,10 +75,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(content)
 
-    def _file(self, path: Path, name: str) -> None:
+    def _file(self, path: Path, name: str, commit: str) -> None:
         content = path.read_bytes()
         self.send_response(200)
-        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("X-Repo-Commit", commit)
         self.send_header("ETag", f'"{_digest(path)}"')
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()

@@ -24,6 +24,8 @@ COPIES = ("*/*", "consolidated*")
 _PATTERNS = {"allow_patterns": list(FILES), "ignore_patterns": list(COPIES)}
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+#: A branch, a tag or a commit behind an id: ``owner/name@v1.0``, ``owner/name@refs/pr/3``.
+_REVISION = re.compile(r"(?P<id>[^@]*)@(?P<revision>[A-Za-z0-9](?!.*\.\.)[\w./+-]*)", re.ASCII)
 _SHARD = re.compile(r".*-\d+-of-\d+\.safetensors")
 
 
@@ -35,10 +37,11 @@ def find_model(name: str | Path, *, download: bool = False, revision: str | None
     """The folder of a model.
 
     Args:
-        name: a folder, or the id of a model on the hub such as ``"Qwen/Qwen3-30B-A3B"``. A folder of that name wins.
+        name: a folder, or the id of a model on the hub such as ``"Qwen/Qwen3-30B-A3B"``, which may end in a revision:
+            ``"Qwen/Qwen3-30B-A3B@main"``. A folder of that name wins.
         download: whether a model that is not in the hub cache, or not complete there, is downloaded into it. Without,
             nothing is ever asked of the network.
-        revision: branch, tag or commit of an id; ``main`` by default.
+        revision: branch, tag or commit of an id that does not end in one; ``main`` by default.
 
     Returns:
         The folder itself, or that of the model's snapshot in the hub cache.
@@ -53,17 +56,27 @@ def find_model(name: str | Path, *, download: bool = False, revision: str | None
         return folder
     if folder.exists():
         raise CheckpointError(f"{name} is a file; a checkpoint folder, or the id of a model on the hub, is accepted")
-    if not is_model_id(name):
+    model_id, found = _with_revision(str(name))
+    if not is_model_id(model_id):
         raise CheckpointError(
             f"{name}: there is no such folder; a checkpoint folder, or the id of a model on the hub such as "
-            "Qwen/Qwen3-30B-A3B, is accepted"
+            "Qwen/Qwen3-30B-A3B or Qwen/Qwen3-30B-A3B@REVISION, is accepted"
         )
+    if found is not None and revision not in (None, found):
+        raise ValueError(f"revision={revision!r} for {name}, which names the revision {found!r}; leave one of them out")
+    revision = revision or found
     try:
-        return _cached(str(name), revision)
+        return _cached(model_id, revision)
     except NotDownloaded:
         if not download:
             raise
-    return _download(str(name), revision)
+    return _download(model_id, revision)
+
+
+def _with_revision(name: str) -> tuple[str, str | None]:
+    """Return the id and the revision of ``owner/name@revision``; None for a name without one."""
+    match = _REVISION.fullmatch(name)
+    return (name, None) if match is None else (match["id"], match["revision"])
 
 
 def is_model_id(name: str | Path) -> bool:
@@ -95,8 +108,9 @@ def _cached(name: str, revision: str | None) -> Path:
     except LocalEntryNotFoundError as problem:
         partial = getattr(problem, "snapshot_path", None)  # some files are there
         if partial is None:
+            wanted = "" if revision is None else f" and revision {revision!r}"
             raise NotDownloaded(
-                f"{name}: there is no such folder, and no model of this id in the hub cache "
+                f"{name}: there is no such folder, and no model of this id{wanted} in the hub cache "
                 f"({hub.constants.HF_HUB_CACHE}); download it with: {_download_command(name, revision)}"
             ) from None
         folder = Path(partial)

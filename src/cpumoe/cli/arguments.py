@@ -159,7 +159,10 @@ def respect_quota() -> None:
 def add_model(parser: argparse.ArgumentParser, name: str = "model", metavar: str = "MODEL", kind: str = "") -> None:
     """Adds an argument for a model: a folder or an id on the hub, which :func:`find_models` turns into a folder."""
     parser.add_argument(
-        name, type=Path, metavar=metavar, help=f"{kind}checkpoint folder, or id on the Hugging Face hub (owner/name)"
+        name,
+        type=Path,
+        metavar=metavar,
+        help=f"{kind}checkpoint folder, or id on the Hugging Face hub (owner/name or owner/name@revision)",
     )
 
 

@@ -97,6 +97,14 @@ def test_an_older_transformers_is_left_as_it_is(order: str) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("name", ["load_model", "accelerate", "PackedConfig", "quantize_checkpoint", "own_sequences"])
+def test_without_transformers_it_is_named_and_not_what_it_brings(name: str) -> None:
+    missing = "import sys; sys.modules.update(dict.fromkeys(['transformers', 'huggingface_hub', 'tqdm', 'tokenizers']))"
+    done = run(f"{missing}\nimport cpumoe\ncpumoe.{name}")
+    expected = f"ImportError: cpumoe.{name} needs transformers: pip install 'cpumoe[transformers]'"
+    assert done.stderr.rstrip().endswith(expected), done.stderr
+
+
 def test_what_needs_a_newer_transformers_says_so() -> None:
     done = run(_OLD + "import cpumoe\ncpumoe.load_model")
     expected = "ImportError: cpumoe.load_model needs transformers 5.22 or newer, and this is 5.19.2: pip install "

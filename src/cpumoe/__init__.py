@@ -78,13 +78,9 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'cpumoe' has no attribute {name!r}")
     if needed := hook.too_old():
         raise ImportError(f"cpumoe.{name} needs {needed}")
-    try:
-        module = importlib.import_module(_OF_TRANSFORMERS[name])
-    except ModuleNotFoundError as problem:
-        if problem.name != "transformers":
-            raise
-        raise ImportError(f"cpumoe.{name} needs transformers: pip install 'cpumoe[transformers]'") from None
-    return getattr(module, name)
+    if hook.is_missing():
+        raise ImportError(f"cpumoe.{name} needs transformers: pip install 'cpumoe[transformers]'")
+    return getattr(importlib.import_module(_OF_TRANSFORMERS[name]), name)
 
 
 def __dir__() -> list[str]:

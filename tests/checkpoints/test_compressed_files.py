@@ -61,6 +61,15 @@ def test_calibrated_floats_are_refused_in_one_sentence(tmp_path: Path) -> None:
     assert ".weight (BF16 [" in said and "save_compressed=True" in said and len(said) < 600
 
 
+def test_refusals_of_the_configuration_name_the_folder_once(tmp_path: Path) -> None:
+    folder = changed_copy(tmp_path, PACKED, config=section(quantization_status="thawed"))
+    with pytest.raises(UnsupportedScheme) as refused:
+        cpumoe.load_model(folder)
+    said = str(refused.value)
+    assert said.startswith(f"{folder}: quantization_config in config.json: quantization_status 'thawed'")
+    assert said.count(str(folder)) == 1
+
+
 # ---- kv_cache_scheme -------------------------------------------------------------------------------------------------
 
 FP8_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}

@@ -47,13 +47,11 @@ def prepare_transformers() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    try:
-        import transformers  # noqa: F401
-        from huggingface_hub import constants
-    except ModuleNotFoundError as problem:
-        if problem.name != "transformers":
-            raise
-        raise RuntimeError("this command needs transformers: pip install 'cpumoe[transformers]'") from None
+    if hook.is_missing():
+        raise RuntimeError("this command needs transformers: pip install 'cpumoe[transformers]'")
+    import transformers  # noqa: F401
+    from huggingface_hub import constants
+
     constants.HF_HUB_OFFLINE = True  # in case a download imported it before
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.model_layout import ExpertsShape, ModelLayout
+from cpumoe.integrations.transformers import hook
 
 
 def describe(checkpoint: Checkpoint) -> ModelLayout:
@@ -39,13 +40,11 @@ def explain_step(checkpoint: Checkpoint) -> str:
 
 
 def _description() -> Any:
-    try:
-        from cpumoe.integrations.transformers import model_description
-    except ModuleNotFoundError as problem:
-        if problem.name != "transformers":
-            raise
+    if hook.is_missing():
         raise RuntimeError(
             "transformers is not installed, and it is what knows where a model keeps its experts: "
             "pip install 'cpumoe[transformers]'"
-        ) from None
+        )
+    from cpumoe.integrations.transformers import model_description
+
     return model_description

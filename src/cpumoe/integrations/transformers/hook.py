@@ -62,6 +62,11 @@ def too_old() -> str | None:
     return f"transformers {oldest} or newer, and this is {version}: pip install 'cpumoe[transformers]'"
 
 
+def is_missing() -> bool:
+    """Return whether transformers is not installed. What it brings (huggingface_hub, tqdm) may be missing too then."""
+    return importlib.util.find_spec("transformers") is None
+
+
 def _always() -> bool:
     return True
 

@@ -48,8 +48,8 @@ def load_model(
     """Loads a checkpoint folder as a transformers model with packed experts and linears.
 
     Args:
-        path: folder with config.json and safetensors files, or the id of a model in the local hub cache
-            (:func:`cpumoe.checkpoints.hub.find_model`; nothing is downloaded).
+        path: folder with config.json and safetensors files, or the id of a model in the local hub cache, with
+            ``@revision`` if not of ``main`` (:func:`cpumoe.checkpoints.hub.find_model`; nothing is downloaded).
         scheme: for a float checkpoint only: the scheme to quantise its experts to while they are read
             (``"w4a8-g128"``), or ``"float"`` to leave them to transformers. The default is the value of
             ``CPUMOE_SCHEME``, and without one the experts run as they are stored (``bf16``, ``fp16``, ``fp32``).
@@ -133,7 +133,7 @@ def _look_into(path: Path, auto_class: Any) -> _Found:
         try:
             quantized = checkpoint.quantization is not None
         except UnsupportedScheme as problem:
-            raise UnsupportedScheme(f"{path}: {problem}; {CURE}") from None
+            raise UnsupportedScheme(f"{problem}; {CURE}") from None
         model_class = auto_class or auto_class_for(_checked_config(checkpoint))
         return _Found(path, checkpoint.quantization_section, quantized, model_class)
 

@@ -45,15 +45,14 @@ class KvCacheScheme:
 
     def tensors(self, names: Iterable[str], info: Callable[[str], TensorInfo]) -> dict[str, StoredTensor]:
         """Return the scales and zero points of the KV cache among the tensors of a checkpoint, by name."""
-        found = {}
+        found: dict[str, StoredTensor] = {}
         for name in names:
             if _SCALE.fullmatch(name):
-                dtypes, check = FLOAT_DTYPES, refuse_unless_positive
+                shape = self._shape(info(name).shape)
+                found[name] = StoredTensor(FLOAT_DTYPES, shape, by_rows=False, check=refuse_unless_positive)
             elif _ZERO_POINT.fullmatch(name):
-                dtypes, check = _ZERO_POINT_DTYPES, self._check_zero_point
-            else:
-                continue
-            found[name] = StoredTensor(dtypes, self._shape(info(name).shape), by_rows=False, check=check)
+                shape = self._shape(info(name).shape)
+                found[name] = StoredTensor(_ZERO_POINT_DTYPES, shape, by_rows=False, check=self._check_zero_point)
         return found
 
     def _shape(self, found: tuple[int, ...]) -> tuple[int, ...]:

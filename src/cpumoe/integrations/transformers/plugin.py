@@ -193,11 +193,11 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         self._checkpoint = Checkpoint(folder, config, files, self._activations())
         options = self._options
         held = options.kv_cache or self.quantization_config.kv_cache or os.environ.get("CPUMOE_KV_CACHE")
-        if use := self._checkpoint.kv_cache_use(held):
-            _log.warning("%s: %s", folder, use)
         if options.ranks is not None:
             _agree_on_model(options, self._checkpoint, model.dtype)
         with torch.device("cpu"):  # the default is that of weights which are not loaded yet
+            if use := self._checkpoint.kv_cache_use(held):
+                _log.warning("%s: %s", folder, use)
             found = find_packed_modules(
                 model,
                 self._checkpoint,

@@ -126,6 +126,14 @@ def test_norms_whose_weights_alone_are_in_fp32(name, keeps_dtype):
         assert relative_error(found.float(), expected.float()) < 1e-3
 
 
+def test_a_weight_of_one_value_is_spread_over_rows():
+    module = tiny_model("qwen3_moe").model.norm
+    module.weight = nn.Parameter(torch.tensor([0.7]), requires_grad=False)
+    form, x = norms.find_form(module), torch.randn(3, 5)
+    assert form is not None
+    assert torch.equal(norms.rms_norm(module, form, x), module(x))
+
+
 class Squared(nn.Module):
     """A norm that squares its weight."""
 

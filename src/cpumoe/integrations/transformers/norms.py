@@ -57,7 +57,8 @@ def speed_up_norms(model: nn.Module) -> None:
 def rms_norm(module: Any, form: NormForm, hidden_states: Tensor) -> Tensor:
     """The forward of a root-mean-square norm in one operator."""
     weight = module.weight
-    if not form.fits(hidden_states.dtype, weight.dtype) or wants_gradient(hidden_states, weight):
+    is_ours = form.fits(hidden_states.dtype, weight.dtype) and hidden_states.shape[-1] == len(weight)
+    if not is_ours or wants_gradient(hidden_states, weight):  # a weight of one value may be spread over rows
         normed: Tensor = type(module).forward(module, hidden_states)
         return normed
     return ops.rms_norm(hidden_states, weight, form.epsilon, form.round_first, form.plus_one)

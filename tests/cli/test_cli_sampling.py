@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 import cpumoe
 from cpumoe.cli import main
 from cpumoe.generation.session import Session
-from cpumoe.generation.text import StopStrings
+from cpumoe.generation.stop_strings import StopAutomaton, StopStrings
 from cpumoe.integrations.transformers.tokenizer import load_tokenizer
 
 PROMPT = "The experts"
@@ -151,7 +151,7 @@ SHORT = st.text(alphabet="ab<", max_size=12)
 
 @given(st.lists(SHORT, max_size=8), st.lists(SHORT.filter(bool), max_size=3))
 def test_the_first_complete_stop_ends_the_text(pieces: list[str], stops: list[str]) -> None:
-    stop = StopStrings(stops)
+    stop = StopStrings(StopAutomaton(stops))
     shown = [stop.add(piece) for piece in pieces]
     shown.append(stop.rest())
     text = "".join(pieces)
@@ -162,7 +162,7 @@ def test_the_first_complete_stop_ends_the_text(pieces: list[str], stops: list[st
 
 @given(st.text(alphabet="ab<", max_size=30), st.lists(SHORT.filter(bool), min_size=1, max_size=3))
 def test_no_more_is_held_back_than_may_become_a_stop(text: str, stops: list[str]) -> None:
-    stop = StopStrings(stops)
+    stop = StopStrings(StopAutomaton(stops))
     shown = ""
     for index, character in enumerate(text):
         shown += stop.add(character)

@@ -6,10 +6,11 @@ import asyncio
 import http.client
 import json
 import socket
+import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,8 @@ from cpumoe.generation.engine import Failure, Job, SequentialEngine
 from cpumoe.generation.sampling import Sampling, Token, TokenChooser
 from cpumoe.generation.server import Server
 from cpumoe.generation.step_engine import StepEngine
-from cpumoe.generation.text import StopStrings, StructuredMessage, TextPieces
+from cpumoe.generation.stop_strings import StopAutomaton, StopStrings
+from cpumoe.generation.text import StructuredMessage, TextPieces
 from cpumoe.integrations.transformers.native_decoder import native_with_head
 
 SECONDS = 60.0  # at most, for things that take milliseconds
@@ -125,7 +127,7 @@ def test_settings_of_the_model() -> None:
 @settings(max_examples=200, deadline=None)
 def test_stop_strings_wherever_the_pieces_end(text: str, stops: list[str], data: st.DataObject) -> None:
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
-    finder = StopStrings(stops)
+    finder = StopStrings(StopAutomaton(stops))
     pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     shown = ""
     for piece in pieces:
@@ -139,6 +141,44 @@ def test_stop_strings_wherever_the_pieces_end(text: str, stops: list[str], data:
         assert any(text.startswith(shown + stop) for stop in stops)
     else:
         assert shown == text and not any(stop in text for stop in stops)
+
+
+def executed_lines(function: Callable[[], object]) -> int:
+    """A measure of work that does not depend on the machine: the lines of Python that a call executes."""
+    lines = 0
+
+    def trace(*_: object) -> Any:
+        nonlocal lines
+        lines += 1
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    finally:
+        sys.settrace(before)
+    return lines
+
+
+LONGEST = 1024
+HARD_STOPS = {
+    "one beginning in all": ["a" * LONGEST] + ["ab" + "a" * (LONGEST - 2)] * 15,
+    "ends that are beginnings of others": ["a" * n + "b" for n in range(LONGEST - 16, LONGEST)],
+    "no common beginning": [chr(0x4E00 + n) + "a" * (LONGEST - 1) for n in range(16)],
+}
+
+
+@pytest.mark.parametrize("stops", HARD_STOPS.values(), ids=HARD_STOPS)
+def test_stop_strings_take_linear_time(stops: list[str]) -> None:
+    """For the automaton and for the text, one character a token, that nearly is a stop string all the time."""
+    automaton = StopAutomaton(stops)
+    text = ("a" * (LONGEST - 1) + "c" + "ab" + "a" * (LONGEST - 3) + "c") * 2
+    finder = StopStrings(automaton)
+    shown: list[str] = []
+    assert executed_lines(lambda: shown.extend(map(finder.add, text))) < 60 * len(text)
+    assert "".join(shown) + finder.rest() == text and not finder.found
+    assert executed_lines(lambda: StopAutomaton(stops)) < 60 * sum(map(len, stops))
 
 
 QWEN = {
@@ -358,6 +398,30 @@ def test_too_many_answers_at_once(parts: tuple[Any, Any], monkeypatch: pytest.Mo
         response.begin()
         assert response.status == 429 and "ask again later" in json.loads(response.read())["error"]["message"]
         assert int(response.headers["retry-after"]) > 0
+
+
+def test_all_answers_share_stop_strings_that_the_event_loop_did_not_prepare(
+    parts: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[tuple[int, str]] = []
+
+    class Watched(StopAutomaton):
+        def __init__(self, stops: Any) -> None:
+            built.append((len(stops), threading.current_thread().name))
+            super().__init__(stops)
+
+    monkeypatch.setattr(admission, "StopAutomaton", Watched)
+    message = {"messages": [{"role": "user", "content": "hi"}]}
+    with serving(parts) as (_, port):
+        built.clear()  # that of the model
+        for path, prompt in (("/v1/completions", {"prompt": "The"}), ("/v1/chat/completions", message)):
+            with socket.create_connection(("127.0.0.1", port)) as connection:
+                body = {"model": "tiny", "n": 4, "max_tokens": 2, "stop": HARD_STOPS["one beginning in all"], **prompt}
+                post(connection, path, body)
+                status, answer = answer_on(connection)
+                assert status == 200 and len(answer["choices"]) == 4
+    assert [count for count, _ in built] == [16, 16]
+    assert all(name.startswith("cpumoe-prompts") for _, name in built)
 
 
 def test_waiting_jobs_are_told_that_the_engine_ends() -> None:

@@ -16,6 +16,7 @@ from cpumoe.generation.api_requests import ApiError, ChatRequest, CompletionRequ
 from cpumoe.generation.choice import Choice
 from cpumoe.generation.engine import ENDING, Engine
 from cpumoe.generation.sampling import Sampling
+from cpumoe.generation.stop_strings import StopAutomaton
 from cpumoe.generation.text import PlainMessage, StructuredMessage
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class Admission:
         self._ends = ends
         stops = own.stop_strings or []
         self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
+        self._own_stops = StopAutomaton(self._stops)  # for the requests that have none of their own
         self._vocabulary = model.config.get_text_config().vocab_size
         self._answers = 0
 
@@ -99,6 +101,12 @@ class Admission:
                 raise
             raise ApiError(503, ENDING) from None
 
+    async def stop_automaton(self, stops: Sequence[str]) -> StopAutomaton:
+        """Return the automaton of a request's stop strings and those of the model, built on the renderer's thread."""
+        if not stops:
+            return self._own_stops
+        return await self.rendered(lambda: StopAutomaton((*stops, *self._stops)))
+
     def chosen_sampling(self, temperature: float | None, top_p: float | None, **others: float | None) -> Sampling:
         """The model's own settings, replaced by those that the request has."""
         asked = {"top_p": top_p, **others}
@@ -138,13 +146,15 @@ class Admission:
         n: int,
         messages: Sequence[PlainMessage | StructuredMessage],
         length: int | None,
-        stops: Sequence[str],
+        stops: StopAutomaton,
         sampling: Sampling,
         release: Callable[[], None],
     ) -> Answering:
-        """Gives ``n`` jobs for each prompt to the engine; ``release`` is called when nobody waits for them any more."""
+        """Gives ``n`` jobs for each prompt to the engine; ``release`` is called when nobody waits for them any more.
+
+        All choices share ``stops``.
+        """
         lengths = [self._room(len(prompt), length) for prompt in prompts]
-        stops = (*stops, *self._stops)
         choices = [Choice(index, self._tokenizer, stops, message, self._ends) for index, message in enumerate(messages)]
         # The answers to one prompt must differ, even if the client fixed the seed.
         samplings = [sampling if sampling.seed is None else replace(sampling, seed=sampling.seed + i) for i in range(n)]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from cpumoe.generation.text import Delta, PlainMessage, StopStrings, StructuredMessage, TextPieces, ToolCall
+from cpumoe.generation.stop_strings import StopAutomaton, StopStrings
+from cpumoe.generation.text import Delta, PlainMessage, StructuredMessage, TextPieces, ToolCall
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,7 +36,7 @@ class Choice:
         self,
         index: int,
         tokenizer: PreTrainedTokenizerBase,
-        stops: Sequence[str],
+        stops: StopAutomaton,
         message: PlainMessage | StructuredMessage,
         ends: frozenset[int],
     ) -> None:

@@ -76,7 +76,8 @@ class Endpoints:
         sampling = self._admission.completion_sampling(body, body.logprob_count)
         with self._admission.places(body.n) as release:
             prompt, messages = await self._admission.rendered(render)
-            answering = self._admission.answer([prompt], body.n, messages, body.length, body.stops, sampling, release)
+            stops = await self._admission.stop_automaton(body.stops)
+            answering = self._admission.answer([prompt], body.n, messages, body.length, stops, sampling, release)
         answer_format = ChatFormat(body.model, self._token_texts, logprobs=body.logprobs)
         return await completion_response(
             request, answering, answer_format, stream=body.stream, include_usage=body.include_usage
@@ -98,10 +99,9 @@ class Endpoints:
         count = len(body.prompts) * body.n
         with self._admission.places(count) as release:
             prompts, echoes = await self._admission.rendered(render)
+            stops = await self._admission.stop_automaton(body.stops)
             messages = [PlainMessage() for _ in range(count)]
-            answering = self._admission.answer(
-                prompts, body.n, messages, body.max_tokens, body.stops, sampling, release
-            )
+            answering = self._admission.answer(prompts, body.n, messages, body.max_tokens, stops, sampling, release)
         answer_format = CompletionFormat(
             body.model,
             self._token_texts,
@@ -123,7 +123,8 @@ class Endpoints:
         sampling = self._admission.chosen_sampling(body.temperature, body.top_p)
         with self._admission.places(1) as release:
             prompt, message = await self._admission.rendered(render)
-            answering = self._admission.answer([prompt], 1, [message], body.max_output_tokens, (), sampling, release)
+            stops = await self._admission.stop_automaton(())
+            answering = self._admission.answer([prompt], 1, [message], body.max_output_tokens, stops, sampling, release)
         return await responses_response(request, answering, ResponsesFormat(body), stream=body.stream)
 
     async def _body(self, request: Request) -> bytes:

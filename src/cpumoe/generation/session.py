@@ -13,6 +13,7 @@ import torch
 from cpumoe.generation.answer_marks import AnswerMarks
 from cpumoe.generation.choice import Choice
 from cpumoe.generation.sampling import Token
+from cpumoe.generation.stop_strings import StopAutomaton
 from cpumoe.generation.text import Delta, PlainMessage
 from cpumoe_command import interrupts_raised
 
@@ -73,7 +74,7 @@ class Session:
         self._tokenizer = tokenizer
         self._options = options
         theirs = getattr(model.generation_config, "stop_strings", None) or []
-        self._stops = (*stops, *([theirs] if isinstance(theirs, str) else theirs))
+        self._stops = StopAutomaton((*stops, *([theirs] if isinstance(theirs, str) else theirs)))
         self._marks = AnswerMarks(model, tokenizer)
         self._cache: Cache | None = None
         self._cached: list[int] = []  # the tokens that the cache holds

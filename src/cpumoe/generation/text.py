@@ -1,4 +1,4 @@
-"""Turns tokens into text piece by piece: unfinished characters, stop strings, and the parts of a message."""
+"""Turns tokens into text piece by piece: unfinished characters, and the parts of a message."""
 
 from __future__ import annotations
 
@@ -61,42 +61,6 @@ class TextPieces:
         text = self._tokenizer.decode(tokens, skip_special_tokens=not self._special_tokens)
         assert isinstance(text, str)
         return text
-
-
-class StopStrings:
-    """Passes text on until one of the stop strings comes, whatever pieces the text comes in.
-
-    The stop string that is complete first ends the text; neither it nor the text after it is passed on. Text that may
-    be the beginning of a stop string is held back until that is decided.
-    """
-
-    def __init__(self, stops: Iterable[str]) -> None:
-        self._stops = tuple(stops)
-        self._held_back = ""
-        self.found = False
-
-    def add(self, piece: str) -> str:
-        """The text that can be shown now; nothing after a stop string was found."""
-        if self.found:
-            return ""
-        text = self._held_back + piece
-        ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
-        if ends:
-            self.found, self._held_back = True, ""
-            return text[: min(ends)[1]]
-        keep = max((_overlap(text, stop) for stop in self._stops), default=0)
-        self._held_back = text[len(text) - keep :]
-        return text[: len(text) - keep]
-
-    def rest(self) -> str:
-        """The text that was held back and did not become a stop string."""
-        text, self._held_back = self._held_back, ""
-        return text
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of ``text`` that is a beginning of ``stop``, and not all of it."""
-    return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)
 
 
 @dataclass(frozen=True)

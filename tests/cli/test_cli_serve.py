@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ import openai
 import pytest
 import torch
 from every_architecture import write_family
-from served_models import Server, serve
+from served_models import PATIENCE, Server, serve
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 pytest.importorskip("transformers")
@@ -556,9 +558,7 @@ def test_refuses_to_start(
         assert main(["serve", *arguments]) == 2
         return capsys.readouterr().err
 
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert f"--port {port}: Address already in use" in told(str(folder), "--port", str(port))
+    assert "no network interface of this machine has that address" in told(str(folder), "--host", "192.0.2.1")
     assert "--host no.such.host.invalid" in told(str(folder), "--host", "no.such.host.invalid")
     assert "there is no such folder" in told(str(tmp_path / "nothing"))
     (tmp_path / "config.json").write_text((folder / "config.json").read_text())
@@ -566,6 +566,47 @@ def test_refuses_to_start(
     assert "--memory-gb has no effect" in told(str(folder), "--sequential", "--memory-gb", "1")
     monkeypatch.setitem(sys.modules, "starlette", None)
     assert "needs starlette: pip install 'cpumoe[serve]'" in told(str(folder))
+
+
+def test_a_second_server_is_refused_while_the_first_one_loads(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as chosen:
+        port = str(chosen.getsockname()[1])
+    second: list[int] = []
+
+    def load_model(*_: Any, **__: Any) -> None:
+        assert not second, "both load the model"
+        second.append(-1)
+        second[0] = main(["serve", str(folder), "--port", port])
+        raise ValueError("loaded enough")
+
+    monkeypatch.setattr("cpumoe.cli.serve.load_chosen_model", load_model)
+    assert main(["serve", str(folder), "--port", port]) == 2 and second == [2]
+    told = capsys.readouterr().err.splitlines()
+    assert f"--port {port}: Address already in use; end the program that listens there, or choose" in told[0]
+    assert told[1].endswith("loaded enough")
+
+
+def test_more_idle_connections_than_files(folder: Path, tmp_path: Path) -> None:
+    def few_files() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+
+    with (
+        (tmp_path / "log").open("w") as log,
+        serve(str(folder), "--scheme", "w4a8-g32", stderr=log, preexec_fn=few_files) as server,
+    ):
+        port = int(server.address.rpartition(":")[2])
+        with ExitStack() as opened:
+            idle = [opened.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(300)]
+            for connection in idle[:3]:
+                connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+                connection.settimeout(PATIENCE)
+                assert connection.recv(100).startswith(b"HTTP/1.1 200")
+        assert server.call("/health") == (200, {"status": "ok"}) and server.answer()
+        assert server.stop()[0] == 0
+    told = (tmp_path / "log").read_text().splitlines()
+    assert len(told) == 1 and "connections are open: more of them wait" in told[0]
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import resource
+import select
 import socket
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ import transformers
 from pydantic import ValidationError
 
 import cpumoe
-from cpumoe.generation import admission, http_answers
+from cpumoe.generation import admission, connections, http_answers
 from cpumoe.generation import http as limits
 from cpumoe.generation.api_requests import ApiError, ChatRequest, CompletionRequest, parse_body
 from cpumoe.generation.engine import Failure, Job, SequentialEngine
@@ -344,7 +346,7 @@ def test_a_model_that_cannot_be_batched_and_a_mistake_of_our_own(
 
 
 @contextmanager
-def serving(parts: tuple[Any, Any]) -> Iterator[tuple[Server, int]]:
+def serving(parts: tuple[Any, Any], max_connections: int = 100) -> Iterator[tuple[Server, int]]:
     """The server inside this process, on a thread of its own."""
     with socket.create_server(("127.0.0.1", 0)) as listener, Server(*parts, "tiny", 2048) as served:
         native = native_with_head(parts[0])
@@ -353,7 +355,7 @@ def serving(parts: tuple[Any, Any]) -> Iterator[tuple[Server, int]]:
         else:
             assert served.start_steps(native, 512, 32, 64) is None
         ready = threading.Event()
-        uvicorn_server = served._uvicorn("warning", ready.set)
+        uvicorn_server = served._uvicorn(max_connections, "warning", ready.set)
         thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
@@ -492,6 +494,77 @@ def test_requests_that_are_never_finished(parts: tuple[Any, Any], monkeypatch: p
                 connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
                 assert answer_on(connection) == (200, {"status": "ok"})
                 time.sleep(0.5)
+
+
+HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+def test_connections_above_the_limit_wait(parts: tuple[Any, Any], caplog: pytest.LogCaptureFixture) -> None:
+    with serving(parts, max_connections=3) as (_, port), ExitStack() as opened:
+        connections = [opened.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(6)]
+        for number in (4, 0, 1, 2):
+            connections[number].sendall(HEALTH)
+        for number in (0, 1, 2):
+            assert answer_on(connections[number]) == (200, {"status": "ok"})
+        assert not select.select([connections[4]], [], [], 0)[0]
+        for number in (0, 2):  # the fourth is idle, so that there is a place for the fifth
+            connections[number].close()
+        assert answer_on(connections[4]) == (200, {"status": "ok"})
+    told = [record.getMessage() for record in caplog.records]
+    assert told == [
+        "3 connections are open: more of them wait until some close (--max-connections, and ulimit -n, set this limit)"
+    ]
+
+
+@contextmanager
+def open_files(limit: int) -> Iterator[None]:
+    """Lowers this process's limit of open files."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_no_more_connections_than_files() -> None:
+    used = len(list(Path("/proc/self/fd").iterdir()))
+    with open_files(used + 100):
+        assert 0 < connections.connection_limit() < 100
+        assert connections.connection_limit(5) == 5
+        with pytest.raises(ValueError, match=rf"500 connections.* limit of {used + 100} open files: ulimit -n"):
+            connections.connection_limit(500)
+    with open_files(used + 20), pytest.raises(ValueError, match="1 connections, and .*ulimit -n .* raises it$"):
+        connections.connection_limit()
+    assert connections.connection_limit() <= 1024
+
+
+def test_a_process_without_files_logs_one_line_and_accepts_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(connections, "_RETRY_SECONDS", 0.01)
+
+    class Echo(asyncio.Protocol):
+        def connection_made(self, transport: Any) -> None:
+            transport.write(b"here")
+
+    async def serve() -> None:
+        with connections.listen("127.0.0.1", 0) as listener, ExitStack() as opened:
+            clients = [opened.enter_context(socket.create_connection(listener.getsockname())) for _ in range(3)]
+            with open_files(3):  # fewer than are open
+                acceptor = connections.Acceptor(listener, 100, lambda on_lost: Echo())
+                await asyncio.sleep(0.1)  # ten times
+                assert not select.select(clients, [], [], 0)[0]
+            try:
+                for client in clients:
+                    client.setblocking(False)
+                    assert await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 10), SECONDS) == b"here"
+            finally:
+                acceptor.close()
+
+    asyncio.run(serve())
+    told = [record.getMessage() for record in caplog.records]
+    assert told == ["no connection can be accepted: Too many open files; those that are open are served"]
 
 
 def test_a_slow_template_does_not_stop_the_others(parts: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,13 +82,15 @@ class Server:
 
 
 @contextmanager
-def serve(*arguments: str) -> Iterator[Server]:
+def serve(*arguments: str, **options: Any) -> Iterator[Server]:
+    """``options`` are for the process (:class:`subprocess.Popen`)."""
     program = "import sys; from cpumoe.cli import main; sys.exit(main())"
     with subprocess.Popen(
         [sys.executable, "-c", program, "serve", *arguments, "--port", "0"],
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
+        **options,
     ) as process:
         # Whatever happens, the process does not outlive the test.
         timer = threading.Timer(4 * PATIENCE, process.kill)

@@ -17,6 +17,7 @@ from cpumoe.cli.arguments import find_models, positive, refuse_given
 from cpumoe.cli.model_arguments import add_model_arguments, load_chosen_model
 from cpumoe.cli.node_ranks import add_ranks, run_on_nodes
 from cpumoe.cli.rank_arguments import add_rank_arguments, join_ranks
+from cpumoe.generation.connections import MAX_CONNECTIONS, connection_limit, listen
 from cpumoe.generation.model_folder import check_folder, context_length, prepare_transformers
 from cpumoe.integrations.transformers.tokenizer import load_tokenizer
 from cpumoe.tables import size_text
@@ -49,6 +50,12 @@ def add_command(commands: Commands) -> None:
     parser.add_argument(
         "--memory-gb", type=_gigabytes, metavar="F", help="memory for keys and values (half of what the model leaves)"
     )
+    parser.add_argument(
+        "--max-connections",
+        type=positive,
+        metavar="N",
+        help=f"connections open at once; more of them wait ({MAX_CONNECTIONS}, or what ulimit -n has room for)",
+    )
     parser.add_argument("--sequential", action="store_true", help="one request at a time, as generate does")
     group = add_rank_arguments(parser)
     group.add_argument(
@@ -76,22 +83,6 @@ def _gigabytes(text: str) -> float:
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r}; a number above 0 is accepted")
     return value
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """Takes the port. This is done before the model is loaded, so that a taken port is found at once."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError as problem:
-        raise ValueError(f"--host {host}: {problem.strerror}") from None
-    listener = socket.socket(family, kind, protocol)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind(address)
-    except OSError as problem:
-        listener.close()
-        raise ValueError(f"--host {host} --port {port}: {problem.strerror}") from None
-    return listener
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -150,8 +141,9 @@ def _run(arguments: argparse.Namespace, ranks: Ranks) -> int:
     # Both signals end a server at any time and in the same way, even if a shell made its background jobs ignore SIGINT.
     before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
-        with _listen(arguments.host, arguments.port) as listener:
-            idle = _serve(arguments, listener, ranks)
+        max_connections = connection_limit(arguments.max_connections)
+        with listen(arguments.host, arguments.port) as listener:
+            idle = _serve(arguments, listener, max_connections, ranks)
     except KeyboardInterrupt:
         return 0
     finally:
@@ -165,7 +157,7 @@ def _run(arguments: argparse.Namespace, ranks: Ranks) -> int:
     return 0
 
 
-def _serve(arguments: argparse.Namespace, listener: socket.socket, ranks: Ranks) -> bool:
+def _serve(arguments: argparse.Namespace, listener: socket.socket, max_connections: int, ranks: Ranks) -> bool:
     """Loads the model and serves until a signal comes. Returns whether all computing has ended."""
     from cpumoe.generation.memory import available_bytes, model_bytes
 
@@ -201,7 +193,8 @@ def _serve(arguments: argparse.Namespace, listener: socket.socket, ranks: Ranks)
             host, port = listener.getsockname()[:2]
             print(f'model: "{server.name}" at http://{f"[{host}]" if ":" in host else host}:{port}/v1', flush=True)
 
-        return server.run(listener, log_level="info" if arguments.verbose else "warning", on_ready=print_address)
+        log_level = "info" if arguments.verbose else "warning"
+        return server.run(listener, max_connections, log_level, on_ready=print_address)
 
 
 def _native_of(model: PreTrainedModel) -> NativeDecoder:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import anyio
@@ -24,6 +24,10 @@ class ImpatientProtocol(H11Protocol):
 
     _deadline: asyncio.TimerHandle | None = None
 
+    def __init__(self, *arguments: Any, on_lost: Callable[[], None], **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._on_lost = on_lost
+
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         self._watch()
@@ -37,6 +41,7 @@ class ImpatientProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch()
+        self._on_lost()
         super().connection_lost(exc)
 
     def _waits_for_head(self) -> bool:

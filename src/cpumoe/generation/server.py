@@ -20,6 +20,7 @@ from starlette.applications import Starlette
 
 from cpumoe.generation.admission import Admission
 from cpumoe.generation.answer_marks import AnswerMarks
+from cpumoe.generation.connections import Acceptor
 from cpumoe.generation.endpoints import Endpoints
 from cpumoe.generation.engine import BatchEngine, CannotBatch, Engine, SequentialEngine
 from cpumoe.generation.http import ImpatientProtocol
@@ -116,9 +117,9 @@ class Server:
             self._model, self._tokenizer, engine, self._renderer, self.token_limit, self._marks.ends
         )
 
-    def run(self, listener: socket.socket, log_level: str, on_ready: Callable[[], None]) -> bool:
+    def run(self, listener: socket.socket, max_connections: int, log_level: str, on_ready: Callable[[], None]) -> bool:
         """Serves until a signal comes. Returns whether all computing has ended."""
-        server = self._uvicorn(log_level, on_ready)
+        server = self._uvicorn(max_connections, log_level, on_ready)
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn raises the signal again when it is done
             server.run(sockets=[listener])
         if (lost := self._lost()) is not None:
@@ -129,18 +130,22 @@ class Server:
         """Why there will be no more answers, where ranks that were needed for them are gone."""
         return self._engine.lost if isinstance(self._engine, StepEngine) else None
 
-    def _uvicorn(self, log_level: str, on_ready: Callable[[], None]) -> _Uvicorn:
+    def _uvicorn(self, max_connections: int, log_level: str, on_ready: Callable[[], None]) -> _Uvicorn:
         assert self._engine is not None and self._admission is not None  # an engine was started
         app = Endpoints(self.name, self._tokenizer, self._prompts, self._admission).app()
-        return _Uvicorn(app, log_level, on_ready, self._engine.stop, lambda: self._lost() is not None)
+        return _Uvicorn(app, max_connections, log_level, on_ready, self._engine.stop, lambda: self._lost() is not None)
 
 
 class _Uvicorn(uvicorn.Server):
-    """At shutdown, gives unfinished answers a moment to end and then stops the engine, which fails the others."""
+    """uvicorn with our own acceptor of connections.
+
+    At shutdown, it gives unfinished answers a moment to end and then stops the engine, which fails the others.
+    """
 
     def __init__(
         self,
         app: Starlette,
+        max_connections: int,
         log_level: str,
         on_ready: Callable[[], None],
         stop: Callable[[], bool],
@@ -157,6 +162,8 @@ class _Uvicorn(uvicorn.Server):
                 timeout_graceful_shutdown=_PATIENCE_SECONDS,
             )
         )
+        self._max_connections = max_connections
+        self._acceptor: Acceptor | None = None
         self._on_ready = on_ready
         self._stop = stop
         self._is_lost = is_lost
@@ -167,10 +174,17 @@ class _Uvicorn(uvicorn.Server):
         return await super().on_tick(counter) or self._is_lost()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        assert sockets is not None and len(sockets) == 1
+        await super().startup([])  # uvicorn itself listens nowhere
+        self._acceptor = Acceptor(sockets[0], self._max_connections, self._protocol)
         self._on_ready()
 
+    def _protocol(self, on_lost: Callable[[], None]) -> ImpatientProtocol:
+        return ImpatientProtocol(self.config, self.server_state, self.lifespan.state, on_lost=on_lost)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self._acceptor is not None:
+            self._acceptor.close()
         ending = asyncio.create_task(super().shutdown(sockets))
         await asyncio.wait({ending}, timeout=_GRACE_SECONDS)
         self.idle = await asyncio.to_thread(self._stop)

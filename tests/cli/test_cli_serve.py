@@ -59,7 +59,7 @@ def is_free(address: str) -> bool:
 
 def test_says_what_it_serves(server: Server, folder: Path) -> None:
     assert server.model == str(folder)
-    assert server.lines[0].startswith("cache: 512 blocks of 32 tokens, ")
+    assert server.lines[0].startswith("cache: 16384 blocks of 32 tokens, ")  # 256 requests of full length
     assert server.lines[0].endswith("; a request may have 2048 tokens")
     assert server.lines[1] == "requests are computed together, each step in one call of the core"
     assert server.call("/health") == (200, {"status": "ok"})
@@ -637,13 +637,19 @@ def test_the_size_of_the_cache() -> None:
     assert plan.total_bytes == mask_bytes + plan.blocks * 32 * token_bytes <= 10 * 10**9
     assert cache_size(config, torch.float32, 20 * 10**9, None).blocks < plan.blocks / 1.9
     assert cache_size(config, torch.bfloat16, 20 * 10**9, 5).blocks < plan.blocks / 1.9
-    assert cache_size(config, torch.bfloat16, 10**12, None).blocks * 32 == 8 * 40960
+    # The default is no larger than for all requests of a batch at full length; what was asked for is used whole.
+    assert cache_size(config, torch.bfloat16, 10**13, None).blocks * 32 == 64 * 40960
+    assert 4.99e12 < cache_size(config, torch.bfloat16, 10**13, 5000).total_bytes <= 5 * 10**12
     # Without masks and copies.
     states = cache_size(config, torch.bfloat16, 20 * 10**9, None, token_bytes=12288, state_bytes=10**8)
     assert states.sequences == 25 and states.total_bytes <= 10**10  # a quarter of half of the memory
     assert cache_size(config, torch.bfloat16, 20 * 10**9, None, token_bytes=12288, state_bytes=1).sequences == 256
     plan = cache_size(config, torch.bfloat16, 20 * 10**9, None, token_bytes=48 * 4 * 128 * 2 * 2)
-    assert plan.blocks == 10 * 10**9 // (32 * 48 * 4 * 128 * 2 * 2) and plan.total_bytes <= 10 * 10**9
+    assert plan.blocks == 10 * 10**9 // (32 * 48 * 4 * 128 * 2 * 2 + 256 * 4) and plan.total_bytes <= 10 * 10**9
+    plan = cache_size(config, torch.bfloat16, 10**14, None, token_bytes=12288)
+    assert plan.blocks * 32 == 256 * 40960
+    plan = cache_size(config, torch.bfloat16, 10**14, 20_000, token_bytes=12288)
+    assert 1.999e13 < plan.total_bytes <= 2 * 10**13
     with pytest.raises(ValueError, match="--memory-gb 30; the model leaves 20.0 GB"):
         cache_size(config, torch.bfloat16, 20 * 10**9, 30)
     with pytest.raises(ValueError, match="a cache of 512 tokens takes .* MB; half of what the model leaves is 5.0 MB"):

@@ -21,6 +21,7 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.generation.continuous_batching.cb_logits_processors import ContinuousBatchingLogitsProcessor
 from transformers.generation.logits_process import LogitsProcessorList
 
+from cpumoe.generation.memory import BATCHED_SEQUENCES
 from cpumoe.generation.sampling import Sampling, Token, TokenChooser
 
 if TYPE_CHECKING:
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("cpumoe")
 
-_REQUESTS_PER_BATCH = 64
 STOP_SECONDS = 3.0  # how long an engine that is told to stop waits for the step that is being computed
 
 ENDING = "the server is ending; ask again when it has been started anew"
@@ -145,7 +145,7 @@ class BatchEngine:
             page_size=block_tokens,
             num_blocks=blocks,
             max_batch_tokens=batch_tokens,
-            max_requests_per_batch=_REQUESTS_PER_BATCH,
+            max_requests_per_batch=BATCHED_SEQUENCES,
             max_memory_percent=1.0,  # the number of blocks already depends on the free memory
         )
         greedy = GenerationConfig(do_sample=False, max_new_tokens=1, eos_token_id=-1)  # each job has its own ends

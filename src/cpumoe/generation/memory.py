@@ -20,9 +20,10 @@ if TYPE_CHECKING:
 _SHARE = 0.5
 _STATES_SHARE = 0.25  # of the cache, for the states of sequences
 MOST_SEQUENCES = 256  # that are computed at the same time; further ones wait
-_SEQUENCES = 8  # the cache is no larger than for this many sequences of full length
+BATCHED_SEQUENCES = 64  # the same in transformers' continuous batching
 _BLOCK_TOKENS = 32
 _LEAST_BLOCKS = 16
+_TABLE_ENTRY_BYTES = 4  # the table of the native engine has an entry for each block and sequence
 BATCH_TOKENS = 1024  # the most tokens that one step computes; a longer prompt is read in parts
 
 
@@ -49,19 +50,23 @@ def cache_size(
 ) -> CacheSize:
     """The size of the cache for a model that leaves ``free_bytes`` of memory; ``memory_gb`` is the user's choice.
 
+    What the user chose is used whole. The default is a share of the free memory, and no more than what all sequences
+    that can be computed at the same time may have.
+
     ``token_bytes`` and ``state_bytes`` are what a token and a sequence take in an engine that needs nothing else; by
     default the engine is transformers'.
     """
     config = config.get_text_config()
     if token_bytes is None:
+        sequences = BATCHED_SEQUENCES
         block_cost, fixed = _batching_costs(config, dtype)
     else:
-        block_cost, fixed = token_bytes * _BLOCK_TOKENS, 0
+        sequences = MOST_SEQUENCES
+        block_cost, fixed = token_bytes * _BLOCK_TOKENS + sequences * _TABLE_ENTRY_BYTES, 0
     free_bytes = max(free_bytes, 0)
     budget = free_bytes * _SHARE if memory_gb is None else memory_gb * 1e9
     if budget > free_bytes:
         raise ValueError(f"--memory-gb {memory_gb:g}; the model leaves {size_text(free_bytes)}")
-    sequences = MOST_SEQUENCES
     if state_bytes:
         sequences = min(sequences, max(1, int(budget * _STATES_SHARE // state_bytes)))
         fixed = sequences * state_bytes
@@ -73,8 +78,8 @@ def cache_size(
             + f" is {size_text(budget)}"
         )
     context = getattr(config, "max_position_embeddings", None)
-    if context is not None:
-        blocks = min(blocks, -(-context * _SEQUENCES // _BLOCK_TOKENS))
+    if context is not None and memory_gb is None:
+        blocks = min(blocks, -(-context // _BLOCK_TOKENS) * sequences)
     return CacheSize(blocks, _BLOCK_TOKENS, fixed + blocks * block_cost, sequences)
 
 

@@ -154,14 +154,3 @@ class _GuardState:
 _state = _GuardState()
 
 guard_onednn()  # now, before PyTorch runs its first product
-
-
-def memory_bytes() -> dict[str, int]:
-    """What the kernel says of this machine's memory, by its own names (``MemTotal``, ``MemAvailable``, ...)."""
-    sizes: dict[str, int] = {}
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        name, _, value = line.partition(":")
-        number, _, unit = value.strip().partition(" ")
-        if unit == "kB":
-            sizes[name] = int(number) * 1024
-    return sizes

@@ -38,5 +38,9 @@ class CheckpointError(_AboutFiles):
     """A checkpoint that cannot be read, is not complete, or holds what is not expected; the message has the names."""
 
 
+class NotEnoughMemory(CpumoeError, MemoryError):
+    """A model needs more memory than is free; nothing of it was loaded. The message has the sizes."""
+
+
 class RankError(CpumoeError, RuntimeError):
     """A rank has ended, failed, does not answer or runs something else; the message names it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import signal
 import socket
@@ -29,7 +28,7 @@ from sampling import first_of
 from cpumoe import cpu
 from cpumoe.cli import main
 from cpumoe.generation.api_requests import ChatRequest, CompletionRequest, ResponsesRequest
-from cpumoe.generation.memory import BATCH_TOKENS, available_bytes, cache_size
+from cpumoe.generation.memory import BATCH_TOKENS, cache_size
 
 # Reasoning in marks that transformers knows of this family, and a variable of its own.
 TEMPLATE = (
@@ -656,7 +655,3 @@ def test_the_size_of_the_cache() -> None:
         cache_size(config, torch.bfloat16, 10**7, None)
     with pytest.raises(ValueError, match="half of what the model leaves is 0 B"):
         cache_size(config, torch.bfloat16, -(10**7), None)
-
-
-def test_available_memory() -> None:
-    assert 0 < available_bytes() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -194,6 +194,21 @@ def mismatched(odd: int, way: str, folder: str, other: str) -> None:
     print("at loaded", flush=True)
 
 
+def short_of_memory(folder: str) -> None:
+    """The memory of the host has room for the weights of one rank and a half."""
+    from cpumoe.integrations.transformers import load_memory, plugin
+
+    def foreseen(*arguments: Any, **options: Any) -> load_memory.WeightBytes:
+        weights = load_memory.weight_bytes(*arguments, **options)
+        load_memory.available_bytes = lambda: (weights.whole - weights.mapped) * 3 // 2
+        return weights
+
+    plugin.weight_bytes = foreseen
+    ranks = Ranks.join(ParallelLayout(tp_size=_SIZE), timeout=10)
+    cpumoe.load_model(folder, scheme="w4a8-g32", dtype=torch.bfloat16, ranks=ranks)
+    print("at loaded", flush=True)
+
+
 def never_comes(absent: int) -> None:
     if absent != _RANK:
         Ranks.join(timeout=3)

@@ -127,6 +127,14 @@ def test_ended_in_a_layer(way: str, texts: tuple[str, ...]) -> None:
 
 
 @pytest.mark.full
+def test_the_ranks_of_a_host_share_its_memory(folder: Path) -> None:
+    with RankProcesses(2, "fault_cases:short_of_memory", str(folder)) as ranks:
+        ended = ranks.wait(_STARTING)
+    for one in ended:
+        assert one.code > 0 and "at loaded" not in one.output, one.output
+        assert re.search(r"NotEnoughMemory: .* kB for the 2 ranks of this host; .* are free", one.output), one.output
+
+
 @pytest.mark.parametrize("way", first_of(["stop", "sleep"], 1))
 @pytest.mark.parametrize("shared", ["1", "0"])
 def test_hangs_in_a_layer(way: str, shared: str) -> None:

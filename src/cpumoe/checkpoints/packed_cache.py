@@ -46,6 +46,14 @@ class PackedCache:
         name = _digest([str(checkpoint.folder.resolve()), dict(options)])[:16]
         self.path = folder / f"{checkpoint.folder.resolve().name}-{name}.packed.safetensors"
 
+    def is_current(self) -> bool:
+        """Return whether there is a file that was made from this very source, by its header alone."""
+        try:
+            with TensorFile(self.path) as file:
+                return file.metadata.get("fingerprint") == self._fingerprint
+        except (CheckpointError, OSError):
+            return False
+
     def load(self) -> dict[str, Tensor] | None:
         """The packed tensors by name, mapped from the file; None if there is no whole cache of this very source."""
         if not self.path.exists():

@@ -27,6 +27,7 @@ from cpumoe.cli import (
 )
 from cpumoe.cli.arguments import add_threads, respect_quota, use_threads
 from cpumoe.cli.parser import Parser, parse
+from cpumoe.errors import NotEnoughMemory
 from cpumoe_command import INTERRUPTED, interrupted
 
 _COMMANDS = (demo, generate, chat, serve, quantize, inspect, plan, simulate, check, eval, explain, bench, doctor)
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:  # only if Python code calls this function: the command itself leaves at once
         print(interrupted(arguments.command), file=sys.stderr)
         return INTERRUPTED
-    except (ValueError, RuntimeError, OSError) as problem:
+    except (ValueError, RuntimeError, OSError, NotEnoughMemory) as problem:
         if arguments.verbose or _debugging():
             traceback.print_exc()
         print(f"cpumoe {arguments.command}: {problem}", file=sys.stderr)

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cpumoe
-from cpumoe import _core, cpu, numa
+from cpumoe import _core, numa
 from cpumoe.errors import printable
+from cpumoe.free_memory import available_bytes, memory_bytes
 from cpumoe.tables import aligned
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ def add_command(commands: Commands) -> None:
 
 def _memory() -> dict[str, float]:
     """Total and available memory in GB."""
-    sizes = {name: round(size * 1e-9, 1) for name, size in cpu.memory_bytes().items()}
-    return {"total_gb": sizes.get("MemTotal", 0.0), "available_gb": sizes.get("MemAvailable", 0.0)}
+    sizes = {"total_gb": memory_bytes().get("MemTotal", 0), "available_gb": available_bytes()}
+    return {name: round(size * 1e-9, 1) for name, size in sizes.items()}
 
 
 def _huge_pages() -> str:

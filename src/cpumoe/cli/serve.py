@@ -17,6 +17,7 @@ from cpumoe.cli.arguments import find_models, positive, refuse_given
 from cpumoe.cli.model_arguments import add_model_arguments, load_chosen_model
 from cpumoe.cli.node_ranks import add_ranks, run_on_nodes
 from cpumoe.cli.rank_arguments import add_rank_arguments, join_ranks
+from cpumoe.free_memory import available_bytes
 from cpumoe.generation.connections import MAX_CONNECTIONS, connection_limit, listen
 from cpumoe.generation.model_folder import check_folder, context_length, prepare_transformers
 from cpumoe.integrations.transformers.tokenizer import load_tokenizer
@@ -130,7 +131,7 @@ def _follow(arguments: argparse.Namespace, ranks: Ranks) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     prepare_transformers()
-    model = load_chosen_model(arguments, ranks=ranks)
+    model = load_chosen_model(arguments, ranks=ranks, reserve_bytes=_cache_bytes(arguments))
     native = _native_of(model)
     _least_free_bytes(ranks)
     follow_steps(model, native, ranks)
@@ -159,7 +160,7 @@ def _run(arguments: argparse.Namespace, ranks: Ranks) -> int:
 
 def _serve(arguments: argparse.Namespace, listener: socket.socket, max_connections: int, ranks: Ranks) -> bool:
     """Loads the model and serves until a signal comes. Returns whether all computing has ended."""
-    from cpumoe.generation.memory import available_bytes, model_bytes
+    from cpumoe.generation.memory import model_bytes
 
     prepare_transformers()
     import transformers
@@ -177,7 +178,8 @@ def _serve(arguments: argparse.Namespace, listener: socket.socket, max_connectio
     available = available_bytes()
     # Batching packs the tokens of several sequences into one row, which transformers can do with this attention only.
     batched = not arguments.sequential and _has_plain_attention(arguments.model)
-    model = load_chosen_model(arguments, ranks=ranks, **({"attn_implementation": "sdpa"} if batched else {}))
+    attention = {"attn_implementation": "sdpa"} if batched else {}
+    model = load_chosen_model(arguments, ranks=ranks, reserve_bytes=_cache_bytes(arguments), **attention)
     # Weights that are mapped from files do not count as used memory, but there should be room for all of them.
     free = available - max(model_bytes(model), available - available_bytes())
     if ranks:
@@ -197,6 +199,11 @@ def _serve(arguments: argparse.Namespace, listener: socket.socket, max_connectio
         return server.run(listener, max_connections, log_level, on_ready=print_address)
 
 
+def _cache_bytes(arguments: argparse.Namespace) -> int | None:
+    """Return the memory that has to be left for the KV cache; None for an engine that has none of a fixed size."""
+    return None if arguments.sequential else int((arguments.memory_gb or 0) * 1e9)
+
+
 def _native_of(model: PreTrainedModel) -> NativeDecoder:
     """What computes the steps of a model that is spread over ranks. Raises ValueError if nothing does."""
     from cpumoe.integrations.transformers.native_decoder import explanation, native_with_head
@@ -208,8 +215,6 @@ def _native_of(model: PreTrainedModel) -> NativeDecoder:
 
 def _least_free_bytes(ranks: Ranks) -> int:
     """What every rank has left when all of them have loaded the model: those of one machine share its memory."""
-    from cpumoe.generation.memory import available_bytes
-
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     ranks.gather_numbers([0])  # all have loaded it
     return min(free for (free,) in ranks.gather_numbers([available_bytes() // ranks_here]))

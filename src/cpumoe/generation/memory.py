@@ -1,14 +1,12 @@
-"""How much memory there is, and how much of it the server's cache of keys and values takes."""
+"""How much of the free memory the server's KV cache takes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
-from cpumoe import cpu
 from cpumoe.tables import size_text
 
 if TYPE_CHECKING:
@@ -94,18 +92,6 @@ def _batching_costs(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[int, 
     mask_row_bytes = BATCH_TOKENS * dtype.itemsize * len(set(getattr(config, "layer_types", None) or ["full"]))
     copy_bytes = (2 * heads + kv_heads) * head_dim * dtype.itemsize
     return block_bytes + (mask_row_bytes + copy_bytes) * _BLOCK_TOKENS, mask_row_bytes * BATCH_TOKENS
-
-
-def available_bytes() -> int:
-    """Memory that can be used without swapping, and within the limit of the container if there is one."""
-    available = cpu.memory_bytes()["MemAvailable"]
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        kinds = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # no container, or one without a limit ("max")
-        return available
-    return min(available, limit - used + int(kinds.get("inactive_file", 0)))
 
 
 def model_bytes(model: PreTrainedModel) -> int:

@@ -43,6 +43,7 @@ def load_model(
     dtype: torch.dtype | None = None,
     auto_class: Any = None,
     ranks: Ranks | None = None,
+    reserve_bytes: int | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """Loads a checkpoint folder as a transformers model with packed experts and linears.
@@ -70,10 +71,14 @@ def load_model(
             (:meth:`cpumoe.parallel.ranks.Ranks.join`). Each reads its own experts or slices and, in a tensor parallel
             group, its own outputs of linears. The ranks of such a group must be called with the same tokens, and all
             ranks as often as each other.
+        reserve_bytes: memory that has to be left when all weights are in memory, for a KV cache or for other programs.
+            The default demands room for the weights alone, without those that are mapped from files, which the kernel
+            can drop and read again.
         options: further arguments of ``from_pretrained``.
 
-    Raises CheckpointError if tensors are missing, unexpected or of another shape, and UnsupportedScheme for a scheme
-    that is not supported.
+    Raises CheckpointError if tensors are missing, unexpected or of another shape, UnsupportedScheme for a scheme that
+    is not supported, and NotEnoughMemory before weights are read if they do not fit into the free memory (unless
+    ``CPUMOE_MEMORY_CHECK`` is 0).
     """
     with (ranks or Ranks.alone()).together():  # if one cannot load it, the others do not wait for it
         path = find_model(path)
@@ -88,6 +93,7 @@ def load_model(
             check_kv_cache(kv_cache),
             leave_experts=found.leaves_experts(scheme),
             ranks=ranks.in_model() if ranks else None,
+            reserve_bytes=reserve_bytes,
             strict=True,
         )
         if ranks and chosen.leave_experts:

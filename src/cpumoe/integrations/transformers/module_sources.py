@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 
 import torch
 from torch import Tensor, nn
 
 from cpumoe.checkpoints.checkpoint import Checkpoint
+from cpumoe.checkpoints.contents import experts_bytes
 from cpumoe.checkpoints.expert_sources import ExpertSource
 from cpumoe.checkpoints.held_scales import is_per_tensor
 from cpumoe.checkpoints.linear_sources import LinearSource
@@ -18,6 +19,7 @@ from cpumoe.checkpoints.model_layout import LinearPlace
 from cpumoe.checkpoints.tensor_file import DTYPES
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.linear import QuantizedLinear
+from cpumoe.layers.packed_weights import packed_spec
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.rounding import quantize_weight
 from cpumoe.layers.scheme import Scheme
@@ -33,11 +35,18 @@ _SPLIT_TENSORS = frozenset({"own.weight_packed"})
 
 @dataclass(frozen=True)
 class PackedModule:
-    """The replacement of one module: how to load it, and how to make it from packed tensors of these names."""
+    """The replacement of one module.
+
+    Attributes:
+        load: reads and packs it.
+        restore: makes it from packed tensors of the names ``tensor_names``.
+        weight_bytes: what its weights take in memory.
+    """
 
     load: Callable[[], nn.Module]
     restore: Callable[[dict[str, Tensor]], nn.Module]
     tensor_names: frozenset[str]
+    weight_bytes: int
 
 
 def packed_experts(source: ExpertSource) -> PackedModule:
@@ -47,7 +56,12 @@ def packed_experts(source: ExpertSource) -> PackedModule:
     def restore(tensors: dict[str, Tensor]) -> nn.Module:
         return Experts.from_packed(**tensors, activation=activation)
 
-    return PackedModule(cache(lambda: load_experts(source)), restore, frozenset({"gate_up_packed", "down_packed"}))
+    size = _experts_bytes(source.config, source.storage, source.input_scales)
+    load = cache(lambda: load_experts(source))
+    return PackedModule(load, restore, frozenset({"gate_up_packed", "down_packed"}), size)
+
+
+_experts_bytes = lru_cache(experts_bytes)  # most layers have the same sizes
 
 
 def spread_experts(checkpoint: Checkpoint, whole: ExpertSource, scheme: Scheme | None, ranks: Ranks) -> PackedModule:
@@ -60,12 +74,23 @@ def spread_experts(checkpoint: Checkpoint, whole: ExpertSource, scheme: Scheme |
         return ParallelExperts(own, config, ranks)
 
     if not part.experts:
-        return PackedModule(cache(lambda: spread(None)), lambda _: spread(None), frozenset())
+        return PackedModule(cache(lambda: spread(None)), lambda _: spread(None), frozenset(), 0)
     own = packed_experts(find_experts(checkpoint, whole.layout, scheme, part))
-    return PackedModule(cache(lambda: spread(own.load())), lambda held: spread(own.restore(held)), own.tensor_names)
+    load = cache(lambda: spread(own.load()))
+    return PackedModule(load, lambda held: spread(own.restore(held)), own.tensor_names, own.weight_bytes)
 
 
-def restored_linear(tensors: dict[str, Tensor]) -> nn.Module:
+def stored_linear(source: LinearSource) -> PackedModule:
+    """A linear that is quantised in the files."""
+    return PackedModule(source.load, _restored_linear, LINEAR_TENSORS, source.packed_bytes())
+
+
+def quantized_linear(floats: FloatLinear, scheme: Scheme) -> PackedModule:
+    """A linear that is float in the files, quantised as it is read."""
+    return PackedModule(partial(floats.packed, scheme), _restored_linear, LINEAR_TENSORS, floats.packed_bytes(scheme))
+
+
+def _restored_linear(tensors: dict[str, Tensor]) -> nn.Module:
     return QuantizedLinear(**tensors)
 
 
@@ -105,6 +130,12 @@ class FloatLinear:
         """Quantised as it is read."""
         return pack_float_linear(self.rows, self.place.rows, self.place.columns, scheme, self.bias())
 
+    def packed_bytes(self, scheme: Scheme) -> int:
+        """Bytes of the packed linear."""
+        place = self.place
+        spec = packed_spec(scheme, torch.float32, 1, place.rows, place.columns, has_bias=place.has_bias)
+        return spec.packed_bytes
+
     def loaded(self, dtype: torch.dtype) -> nn.Linear:
         """As it is, in this dtype."""
         linear = nn.Linear(self.place.columns, self.place.rows, self.place.has_bias, device="meta")
@@ -135,13 +166,16 @@ def split_linear(
 
     if quantized is not None:
         stored = partial(quantized.load, group.size, group.rank)
-        return PackedModule(lambda: SplitLinear(stored(), group), restore, _SPLIT_TENSORS)
+        size = quantized.packed_bytes(group.size)
+        return PackedModule(lambda: SplitLinear(stored(), group), restore, _SPLIT_TENSORS, size)
     own = floats.part(group.size, group.rank)
     if scheme is not None:
-        return PackedModule(lambda: SplitLinear(own.packed(scheme), group), restore, _SPLIT_TENSORS)
+        size = own.packed_bytes(scheme)
+        return PackedModule(lambda: SplitLinear(own.packed(scheme), group), restore, _SPLIT_TENSORS, size)
     load = partial(own.loaded, dtype)
     # Floats are not in caches of packed weights: they are read again.
-    return PackedModule(lambda: SplitLinear(load(), group), lambda _: SplitLinear(load(), group), frozenset())
+    size = own.place.rows * (own.place.columns + own.place.has_bias) * dtype.itemsize
+    return PackedModule(lambda: SplitLinear(load(), group), lambda _: SplitLinear(load(), group), frozenset(), size)
 
 
 def pack_float_linear(

@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import logging
-from functools import partial
 
 from torch import nn
 from transformers import PreTrainedModel
 
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.loading import find_experts
-from cpumoe.checkpoints.model_layout import LinearPlace
+from cpumoe.checkpoints.model_layout import LinearPlace, ModelLayout
 from cpumoe.checkpoints.model_tensors import check_model, quantized_linears
 from cpumoe.checkpoints.named_tensors import TensorCheck
 from cpumoe.checkpoints.storage import refuse_stored_input_scales
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.integrations.transformers.model_description import describe_model
 from cpumoe.integrations.transformers.module_sources import (
-    LINEAR_TENSORS,
     FloatLinear,
     PackedModule,
     packed_experts,
-    restored_linear,
+    quantized_linear,
     split_linear,
     spread_experts,
+    stored_linear,
 )
 from cpumoe.layers.scheme import Scheme
 from cpumoe.parallel.ranks import Ranks
@@ -52,7 +51,7 @@ def find_packed_modules(
     leave_experts: bool = False,
     implementation: str | None = None,
     ranks: Ranks | None = None,
-) -> dict[str, PackedModule]:
+) -> tuple[ModelLayout, dict[str, PackedModule]]:
     """Finds the weights of all modules that will be packed, and checks them before any is read.
 
     Args:
@@ -64,7 +63,7 @@ def find_packed_modules(
         implementation: the ``experts_implementation`` that was asked for; its scheme must be that of quantised experts.
         ranks: that the model is spread over. Experts and linears are read as this rank holds them.
 
-    Returns the replacements by the names of the modules.
+    Returns what the model has and where, and the replacements by the names of the modules.
     """
     for one in (scheme, linears):
         if one is not None:
@@ -94,13 +93,13 @@ def find_packed_modules(
         if split is not None:
             found[linear.module] = split
         elif name in quantized:
-            found[linear.module] = PackedModule(quantized[name].load, restored_linear, LINEAR_TENSORS)
+            found[linear.module] = stored_linear(quantized[name])
         elif wanted is not None:
-            found[linear.module] = PackedModule(partial(floats.packed, wanted), restored_linear, LINEAR_TENSORS)
+            found[linear.module] = quantized_linear(floats, wanted)
     # transformers does not check the shapes and dtypes of the tensors that it loads into a quantised model.
     check_model(layout, sources, quantized, check)
     check.raise_problems()
-    return found
+    return layout, found
 
 
 def refuse_other_scheme(found: set[str], implementation: str | None) -> None:

@@ -33,6 +33,7 @@ from cpumoe.integrations.transformers.attention import ATTENTION, register_atten
 from cpumoe.integrations.transformers.decode import speed_up
 from cpumoe.integrations.transformers.expert_modules import marks_of
 from cpumoe.integrations.transformers.int8_cache import hold_caches
+from cpumoe.integrations.transformers.load_memory import WeightBytes, refuse_too_large, weight_bytes
 from cpumoe.integrations.transformers.model_classes import has_plain_attention
 from cpumoe.integrations.transformers.module_sources import PackedModule
 from cpumoe.integrations.transformers.packed_modules import PendingModule, find_packed_modules, replace_module
@@ -64,6 +65,7 @@ class LoadOptions:
     kv_cache: str | None = None
     leave_experts: bool = False  # to transformers, if the checkpoint has them in float
     ranks: Ranks | None = None  # that the model is spread over
+    reserve_bytes: int | None = None  # memory that has to be left; see load_memory.py
     strict: bool = False  # refuse schemes that are not supported, instead of leaving them to transformers
 
 
@@ -162,6 +164,8 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         self._options = load_options.get()
         self._packed: dict[str, PackedModule] = {}
         self._checkpoint: Checkpoint | None = None
+        self._cache: PackedCache | None = None
+        self._weights = WeightBytes()
 
     def validate_environment(self, *_: Any, device_map: Any = None, **__: Any) -> None:
         devices = device_map.values() if isinstance(device_map, dict) else [device_map or "cpu"]
@@ -198,7 +202,7 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         with torch.device("cpu"):  # the default is that of weights which are not loaded yet
             if use := self._checkpoint.kv_cache_use(held):
                 _log.warning("%s: %s", folder, use)
-            found = find_packed_modules(
+            layout, found = find_packed_modules(
                 model,
                 self._checkpoint,
                 options.scheme,
@@ -220,6 +224,10 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
                         del model.all_tied_weights_keys[pair[0]]
                 name = put_packed(model, name, marks, PendingModule())
             self._packed[name] = packed
+        self._cache = self._packed_cache(self._checkpoint)
+        is_cached = self._cache is not None and self._cache.is_current()
+        self._weights = weight_bytes(model, self._checkpoint, layout, self._packed.values(), is_cached=is_cached)
+        refuse_too_large(folder, self._weights, options.reserve_bytes, options.ranks)
         self._refuse_incomplete(model)
 
     def _activations(self) -> str | None:
@@ -272,7 +280,11 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
             self.quantization_config.section is None or self._options.linears is not None
         ) and not self._options.ranks:
             self.describe(model)
-        self._packed, self._checkpoint = {}, None  # lets go of the files, which a copy of the model must not copy
+        self._packed, self._checkpoint, self._cache = (
+            {},
+            None,
+            None,
+        )  # lets go of the files, which a copy of the model must not copy
 
     def describe(self, model: PreTrainedModel) -> None:
         """Makes the configuration that of the model as it is. A float model whose experts are packed has none."""
@@ -283,17 +295,23 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         elif hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
 
+    def _packed_cache(self, checkpoint: Checkpoint) -> PackedCache | None:
+        """The cache of packed weights that was asked for."""
+        if self._options.cache is None:
+            return None
+        experts = FLOAT if self._options.leave_experts else self._options.scheme
+        names = {"scheme": experts, "linears": self._options.linears}
+        options = {key: None if value is None else str(value) for key, value in names.items()}
+        options["activations"] = checkpoint.activations
+        if self._options.ranks is not None:
+            options["rank"] = repr(self._options.ranks.layout)
+        return PackedCache(self._options.cache, checkpoint, options)
+
     def _load_packed(self, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
-        cache = None
-        if self._options.cache is not None:
-            experts = FLOAT if self._options.leave_experts else self._options.scheme
-            names = {"scheme": experts, "linears": self._options.linears}
-            options = {key: None if value is None else str(value) for key, value in names.items()}
-            options["activations"] = checkpoint.activations
-            if self._options.ranks is not None:
-                options["rank"] = repr(self._options.ranks.layout)
-            cache = PackedCache(self._options.cache, checkpoint, options)
+        cache = self._cache
         modules = {} if cache is None else self._restored(cache)
+        if not modules and self._weights.cached:  # the cache is damaged, and what it has would not be mapped
+            refuse_too_large(checkpoint.folder, WeightBytes(self._weights.packed), self._options.reserve_bytes)
         made: dict[str, Tensor] = {}
         native = True
         ranks = self._options.ranks or Ranks.alone()

@@ -18,7 +18,7 @@ from cpumoe.bench.measure import Call
 from cpumoe.bench.shapes import Shape
 from cpumoe.bench.workload import MOST_CALLS, ROTATED_BYTES, fitting_scheme, random_weight
 from cpumoe.errors import UnsupportedScheme
-from cpumoe.generation.memory import available_bytes
+from cpumoe.free_memory import available_bytes
 from cpumoe.layers import reference
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.scheme import Scheme

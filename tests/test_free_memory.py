@@ -63,6 +63,12 @@ def test_available_memory_within_control_groups(
     assert available_bytes(machine(tmp_path, 32 * GB, cgroup, files)) == expected
 
 
+def test_a_sandbox_without_the_estimate_of_the_kernel(tmp_path: Path) -> None:
+    machine(tmp_path, 32 * GB, None, {})
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 4000 kB\nMemFree: 1000 kB\nCached: 500 kB\n")
+    assert available_bytes(tmp_path) == 1500 * 1024
+
+
 def test_this_machine() -> None:
     assert 0 < available_bytes() <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert available_bytes() <= memory_bytes()["MemTotal"]

@@ -32,13 +32,14 @@ from pydantic import ValidationError
 import cpumoe
 from cpumoe.generation import admission, connections, http_answers
 from cpumoe.generation import http as limits
+from cpumoe.generation.answers import Answering, Choice
 from cpumoe.generation.api_requests import ApiError, ChatRequest, CompletionRequest, parse_body
 from cpumoe.generation.engine import Failure, Job, SequentialEngine
 from cpumoe.generation.sampling import Sampling, Token, TokenChooser
 from cpumoe.generation.server import Server
 from cpumoe.generation.step_engine import StepEngine
 from cpumoe.generation.stop_strings import StopAutomaton, StopStrings
-from cpumoe.generation.text import StructuredMessage, TextPieces
+from cpumoe.generation.text import PlainMessage, StructuredMessage, TextPieces
 from cpumoe.integrations.transformers.native_decoder import native_with_head
 
 SECONDS = 60.0  # at most, for things that take milliseconds
@@ -424,6 +425,43 @@ def test_all_answers_share_stop_strings_that_the_event_loop_did_not_prepare(
                 assert status == 200 and len(answer["choices"]) == 4
     assert [count for count, _ in built] == [16, 16]
     assert all(name.startswith("cpumoe-prompts") for _, name in built)
+
+
+def test_other_connections_have_their_turn_while_many_tokens_wait(parts: tuple[Any, Any]) -> None:
+    class Ready:
+        """All tokens of a job are there at once."""
+
+        problem = None
+
+        def add(self, job: Job) -> None:
+            for token in range(500):
+                job._deliver(Token(token % 40 + 10))
+            job._deliver("length")
+
+        def cancel(self, job: Job) -> None: ...
+
+        def stop(self) -> bool:
+            return True
+
+    async def answer() -> int:
+        turns = 0
+
+        async def other() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        waiting = asyncio.create_task(other())
+        choice = Choice(0, parts[1], StopAutomaton([]), PlainMessage(), frozenset())
+        options: dict[str, Any] = {"prompt_tokens": 1, "on_end": lambda: None}
+        answering = Answering(Ready(), [choice], [[5]], [500], frozenset(), [Sampling()], **options)
+        await answering.finished()
+        waiting.cancel()
+        assert len(choice.tokens) == 500
+        return turns
+
+    assert asyncio.run(answer()) > 20
 
 
 def test_waiting_jobs_are_told_that_the_engine_ends() -> None:

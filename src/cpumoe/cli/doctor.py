@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import cpumoe
-from cpumoe import _core, numa
+from cpumoe import _core, cpu, numa
 from cpumoe.errors import printable
 from cpumoe.free_memory import available_bytes, memory_bytes
 from cpumoe.tables import aligned

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -16,6 +17,8 @@ from cpumoe.generation.engine import ENDING, Engine, Failure, Finish, Job, deliv
 from cpumoe.generation.sampling import Sampling, Token
 from cpumoe.generation.text import Delta, ToolCall
 from cpumoe.generation.token_text import TokenTexts
+
+_ITEMS_AT_ONCE = 16  # tokens that are made text of before other connections have their turn
 
 
 class Answering:
@@ -55,7 +58,11 @@ class Answering:
     async def deltas(self) -> AsyncIterator[tuple[Choice, list[Token], Delta]]:
         """What each token adds to its choice, and at the end the text held back. Raises ApiError on failure."""
         open_choices = len(self.choices)
-        while open_choices:
+        for count in itertools.count(1):
+            if open_choices == 0:
+                return
+            if count % _ITEMS_AT_ONCE == 0:
+                await asyncio.sleep(0)  # items that are there already come without letting other connections run
             index, item = await self._queue.get()
             choice = self.choices[index]
             if choice.finish is not None:

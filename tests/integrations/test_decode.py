@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,8 +11,10 @@ import transformers
 from conftest import SUPPORTED_ISAS
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from native_models import counted_steps, own_code
 from tiny_architectures import ARCHITECTURES, write_float
 from tiny_models import ARCHITECTURES as TINY
+from tiny_text_model import tiny_model, tiny_tokenizer
 
 import cpumoe
 from cpumoe.evaluation.selftest import using_isa
@@ -159,6 +163,60 @@ def test_options_that_are_not_known_are_refused_by_name(tokens):
     bias = torch.randn(1, 4, tokens, 5)
     biased = attention.attention_forward(module, query, kv, kv, mask, position_bias=bias)[0]
     torch.testing.assert_close(biased.transpose(1, 2), F.scaled_dot_product_attention(query, kv, kv, bias))
+
+
+GENERATION = {
+    "stop strings": {"stop_strings": ["dog", "woods"]},
+    "token healing": {"token_healing": True},
+    "beams": {"num_beams": 2},
+}
+
+
+@pytest.mark.parametrize("options", GENERATION.values(), ids=GENERATION)
+@pytest.mark.parametrize("steps", ["native", "layer by layer"])
+def test_generate_with_a_tokenizer_gives_what_it_gives_with_stock_attention(tmp_path, monkeypatch, options, steps):
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"pad_token": "<pad>", "bos_token": "<s>"})
+    tiny_model().save_pretrained(tmp_path)
+    if steps == "layer by layer":
+        monkeypatch.setenv("CPUMOE_STEPS", "0")
+    model = cpumoe.load_model(tmp_path, scheme="bf16", dtype=torch.float32)
+    ids = tokenizer("The quick brown fox", return_tensors="pt").input_ids
+
+    def generate() -> list[int]:
+        settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
+        return model.generate(ids, tokenizer=tokenizer, **settings, **options)[0].tolist()
+
+    with counted_steps(model) if steps == "native" else nullcontext([(1, 1)]) as calls:
+        got = generate()
+    assert calls, "the tokenizer made every step run layer by layer"
+    model.set_attn_implementation("sdpa")
+    with own_code(model):
+        assert got == generate()
+
+
+def test_options_that_no_code_of_the_model_mentions_are_passed_over_and_others_are_refused():
+    model, ids = tiny("qwen3_moe", "cpumoe"), torch.randint(3, 120, (1, 5))
+    expected = model(ids).logits
+    for length in (5, 1):  # one token is for our kernel
+        for option in ({"token_type_ids": torch.zeros(1, 5)}, {"tokenizer": object()}, {"a_new_one": 0}):
+            assert torch.equal(model(ids[:, :length], **option).logits, model(ids[:, :length]).logits)
+        for option in ({"softcap": 30.0}, {"output_attentions": True}):
+            with pytest.raises(ValueError, match="does not serve (softcap|output_attentions)="):
+                model(ids[:, :length], **option)
+    assert not torch.equal(model(ids, s_aux=torch.ones(4)).logits, expected)  # sinks, which this attention has
+
+
+def test_an_option_that_the_code_of_a_layer_sets_is_refused():
+    model = tiny("qwen3_moe", "cpumoe")
+
+    class Layer(type(model.model.layers[0].self_attn)):
+        def forward(self, *arguments, **options):
+            return super().forward(*arguments, **options, sharpness=torch.ones(4))
+
+    model.model.layers[1].self_attn.__class__ = Layer
+    with pytest.raises(ValueError, match=r"does not serve sharpness=a tensor \[4\], which Layer asks for"):
+        model(torch.randint(3, 120, (1, 5)))
 
 
 @settings(deadline=None, max_examples=60)

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpumoe import ops
+from cpumoe.integrations.transformers.call_options import passes_by
 from cpumoe.ops import wants_gradient
 
 #: Name of the attention in transformers' registry.
@@ -46,6 +47,12 @@ PASSED_OVER = {
     "num_items_in_batch": "is for the loss",
 }
 
+
+def asks_for_something(module_class: type, name: str, option: object) -> bool:
+    """Return whether an option that reached a module of this class may be meant to change its attention."""
+    return option is not None and option is not False and name not in PASSED_OVER and not passes_by(module_class, name)
+
+
 # Most elements of a mask that has a column for the sinks; longer inputs are computed in parts.
 _MASK_ELEMENTS = 1 << 24
 
@@ -72,7 +79,7 @@ def attention_forward(
     refused by name.
     """
     for name, option in options.items():
-        if name not in PASSED_OVER and option is not None and option is not False:
+        if asks_for_something(type(module), name, option):
             raise _not_served(module, name, option)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     shared_mask = attention_mask is None or attention_mask.shape[1:3] == (1, 1)

@@ -21,7 +21,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from cpumoe import ops
-from cpumoe.integrations.transformers.attention import ATTENTION, PASSED_OVER, additive_mask, attention_with_sinks
+from cpumoe.integrations.transformers.attention import (
+    ATTENTION,
+    additive_mask,
+    asks_for_something,
+    attention_with_sinks,
+)
 from cpumoe.integrations.transformers.latent_check import first_difference, kind_of
 from cpumoe.integrations.transformers.module_view import ModuleView
 from cpumoe.integrations.transformers.norms import find_form, rms_norm
@@ -185,21 +190,18 @@ def _is_served(module: Any, hidden_states: Any, options: dict[str, Any]) -> bool
         and not wants_gradient(hidden_states, *module._parameters.values(), getattr(weight, "weight", None))
         and not torch.compiler.is_compiling()
         and not any(
-            name not in _options_of(type(module).forward) and _is_set(option) for name, option in options.items()
+            name not in _options_of(type(module).forward) and asks_for_something(type(module), name, option)
+            for name, option in options.items()
         )
         and not _wants_attention_weights()
         and _registered()
     )
 
 
-def _is_set(option: object) -> bool:
-    return option is not None and option is not False
-
-
 @cache
 def _options_of(forward: Callable[..., Any]) -> frozenset[str]:
-    """What a forward takes itself, and the options that every attention may pass over."""
-    return frozenset((*inspect.signature(forward).parameters, *PASSED_OVER))
+    """What a forward takes itself."""
+    return frozenset(inspect.signature(forward).parameters)
 
 
 def _wants_attention_weights() -> bool:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from cpumoe import _core
 from cpumoe.integrations.transformers.attention import PASSED_OVER
+from cpumoe.integrations.transformers.call_options import names_in, names_in_files_of, names_of_attention_functions
 from cpumoe.integrations.transformers.decoder_check import find_choices, output_class
 from cpumoe.integrations.transformers.decoder_description import (
     Choices,
@@ -220,6 +221,7 @@ class NativeDecoder:
             if layer.attention is not None and layer.attention.ranks > 1 and layer.attention.latent is None
         )
         self._described: Decoder | None = Decoder(model)
+        self._known_options: frozenset[str] | None = None
         self._dtype, self._hidden = model.embedding.dtype, model.embedding.shape[1]
         forms = [cache_form(*pair, self._dtype, self.records) for pair in zip(base.layers, model.layers, strict=True)]
         if not any(isinstance(form, CacheForm) for form in forms):
@@ -263,7 +265,9 @@ class NativeDecoder:
         for name, option in given.items():
             if name in _SERVED or name in _IGNORED or (name == "logits_to_keep" and head is not None):
                 continue
-            if option is not None and (option is not False or name == "is_causal"):
+            if option is False and name == "is_causal":
+                return None
+            if option is not None and option is not False and not self._passes_by(base, head, name):
                 return None
         if not getattr(base.config, "is_causal", True):
             return None
@@ -292,6 +296,16 @@ class NativeDecoder:
         if out is None:
             return None
         return out, cache if use_cache or given.get("past_key_values") is not None else None
+
+    def _passes_by(self, base: Any, head: Any, name: str) -> bool:
+        """Return whether a step may ignore an option: no code of the model and no attention mentions its name."""
+        if self._known_options is None:
+            owners = (base,) if head is None else (base, head)
+            forwards = names_in(vars(c).get("forward") for owner in owners for c in type(owner).__mro__)
+            classes = {type(module) for module in base.layers.modules()}
+            files = (names_in_files_of(module_class) for module_class in classes)
+            self._known_options = names_of_attention_functions().union(forwards, *files)
+        return name not in self._known_options
 
     def _named(self, arguments: tuple[Any, ...], options: dict[str, Any], head: Any) -> dict[str, Any]:
         if not arguments:

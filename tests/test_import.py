@@ -55,6 +55,7 @@ def test_the_operators_exist_in_either_order(order: str) -> None:
 def test_neither_transformers_nor_the_quantiser_is_imported() -> None:
     done = run(
         "import sys, cpumoe\n"
+        "assert set(cpumoe.__all__) <= set(dir(cpumoe)), 'names that are imported later are listed too'\n"
         "print([name for name in sys.modules if name.split('.')[0] == 'transformers'"
         " or name.startswith(('cpumoe.quantization', 'cpumoe.cli', 'cpumoe.generation'))])\n"
         "cpumoe.quantize_checkpoint\n"

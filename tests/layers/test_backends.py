@@ -86,7 +86,9 @@ def test_reasons() -> None:
     for facts, word in [
         ({"device": "cuda"}, "only 'cpu' is served"),
         ({"routing": RoutingMethod.UNSPECIFIED}, "unspecified"),
+        ({"routing": "unspecified"}, "unspecified"),
         ({"logits_dtype": torch.int32}, "floating point"),
+        ({"expert_map": True}, "map the ids before the call"),
     ]:
         wrong = config(scale_dtype=torch.bfloat16, **facts)  # with scales that every backend takes
         assert all(word in str(v.obstacle) for v in explain(wrong))
@@ -98,9 +100,13 @@ def test_a_named_backend_is_used_or_refused(monkeypatch: pytest.MonkeyPatch) -> 
     assert select_backend(config(), "reference").name == "reference"
     with pytest.raises(NoBackend, match="backend='aten' cannot serve this layer: scheme w8a8"):
         select_backend(config("w8a8"), "aten")
-    with pytest.raises(NoBackend, match="backend='cuda' is not known; accepted are native, aten, reference"):
+    with pytest.raises(NoBackend, match="backend='cuda' is not known; accepted are native, aten, reference, auto"):
         select_backend(config(), "cuda")
+    for name in ("", "auto"):
+        monkeypatch.setenv("CPUMOE_BACKEND", name)
+        assert select_backend(config()).name == select_backend(config(), "auto").name == "native"
     monkeypatch.setenv("CPUMOE_BACKEND", "reference")
+    assert select_backend(config(), "auto").name == "reference", "auto is the default choice, which this changes"
     assert random_layer("w4a8-g32").experts().backend.name == "reference"
     packed = random_layer("w4a8-g32").experts("native")
     with pytest.raises(NoBackend, match="packed weights are for the native backend, not for 'reference'"):

@@ -170,6 +170,24 @@ def test_bad_inputs() -> None:
         )
 
 
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_linear_of_pytorch_is_quantized_with_its_bias(bias: bool) -> None:
+    linear = torch.nn.Linear(64, 20, bias=bias)
+    x = torch.randn(3, 64)
+    own = cpumoe.QuantizedLinear.quantize(linear.weight, "w4a8-g32", linear.bias)
+    with torch.no_grad():
+        assert torch.equal(cpumoe.QuantizedLinear.quantize(linear, "w4a8-g32")(x), own(x))
+    given = torch.randn(20)
+    if bias:
+        with pytest.raises(ValueError, match="bias is given, and Linear.* has one"):
+            cpumoe.QuantizedLinear.quantize(linear, "w4a8-g32", given)
+    else:
+        with_bias = cpumoe.QuantizedLinear.quantize(linear, "w4a8-g32", given)
+        torch.testing.assert_close(with_bias(x), own(x) + given)
+    with pytest.raises(ValueError, match=r"weight is a list; a float tensor \[out, in\] or an nn.Linear is accepted"):
+        cpumoe.QuantizedLinear.quantize([[1.0]], "w4a8-g32")  # type: ignore[arg-type]
+
+
 def test_layer_is_router_experts_and_shared_experts() -> None:
     experts = random_layer("w8a8", experts=6).experts("native")
     router = torch.nn.Linear(128, 6, bias=False)
@@ -218,5 +236,7 @@ def test_layer_refuses_what_does_not_fit() -> None:
     experts = random_layer("w4a8-g32").experts("native")
     with pytest.raises(ValueError, match="topk=5; 1 to 4"):
         cpumoe.MoELayer(torch.nn.Linear(128, 4), experts, 5)
+    with pytest.raises(ValueError, match="routed_scaling_factor=None; a finite number"):
+        cpumoe.MoELayer(torch.nn.Linear(128, 4), experts, 2, routed_scaling_factor=None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="shared_gate without"):
         cpumoe.MoELayer(torch.nn.Linear(128, 4), experts, 2, shared_gate=torch.nn.Linear(128, 1))

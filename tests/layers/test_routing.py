@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -169,12 +170,33 @@ def test_method_names() -> None:
     assert routing_method("softmax", 8, True) is RoutingMethod.RENORMALIZE
     assert routing_method("softmax", 8, False) is RoutingMethod.DEFAULT
     assert routing_method("softmax", 6, False, 8) is RoutingMethod.DEFAULT
-    for facts in [
-        ("sigmoid", 8, True, None, False),
-        ("softmax", 8, True, 8, True),
-        ("sigmoid", 8, True, None, True),
-    ]:
-        assert routing_method(*facts) is RoutingMethod.UNSPECIFIED
+    assert routing_method("sigmoid", 8, True) is RoutingMethod.RENORMALIZE_NAIVE
+    assert routing_method("sigmoid", 8, True, None, True) is RoutingMethod.DEEPSEEK_V3
+    assert routing_method("tanh", 8, True) is RoutingMethod.UNSPECIFIED
+
+
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "sqrt_softplus"])
+def test_the_named_method_computes_what_the_configuration_says(scoring: str) -> None:
+    logits, bias = torch.randn(5, 8), torch.randn(8)
+    for topk, renormalize, groups, has_bias in itertools.product((1, 3), (False, True), (None, 4), (False, True)):
+        method = routing_method(scoring, topk, renormalize, groups, has_bias)
+        weights, ids = select_experts(
+            logits,
+            topk,
+            method,
+            scoring=scoring,
+            renormalize=renormalize,
+            correction_bias=bias if has_bias else None,
+            num_expert_group=groups,
+            topk_group=None if groups is None else 2,
+        )
+        for row, row_weights, row_ids in zip(logits.tolist(), weights.tolist(), ids.tolist(), strict=True):
+            # Scores, choice and division in this order, whatever the method's own order is.
+            expected = statement(
+                *(row, topk, "deepseek_v3", scoring, renormalize),
+                *(bias.tolist() if has_bias else None, groups or 0, 2, 1.0),
+            )
+            assert dict(zip(row_ids, row_weights, strict=True)) == pytest.approx(expected, rel=1e-5)
 
 
 def test_custom_routing() -> None:
@@ -231,6 +253,9 @@ def test_simulated_routing() -> None:
         ({"method": "simulated", "load": [1.0] * 7}, "8 numbers"),
         ({"method": "simulated", "load": [1.0] + [0.0] * 7}, "leaves 1 experts"),
         ({"router_logits": torch.randn(8)}, "1 dimensions"),
+        ({"routed_scaling_factor": None}, "routed_scaling_factor=None; a finite number is accepted, 1.0 for no"),
+        ({"routed_scaling_factor": "2"}, "routed_scaling_factor='2'; a finite number"),
+        ({"routed_scaling_factor": math.nan}, "routed_scaling_factor=nan; a finite number"),
     ],
 )
 def test_bad_arguments(arguments: dict[str, object], message: str) -> None:

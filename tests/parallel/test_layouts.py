@@ -52,6 +52,14 @@ def test_with_ep_each_expert_is_on_one_rank(layout: ParallelLayout, experts: int
     assert layout.uses_ep == (layout.flat_size > 1)  # one rank has all experts, whatever was asked for
 
 
+def test_exchanges_have_names() -> None:
+    by_name = ParallelLayout(tp_size=2, expert_parallel=True, exchange="all_to_all")  # type: ignore[arg-type]
+    assert by_name.exchange is by_name.chosen_exchange is Exchange.ALL_TO_ALL
+    for make in (Exchange, lambda name: ParallelLayout(tp_size=2, exchange=name)):
+        with pytest.raises(ValueError, match="exchange='nccl' is not known; accepted are all_reduce, allgather"):
+            make("nccl")
+
+
 def test_how_tokens_travel() -> None:
     assert ParallelLayout().chosen_exchange is None
     assert ParallelLayout(expert_parallel=True).chosen_exchange is None

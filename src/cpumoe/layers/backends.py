@@ -90,6 +90,7 @@ class Backend(ABC):
             self.activation_obstacle,
             self.routing_obstacle,
             self.layout_obstacle,
+            self.expert_map_obstacle,
         )
         return next((reason for check in checks if (reason := check(config)) is not None), None)
 
@@ -112,6 +113,11 @@ class Backend(ABC):
     def layout_obstacle(self, config: MoEConfig) -> str | None:
         # TP and EP shards are ordinary layers with fewer columns or experts; ids that are not here are -1.
         return None
+
+    def expert_map_obstacle(self, config: MoEConfig) -> str | None:
+        if not config.expert_map:
+            return None
+        return "expert_map=True; map the ids before the call (-1 for experts of other ranks) and leave expert_map False"
 
     @abstractmethod
     def prepare(self, chunks: Iterable[QuantizedExperts], config: MoEConfig) -> dict[str, Tensor]:
@@ -317,6 +323,8 @@ _PARTS = tuple(f.name for f in fields(QuantizedWeight) if f.name != "element")
 
 BACKENDS: tuple[Backend, ...] = (NativeBackend(), AtenBackend(), ReferenceBackend())
 
+_AUTO = "auto"  # the name that stands for the choice among them
+
 
 @dataclass(frozen=True)
 class Verdict:
@@ -356,15 +364,16 @@ def serving_matrix() -> Iterator[Cell]:
 def select_backend(config: MoEConfig, requested: str | None = None) -> Backend:
     """The backend for a layer: ``requested``, else ``CPUMOE_BACKEND``, else the first that serves it.
 
-    A requested backend that does not serve the layer raises NoBackend with its reason.
+    ``requested="auto"`` is the same as None, and ``CPUMOE_BACKEND`` may be ``auto`` or empty. A requested backend that
+    does not serve the layer raises NoBackend with its reason.
     """
     source = "backend"
-    if requested is None and (requested := os.environ.get("CPUMOE_BACKEND")) is not None:
-        source = "CPUMOE_BACKEND"
-    if requested is not None:
+    if requested is None or requested == _AUTO:
+        source, requested = "CPUMOE_BACKEND", os.environ.get("CPUMOE_BACKEND") or _AUTO
+    if requested != _AUTO:
         chosen = next((b for b in BACKENDS if b.name == requested), None)
         if chosen is None:
-            names = ", ".join(b.name for b in BACKENDS)
+            names = ", ".join([*(b.name for b in BACKENDS), _AUTO])
             raise NoBackend(f"{source}={requested!r} is not known; accepted are {names}")
         if (reason := chosen.obstacle(config)) is not None:
             raise NoBackend(f"{source}={requested!r} cannot serve this layer: {reason}")

@@ -8,6 +8,7 @@ import torch
 
 from cpumoe.layers.activation import Activation
 from cpumoe.layers.parallel_layout import ParallelLayout
+from cpumoe.layers.routing import parse_method
 from cpumoe.layers.routing_methods import RoutingMethod
 from cpumoe.layers.scheme import Scheme
 
@@ -18,7 +19,9 @@ class MoEConfig:
 
     ``experts`` are those of the whole layer, ``held_experts`` those that this rank holds (None: all of them); ids that
     a layer is called with count the latter. ``hidden_size`` and ``intermediate_size`` are those of this rank;
-    ``scale_dtype`` is the dtype of the weight scales.
+    ``scale_dtype`` is the dtype of the weight scales. ``expert_map`` asks for a backend that is called with ids of the
+    whole layer and maps them to the experts held here; without it, ids count the held experts and -1 is one of another
+    rank.
     """
 
     scheme: Scheme
@@ -41,6 +44,7 @@ class MoEConfig:
         return self.experts if self.held_experts is None else self.held_experts
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "routing", parse_method(self.routing))
         for name, size in (("hidden_size", self.hidden_size), ("intermediate_size", self.intermediate_size)):
             if size < 1 or size % 32 != 0:
                 raise ValueError(f"{name}={size}; a positive multiple of 32 is accepted")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from cpumoe.layers.experts import Experts
-from cpumoe.layers.routing import CustomRouting, parse_method, select_experts
+from cpumoe.layers.routing import CustomRouting, check_scaling_factor, parse_method, select_experts
 from cpumoe.layers.routing_methods import RoutingMethod
 
 
@@ -54,6 +54,7 @@ class MoELayer(nn.Module):
             raise ValueError(f"topk={topk}; 1 to {experts.config.experts} are accepted")
         if shared_gate is not None and shared_experts is None:
             raise ValueError("shared_gate without shared_experts")
+        check_scaling_factor(routed_scaling_factor)
         self.router = router
         self.experts = experts
         self.topk = topk

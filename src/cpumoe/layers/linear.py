@@ -117,15 +117,31 @@ class QuantizedLinear(nn.Module):
     @classmethod
     def quantize(
         cls,
-        weight: Tensor,
+        weight: Tensor | nn.Linear,
         scheme: Scheme | str,
         bias: Tensor | None = None,
         *,
         input_scale: Tensor | float | None = None,
         input_global_scale: Tensor | float | None = None,
     ) -> QuantizedLinear:
-        """Quantises a float weight [out, in], round to nearest; scales of the input as in :meth:`from_quantized`."""
+        """Quantise a float weight, round to nearest.
+
+        Args:
+            weight: [out, in], or an ``nn.Linear``, whose bias is taken too.
+            scheme: a Scheme or its name.
+            bias: [out] or None.
+            input_scale, input_global_scale: as in :meth:`from_quantized`.
+        """
         scheme = Scheme.parse(scheme)
+        if isinstance(weight, nn.Linear):
+            if bias is not None and weight.bias is not None:
+                raise ValueError(f"bias is given, and {weight} has one; give one of them")
+            own_bias = None if weight.bias is None else weight.bias.detach()
+            weight, bias = weight.weight.detach(), own_bias if bias is None else bias
+        if not isinstance(weight, Tensor):
+            raise ValueError(
+                f"weight is a {type(weight).__name__}; a float tensor [out, in] or an nn.Linear is accepted"
+            )
         inputs = _input_scale(input_scale, input_global_scale, scheme)
         return cls.from_weight(replace(quantize_weight(weight, scheme), bias=bias, input_scales=inputs), scheme)
 

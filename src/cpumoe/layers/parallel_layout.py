@@ -21,6 +21,10 @@ class Exchange(Enum):
     #: A token goes to those ranks only that have an expert of it.
     ALL_TO_ALL = "all_to_all"
 
+    @classmethod
+    def _missing_(cls, value: object) -> Exchange:
+        raise ValueError(f"exchange={value!r} is not known; accepted are {', '.join(e.value for e in cls)}")
+
 
 @dataclass(frozen=True)
 class ExpertsPart:
@@ -68,7 +72,7 @@ class ParallelLayout:
         expert_parallel: ranks own whole experts; otherwise every expert's intermediate size is split.
         sequence_parallel: what the layer is called with are the tokens of this rank alone, in tensor parallel groups
             too, where all ranks would have the same otherwise.
-        exchange: how tokens travel; None takes what needs the fewest bytes for these sizes.
+        exchange: how tokens travel, an Exchange or its name; None takes what needs the fewest bytes for these sizes.
     """
 
     tp_size: int = 1
@@ -82,6 +86,8 @@ class ParallelLayout:
     exchange: Exchange | None = None
 
     def __post_init__(self) -> None:
+        if self.exchange is not None:
+            object.__setattr__(self, "exchange", Exchange(self.exchange))
         for kind in ("tp", "dp", "pcp"):
             size, rank = getattr(self, f"{kind}_size"), getattr(self, f"{kind}_rank")
             if size < 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,19 +19,39 @@ CustomRouting = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 def routing_method(
     scoring: str, topk: int, renormalize: bool, num_expert_group: int | None = None, has_bias: bool = False
 ) -> RoutingMethod:
-    """Names the method from the facts of a model's configuration.
+    """Return the method with which :func:`select_experts` computes what a model's configuration says.
 
-    Sigmoid with a bias and groups is ``deepseek_v3``; sigmoid with one expert per token ``llama4``; softmax without a
-    bias ``renormalize`` or ``default`` (groups, if any, are an option of these). Everything else is ``unspecified``.
+    Call it with the same ``scoring``, ``renormalize``, bias and groups. Scores with a bias are ``deepseek_v3``, with
+    groups or without. Without a bias, softmax is ``renormalize`` or ``default``; sigmoid is ``llama4`` for one expert
+    per token; scores that are divided by the sum of the chosen are ``renormalize_naive``, and others ``deepseek_v3``
+    with ``renormalize=False``. A scoring that is not known is ``unspecified``.
+
+    Args:
+        scoring: ``softmax``, ``sigmoid`` or ``sqrt_softplus``: how logits become scores.
+        topk: experts per token.
+        renormalize: whether the weights of the chosen experts are divided by their sum.
+        num_expert_group: an option of every method, so that it does not decide between them.
+        has_bias: whether there is a correction bias.
     """
-    grouped = (num_expert_group or 0) > 0
+    if scoring not in ("softmax", "sigmoid", "sqrt_softplus"):
+        return RoutingMethod.UNSPECIFIED
     if has_bias:
-        return RoutingMethod.DEEPSEEK_V3 if scoring == "sigmoid" and grouped else RoutingMethod.UNSPECIFIED
-    if scoring == "sigmoid" and topk == 1:
-        return RoutingMethod.LLAMA4
+        return RoutingMethod.DEEPSEEK_V3
     if scoring == "softmax":
         return RoutingMethod.RENORMALIZE if renormalize else RoutingMethod.DEFAULT
-    return RoutingMethod.UNSPECIFIED
+    if renormalize:
+        return RoutingMethod.RENORMALIZE_NAIVE
+    return RoutingMethod.LLAMA4 if scoring == "sigmoid" and topk == 1 else RoutingMethod.DEEPSEEK_V3
+
+
+def check_scaling_factor(factor: float) -> None:
+    """Raise ValueError for a ``routed_scaling_factor`` that is no finite number."""
+    try:
+        is_finite = math.isfinite(factor)
+    except TypeError:
+        is_finite = False
+    if not is_finite:
+        raise ValueError(f"routed_scaling_factor={factor!r}; a finite number is accepted, 1.0 for no scaling")
 
 
 def parse_method(method: RoutingMethod | str) -> RoutingMethod:
@@ -101,6 +122,8 @@ def select_experts(
         raise ValueError(f"router_logits are {router_logits.dtype}; a floating point dtype is accepted")
     if not 1 <= topk <= router_logits.shape[1]:
         raise ValueError(f"topk={topk}; 1 to {router_logits.shape[1]} are accepted")
+    if not torch.compiler.is_compiling():  # it may be symbolic there
+        check_scaling_factor(routed_scaling_factor)
     given = (load is not None, generator is not None, custom is not None, correction_bias is not None)
     resolve = _resolve.__wrapped__ if torch.compiler.is_compiling() else _resolve  # compilers warn of caches
     steps = resolve(method, topk, scoring, renormalize, num_expert_group, topk_group, given)

@@ -11,7 +11,7 @@ class RoutingMethod(enum.Enum):
     DEFAULT = "default"  # softmax over all experts, then top-k
     RENORMALIZE = "renormalize"  # top-k of the logits, then softmax (or sigmoid) over the chosen
     RENORMALIZE_NAIVE = "renormalize_naive"  # score, top-k, divide by the sum of the chosen
-    DEEPSEEK_V3 = "deepseek_v3"  # sigmoid, correction bias for the choice, groups
+    DEEPSEEK_V3 = "deepseek_v3"  # score, correction bias for the choice, groups; division by the sum is an option
     LLAMA4 = "llama4"  # top-1, then sigmoid
     TOPK = "topk"  # top-k of the raw logits
     CUSTOM = "custom"  # a callable of the user's

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from cpumoe import ParallelLayout
 from cpumoe.layers.parallel_layout import ExpertsPart
 from cpumoe.ops.exchange import choose_slots
+from cpumoe.parallel import balance
 from cpumoe.parallel.balance import copies_of, plan_placement
 from cpumoe.parallel.load_counter import LoadCounter
 from cpumoe.parallel.placement import Placement, physical_ids, rank_loads, slowest_rank
@@ -22,11 +23,18 @@ ROUNDING = 1 + 1e-12
 
 
 def check_promises(loads: list[float], ranks: int, slots: int, nodes: int = 1) -> Placement:
-    """Every expert somewhere, equal slots (the placement itself checks both), none twice on a rank, and the bound."""
+    """Every expert somewhere, equal slots (the placement itself checks both), none twice on a rank, and the bound.
+
+    Slots stay empty only where fewer of them are better.
+    """
     placement = plan_placement(loads, ranks, slots, nodes)
     assert placement == plan_placement(loads, ranks, slots, nodes)
-    assert placement.rank_count == ranks and len(placement.logical) == ranks * slots
-    assert all(len(set(experts)) == slots for experts in placement.by_rank)
+    held = len(placement.by_rank[0])
+    assert placement.rank_count == ranks and held <= slots
+    assert all(len(set(experts)) == held for experts in placement.by_rank)
+    if held < slots:
+        filled = balance._placement_that_fills(loads, ranks, slots, nodes, None)
+        assert max(rank_loads(placement, loads)) < max(rank_loads(filled, loads))
     copy = [load / placement.replicas(expert) for expert, load in enumerate(loads)]
     bound = sum(loads) / ranks + (1 - 1 / ranks) * (max(copy) - min(copy))
     assert max(rank_loads(placement, loads)) <= bound * ROUNDING
@@ -64,8 +72,36 @@ def test_against_brute_force(case: tuple[list[int], int, int]) -> None:
     loads, ranks, slots = case
     placement = check_promises([float(load) for load in loads], ranks, slots)
     slowest = max(rank_loads(placement, loads))
-    best = float(best_of_all(loads, ranks, slots))
+    least = -(-len(loads) // ranks)
+    best = float(min(best_of_all(loads, ranks, fewer) for fewer in range(least, slots + 1)))
     assert best / ROUNDING <= slowest <= (2 - 1 / ranks) * best * ROUNDING
+
+
+def slowest_by_slots(loads: list[float], ranks: int, nodes: int = 1, groups: int | None = None) -> list[float]:
+    least = -(-len(loads) // ranks)
+    placements = (plan_placement(loads, ranks, s, nodes, groups) for s in range(least, len(loads) + 1))
+    return [slowest_rank(placement, loads) for placement in placements]
+
+
+def never_slower(found: list[float]) -> bool:
+    return all(more <= fewer * (1 + 1e-8) for fewer, more in itertools.pairwise(found))
+
+
+def test_a_spare_slot_never_makes_the_slowest_rank_slower() -> None:
+    assert slowest_by_slots([10.0, 20.0, 30.0, 40.0], 2) == [1.0, 1.0, 1.0]
+    for ranks in (2, 3, 4):
+        for loads in itertools.combinations_with_replacement((0.0, 1.0, 2.0, 3.0, 5.0, 8.0), 5):
+            assert never_slower(slowest_by_slots(list(loads), ranks)), (ranks, loads)
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_nor_with_nodes_and_groups(data: st.DataObject) -> None:
+    nodes, per_node = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 3))
+    groups = data.draw(st.sampled_from([None, 2, 3]))
+    count = data.draw(st.integers(1, 4)) * (groups or 1)
+    loads = data.draw(st.lists(st.integers(0, 40).map(float), min_size=count, max_size=count))
+    assert never_slower(slowest_by_slots(loads, nodes * per_node, nodes, groups))
 
 
 def test_the_factor_is_reached() -> None:

@@ -1,7 +1,8 @@
 """Plans where experts go so that no rank has much more to do than the others.
 
 Spare slots go to further copies of hot experts, the copies are packed on ranks by their load, and swaps improve that
-until none helps. How far the result may be from an even load is stated and proved below.
+until none helps. Slots whose copies would make the slowest rank slower stay empty. How far the result may be from an
+even load is stated and proved below.
 """
 
 from __future__ import annotations
@@ -10,7 +11,10 @@ import heapq
 import math
 from collections.abc import Sequence
 
-from cpumoe.parallel.placement import Placement
+from cpumoe.parallel.placement import Placement, rank_loads
+
+#: Sums that differ by less, as a share of them, count as equal.
+_ROUNDING = 1e-9
 
 
 def plan_placement(
@@ -18,7 +22,10 @@ def plan_placement(
 ) -> Placement:
     """Places the experts of a layer by their load. The same arguments give the same placement.
 
-    A copy has an equal share of its expert's load, and a rank has at most one copy of an expert. With ``n`` ranks and
+    A copy has an equal share of its expert's load, and a rank has at most one copy of an expert. More slots never make
+    the slowest rank slower: ``[10, 20, 30, 40]`` is even on two ranks with two slots each, and not with three, since
+    both ranks have the experts with two copies, and the other two differ. Ranks have fewer experts than slots then, all
+    the same number. With ``n`` ranks and
     ``copy`` for the loads of all copies, no rank has more than::
 
         mean + (1 - 1/n) * (max(copy) - min(copy))
@@ -35,7 +42,7 @@ def plan_placement(
     Args:
         loads: of each logical expert: how often it is chosen, in any unit.
         ranks: how many there are.
-        slots_per_rank: how many experts a rank holds. Slots beyond one for each expert are for further copies.
+        slots_per_rank: how many experts a rank may hold. Slots beyond one for each expert are for further copies.
         nodes: the ranks lie on so many nodes in order, the same number on each. Nodes are balanced first, and then the
             ranks in each.
         groups: the experts are so many groups, consecutive and of one size, of which a token chooses few
@@ -43,9 +50,26 @@ def plan_placement(
             that a token visits few nodes. A node must have no more slots a rank than experts then; otherwise, as where
             groups do not divide, experts are placed one by one.
     """
-    experts = len(loads)
     _check(loads, ranks, slots_per_rank, nodes, groups)
-    per_node = ranks // nodes
+    mean = math.fsum(loads) / ranks
+    best, least = None, math.inf
+    # Of equal ones the first is taken, which has the most copies: loads change, and copies even that out.
+    for slots in range(slots_per_rank, -(-len(loads) // ranks) - 1, -1):
+        placement = _placement_that_fills(loads, ranks, slots, nodes, groups)
+        slowest = max(rank_loads(placement, loads))
+        if best is None or slowest < least * (1 - _ROUNDING):
+            best, least = placement, slowest
+        if least <= mean * (1 + _ROUNDING):
+            break
+    assert best is not None  # slots_per_rank has been checked
+    return best
+
+
+def _placement_that_fills(
+    loads: Sequence[float], ranks: int, slots_per_rank: int, nodes: int, groups: int | None
+) -> Placement:
+    """Return a placement with exactly this many experts on every rank."""
+    experts, per_node = len(loads), ranks // nodes
     keeps_groups = groups is not None and nodes > 1 and groups % nodes == 0 and slots_per_rank * nodes <= experts
     if groups is not None and keeps_groups:
         of_nodes = _groups_on_nodes(loads, groups, nodes, per_node, slots_per_rank)
@@ -157,9 +181,14 @@ def _shares(loads: Sequence[float], copies: Sequence[int]) -> list[float]:
 # (N-mean + (1 - 1/N) * D) / m + (1 - 1/m) * D = mean + (1 - 1/(N m)) * D, which is (1) for all N m ranks. With groups,
 # the D of nodes is that of groups.
 #
-# The best placement of all has max(copy) or more on some rank: an expert that is on c of its ranks has load / c or more
-# on one of them, and `copies_of` has the smallest maximum of these. It has the mean or more, too. So (1) is at most
-# 2 - 1/n times the best.
+# The best placement that fills so many slots has max(copy) or more on some rank: an expert that is on c of its ranks has
+# load / c or more on one of them, and `copies_of` has the smallest maximum of these. It has the mean or more, too. So (1)
+# is at most 2 - 1/n times the best.
+#
+# Slots that stay empty. Let P(s) be what (1) is about, with s slots filled on every rank, and B(s) the best such
+# placement: P(s) <= (2 - 1/n) * B(s). The result R(s) is the least of P(t) over all t <= s that have room for the
+# experts. So R(s + 1) <= R(s): the least of more. It is some P(t), for whose copies (1) holds. And
+# R(s) = min P(t) <= (2 - 1/n) * min B(t), the best of all placements with s slots or fewer.
 
 
 def _pack(each: Sequence[float], copies: Sequence[int], bins: int) -> list[list[int]]:

@@ -44,6 +44,11 @@ _log = logging.getLogger("cpumoe")
 MIN_TOKENS = 256
 
 
+# Errors of the inputs before are applied to one input at a time within so many, and by matrix products beyond: an
+# expert of 1536 x 2048 takes TODO.
+_FEW_INPUTS = 16
+
+
 class InputStatistics:
     """Second moments of the inputs of one linear: in_features^2 * 4 bytes, however many tokens are added."""
 
@@ -202,23 +207,27 @@ def _compensated_values(
     outputs, inputs = weight.shape
     group = inputs // scales.shape[1]
     rest = weight.T[order].contiguous()  # [in, out]: one input is one contiguous row
-    steps = scales.to(torch.float32).T.contiguous()  # [groups, out]
-    step_of = (order // group).tolist()
+    steps = scales.to(torch.float32).T[order // group]  # [in, out]
     pivots = factor.diagonal().tolist()
     values = torch.empty(inputs, outputs, dtype=torch.int8)
     errors = torch.empty(min(block, inputs), outputs)
+    rounded = torch.empty_like(errors)
     for start in range(0, inputs, block):
         end = min(start + block, inputs)
-        for i in range(start, end):
-            step = steps[step_of[i]]
-            value = (rest[i] / step).round_().clamp_(-largest - 1, largest)
-            values[i] = value
-            error = errors[i - start]
-            torch.sub(rest[i], value.mul_(step), out=error).div_(pivots[i])
-            rest[i + 1 : end].addr_(factor[i, i + 1 : end], error, alpha=-1)
+        for first in range(start, end, _FEW_INPUTS):
+            last = min(first + _FEW_INPUTS, end)
+            some = errors[first - start : last - start]
+            for i in range(first, last):
+                # A product that writes one row reads half the memory of rank-one updates of all rows to come.
+                if i > first:
+                    rest[i].addmv_(some[: i - first].T, factor[first:i, i], alpha=-1)
+                value = torch.div(rest[i], steps[i], out=rounded[i - start]).round_().clamp_(-largest - 1, largest)
+                torch.addcmul(rest[i], value, steps[i], value=-1, out=some[i - first]).div_(pivots[i])
+            rest[last:end].addmm_(factor[first:last, last:end].T, some, alpha=-1)
         done = errors[: end - start]
         if not bool(torch.isfinite(done).all()):
             return None
+        values[start:end] = rounded[: end - start]
         rest[end:].addmm_(factor[start:end, end:].T, done, alpha=-1)
     in_place = torch.empty_like(values)
     in_place[order] = values

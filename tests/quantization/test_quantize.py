@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from torch import Tensor
 from cpumoe import QuantizedLinear, Scheme, UnsupportedScheme
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.reference import dequantize
-from cpumoe.layers.rounding import plain_scales, quantize_weight
+from cpumoe.layers.rounding import plain_scales, quantize_weight, search_scales
+from cpumoe.quantization import gptq
 from cpumoe.quantization.gptq import MIN_TOKENS, InputStatistics, quantize_with_statistics
 
 SCHEMES = ["w4a8", "w4a8-g32", "w4a8-g128", "w8a8", "w4a16-g32", "w8a16-g128"]
@@ -390,6 +392,29 @@ def test_the_same_each_time_and_for_each_block() -> None:
             assert torch.equal(other.scales, first.scales)
             assert (other.values != first.values).float().mean() < 0.02
     assert torch.equal(weight, before[0]) and torch.equal(statistics.hessian, before[1])
+
+
+def test_rows_are_shared_out_over_threads_that_pytorch_does_not_divide(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheme, used = Scheme.parse("w4a8-g32"), []
+    weight, statistics = torch.randn(300, 64), InputStatistics(64)
+    statistics.add(torch.randn(MIN_TOKENS, 64))
+
+    def watched(rows: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        used.append((len(rows), torch.get_num_threads()))
+        return search_scales(rows, *arguments)
+
+    monkeypatch.setattr(gptq, "search_scales", watched)
+    threads, found = torch.get_num_threads(), []
+    try:
+        for count in (1, 3, 16):
+            torch.set_num_threads(count)
+            found.append(quantize_with_statistics(weight, statistics, scheme))
+            assert torch.get_num_threads() == count, "what the caller has set stays"
+    finally:
+        torch.set_num_threads(threads)
+    assert sorted(used) == sorted([(300, 1), *[(100, 1)] * 3, *[(75, 1)] * 4])  # no thread gets too few rows
+    for other in found[1:]:
+        assert torch.equal(other.values, found[0].values) and torch.equal(other.scales, found[0].scales)
 
 
 def test_dependent_inputs_without_damping() -> None:

@@ -23,6 +23,10 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -31,6 +35,9 @@ from cpumoe.errors import UnsupportedScheme
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.rounding import grouped_weight, quantize_weight, search_scales
 from cpumoe.layers.scheme import INTEGERS, Scheme
+
+_Given = TypeVar("_Given")
+_Found = TypeVar("_Found")
 
 _log = logging.getLogger("cpumoe")
 
@@ -44,9 +51,8 @@ _log = logging.getLogger("cpumoe")
 MIN_TOKENS = 256
 
 
-# Errors of the inputs before are applied to one input at a time within so many, and by matrix products beyond: an
-# expert of 1536 x 2048 takes TODO.
-_FEW_INPUTS = 16
+_LEAST_ROWS = 64  # a thread with fewer spends its time on calls
+_SMALL_HESSIAN = 1024  # up to so many inputs one thread factors it in 50 ms
 
 
 class InputStatistics:
@@ -71,10 +77,12 @@ class InputStatistics:
         if x.shape[0] == 0:
             return
         x = x.detach().to(torch.float32)
-        bad = (~torch.isfinite(x)).any(-1).nonzero()
-        if len(bad):
-            raise ValueError(f"x holds NaN or infinity (first in row {int(bad[0])}); finite fp32 numbers are accepted")
-        self.largest = torch.maximum(self.largest, x.abs().amax())
+        low, high = x.aminmax()  # one pass; NaN if there is one
+        largest = torch.maximum(high, -low)
+        if not bool(torch.isfinite(largest)):
+            first = int((~torch.isfinite(x)).any(-1).nonzero()[0])
+            raise ValueError(f"x holds NaN or infinity (first in row {first}); finite fp32 numbers are accepted")
+        self.largest = torch.maximum(self.largest, largest)
         total = self.tokens + x.shape[0]
         # A running mean: its size does not grow with the tokens, so late tokens count as much as early ones.
         self.hessian.addmm_(x.T, x, beta=self.tokens / total, alpha=1 / total)
@@ -128,19 +136,48 @@ def quantize_with_statistics(
         raise ValueError(f"block={block}; a positive number is accepted")
     grouped, scale_dtype = grouped_weight(weight.detach(), scheme, name)
     largest = scheme.weights.largest
-    hessian = _estimated_hessian(statistics)
-    order = hessian.diagonal().argsort(descending=True, stable=True)
-    factor = _inverse_factor(hessian[order][:, order], damping)
+    if statistics.in_features <= _SMALL_HESSIAN:
+        ((diagonal, order, factor),) = _on_threads_of_one(partial(_ordered_factor, damping=damping), [statistics])
+    else:
+        diagonal, order, factor = _ordered_factor(statistics, damping)
     if factor is None:
         _log.warning("%s: the Hessian of its inputs cannot be factored; rounded to nearest", name)
         return quantize_weight(weight, scheme, name, clip_search=True)
-    importance = (hessian.diagonal() + damping).view(grouped.shape[1:])
-    scales = search_scales(grouped, largest, scale_dtype, importance)
-    values = _compensated_values(grouped.flatten(1), scales, factor, order, largest, block)
-    if values is None:
+    importance = (diagonal + damping).view(grouped.shape[1:])
+
+    def quantize_rows(rows: Tensor) -> tuple[Tensor, Tensor | None]:
+        scales = search_scales(rows, largest, scale_dtype, importance)
+        return scales, _compensated_values(rows.flatten(1), scales, factor, order, largest, block)
+
+    # Rows do not depend on each other.
+    count = max(1, min(torch.get_num_threads(), len(grouped) // _LEAST_ROWS))
+    parts = _on_threads_of_one(quantize_rows, grouped.tensor_split(count))
+    found = [values for _, values in parts if values is not None]
+    if len(found) < len(parts):
         _log.warning("%s: error compensation overflows; rounded to nearest", name)
         return quantize_weight(weight, scheme, name, clip_search=True)
-    return QuantizedWeight(scheme.weights.element, values, scales)
+    return QuantizedWeight(scheme.weights.element, torch.cat(found), torch.cat([scales for scales, _ in parts]))
+
+
+def _on_threads_of_one(function: Callable[[_Given], _Found], parts: Sequence[_Given]) -> list[_Found]:
+    """Return the results for all parts, each computed by a thread that PyTorch does not divide further.
+
+    GPTQ is thousands of small operations in sequence. PyTorch would spread each of them over its threads and wait for
+    all, which takes longer than the operation; while another program uses one of the cores, a hundred times as long.
+    """
+    threads = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(len(parts), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+            return list(pool.map(function, parts))
+    finally:
+        torch.set_num_threads(threads)  # threads that start later have as many as was said last
+
+
+def _ordered_factor(statistics: InputStatistics, damping: float) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the diagonal of the estimated Hessian, the order of inputs, and ``_inverse_factor`` in that order."""
+    hessian = _estimated_hessian(statistics)
+    order = hessian.diagonal().argsort(descending=True, stable=True)
+    return hessian.diagonal().clone(), order, _inverse_factor(hessian[order][:, order], damping)
 
 
 def _estimated_hessian(statistics: InputStatistics) -> Tensor:
@@ -207,27 +244,23 @@ def _compensated_values(
     outputs, inputs = weight.shape
     group = inputs // scales.shape[1]
     rest = weight.T[order].contiguous()  # [in, out]: one input is one contiguous row
-    steps = scales.to(torch.float32).T[order // group]  # [in, out]
+    steps = scales.to(torch.float32).T.contiguous()  # [groups, out]
+    step_of = (order // group).tolist()
     pivots = factor.diagonal().tolist()
     values = torch.empty(inputs, outputs, dtype=torch.int8)
     errors = torch.empty(min(block, inputs), outputs)
-    rounded = torch.empty_like(errors)
     for start in range(0, inputs, block):
         end = min(start + block, inputs)
-        for first in range(start, end, _FEW_INPUTS):
-            last = min(first + _FEW_INPUTS, end)
-            some = errors[first - start : last - start]
-            for i in range(first, last):
-                # A product that writes one row reads half the memory of rank-one updates of all rows to come.
-                if i > first:
-                    rest[i].addmv_(some[: i - first].T, factor[first:i, i], alpha=-1)
-                value = torch.div(rest[i], steps[i], out=rounded[i - start]).round_().clamp_(-largest - 1, largest)
-                torch.addcmul(rest[i], value, steps[i], value=-1, out=some[i - first]).div_(pivots[i])
-            rest[last:end].addmm_(factor[first:last, last:end].T, some, alpha=-1)
+        for i in range(start, end):
+            step = steps[step_of[i]]
+            value = (rest[i] / step).round_().clamp_(-largest - 1, largest)
+            values[i] = value
+            error = errors[i - start]
+            torch.sub(rest[i], value.mul_(step), out=error).div_(pivots[i])
+            rest[i + 1 : end].addr_(factor[i, i + 1 : end], error, alpha=-1)
         done = errors[: end - start]
         if not bool(torch.isfinite(done).all()):
             return None
-        values[start:end] = rounded[: end - start]
         rest[end:].addmm_(factor[start:end, end:].T, done, alpha=-1)
     in_place = torch.empty_like(values)
     in_place[order] = values

@@ -2,7 +2,7 @@
 
 transformers 5.22 reads pack-quantized experts of every architecture but gpt-oss, for which it knows fused files only
 and makes up the experts at random. It does not load int-quantized experts, and says so. For these, compressed-tensors'
-own decompressors are asked.
+own decompressors are asked. Other schemes that it misreads or does not load come with a warning.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from tiny_architectures import ARCHITECTURES, write_float
 from transformers import AutoModelForCausalLM
 
 import cpumoe
+from cpumoe import Scheme
 from cpumoe.demo.model import FOLDER
+from cpumoe.layers.activation_rounding import needs_input_scales
+from cpumoe.layers.scheme import INTEGERS, SCHEMES, WHOLE_FLOATS
 
 #: With every expert chosen, rounding moves no token to another expert, and logits can be compared.
 EVERY_EXPERT = {
@@ -177,18 +180,57 @@ def test_every_weight_is_what_transformers_alone_computes_with(others, name):
             assert torch.equal(weights[f"{prefix}.down_proj"], stacks[f"{prefix}.down_proj"])
 
 
+def check_warnings(tmp_path, caplog, cases):
+    """Write qwen3_moe in schemes and formats: a warning comes for those that transformers alone misreads, and no other.
+
+    If one of these begins to be read, the documentation and the warning are to be changed.
+    """
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128}  # two blocks of an fp8-block matrix
+    write_float(tmp_path / "qwen", "qwen3_moe", **sizes, **EVERY_EXPERT["qwen3_moe"])
+    warnings = {}
+    for scheme, form in cases:
+        caplog.clear()
+        folder = tmp_path / f"{scheme}-{form}"
+        with caplog.at_level(logging.WARNING, "cpumoe"):
+            cpumoe.quantize_checkpoint(tmp_path / "qwen", folder, scheme, linears="float", format=form)
+        warnings[folder] = [record.getMessage() for record in caplog.records if record.name == "cpumoe"]
+    results = read_by_transformers(list(warnings), tmp_path)
+    for folder, told in warnings.items():
+        theirs = results[str(folder)]
+        assert len(told) <= 1 and all("load it with cpumoe.load_model" in warning for warning in told)
+        if isinstance(theirs, str):
+            assert "conversion of the weights" in theirs and "transformers without cpumoe cannot load" in told[0]
+            continue
+        expected = ours(folder)
+        error = float((theirs["logits"] - expected).norm() / expected.norm())
+        assert (error > 0.5) == bool(told), (folder.name, error)
+        assert not told or "leaves out the global scales" in told[0]
+
+
+def test_a_warning_tells_what_transformers_alone_misreads(tmp_path, caplog):
+    check_warnings(tmp_path, caplog, [(name, "pack-quantized") for name in ("nvfp4a16", "fp8-block", "mxfp4a16")])
+
+
 @pytest.mark.full
-def test_what_transformers_alone_cannot_read(tmp_path, caplog):
-    """If one of these begins to be read, the documentation and the warning are to be changed."""
-    write_float(tmp_path / "qwen", "qwen3_moe")
+def test_a_warning_comes_for_these_schemes_and_no_others(tmp_path, caplog):
+    cases = []
+    for name in (name for name in SCHEMES if "+" not in name):
+        scheme = Scheme.parse(name)
+        if scheme.weights.element in (*WHOLE_FLOATS, "fp6-e3m2") or needs_input_scales(scheme):
+            continue  # not written, or not without a calibration
+        cases.append((name, "pack-quantized"))
+        if scheme.weights.element in INTEGERS and scheme.activations is not None:
+            cases.append((name, "int-quantized"))
+    check_warnings(tmp_path, caplog, cases)
+
+
+@pytest.mark.full
+def test_fused_experts_are_made_up(tmp_path, caplog):
     write_float(tmp_path / "gpt", "gpt_oss")
-    cpumoe.quantize_checkpoint(tmp_path / "qwen", tmp_path / "int", "w4a8-g32", format="int-quantized")
-    assert not caplog.records
     with caplog.at_level(logging.WARNING, "cpumoe"):
         cpumoe.quantize_checkpoint(tmp_path / "gpt", tmp_path / "experts", "w4a8-g32")
-    assert "transformers without cpumoe" in caplog.text and "cpumoe.load_model" in caplog.text
-    results = read_by_transformers([tmp_path / "int", tmp_path / "experts"], tmp_path)
-    assert "conversion of the weights" in results[str(tmp_path / "int")]
+    assert "transformers without cpumoe knows experts of gpt_oss in one tensor only" in caplog.text
+    results = read_by_transformers([tmp_path / "experts"], tmp_path)
     assert any("experts.gate_up_proj" in name for name in results[str(tmp_path / "experts")]["missing"])
 
 

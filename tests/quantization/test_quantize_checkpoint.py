@@ -413,6 +413,13 @@ def test_bad_arguments_are_named(float_model, tmp_path):
         cpumoe.quantize_checkpoint(float_model, tmp_path, "w4a8-g32")
     with pytest.raises(FileNotFoundError, match="there is no folder"):
         cpumoe.quantize_checkpoint(float_model, tmp_path / "a/b", "w4a8-g32")
+    (tmp_path / "link").symlink_to(float_model)
+    before = sorted(float_model.iterdir())
+    for inside in (float_model / "x", tmp_path / "link/x", float_model / "../" / float_model.name / "x"):
+        with pytest.raises(ValueError, match="dst=.* is inside of src=.*; name a folder next to it, such as"):
+            cpumoe.quantize_checkpoint(float_model, inside, "w4a8-g32")
+    (tmp_path / "link").unlink()
+    assert sorted(float_model.iterdir()) == before
     with pytest.raises(ValueError, match="pack-quantized"):
         cpumoe.quantize_checkpoint(float_model, tmp_path / "q", "w4a8-g32", format="zip")
     with pytest.raises(UnsupportedScheme, match="group_size=128 does not divide"):

@@ -29,6 +29,7 @@ from cpumoe.layers.scheme import WHOLE_FLOATS, Scheme
 from cpumoe.option_values import INTEGER_FORMATS
 from cpumoe.quantization.gptq import takes_statistics
 from cpumoe.quantization.layer_writer import LayerWriter
+from cpumoe.quantization.plain_transformers import misreading_of_experts
 from cpumoe.quantization.quantization_plan import QuantizationPlan, QuantizationReport
 from cpumoe.quantization.source_watch import SourceWatch, open_watched
 from cpumoe.quantization.unfinished_work import (
@@ -107,6 +108,11 @@ def quantize_folder(
     if not dst.absolute().parent.is_dir():
         folder = dst.absolute().parent
         raise FileNotFoundError(f"{dst}: there is no folder {folder}; make it: mkdir -p {shlex.quote(str(folder))}")
+    if src.resolve() in dst.resolve().parents:
+        raise ValueError(
+            f"dst={dst} is inside of src={src}, whose files would be read beside it; name a folder next to it, such as "
+            f"{src.resolve().parent / dst.name}"
+        )
     work = dst.with_name(dst.name + ".partial")
     with open_watched(src, work) as (checkpoint, watch):
         if checkpoint.quantization_section is not None:
@@ -117,11 +123,14 @@ def quantize_folder(
         layout = describe(checkpoint)
         plan = QuantizationPlan(checkpoint, layout, scheme, linear_scheme, format)
         if any(experts.fused is not None for experts in layout.experts):
+            problem: str | None = f"knows experts of {layout.model_type} in one tensor only, and makes up others"
+        else:
+            problem = misreading_of_experts(scheme, format)
+        if problem is not None:
             _log.warning(
-                "transformers without cpumoe knows experts of %s in one tensor only, and would make up those of %s; "
-                "load it with cpumoe.load_model, or import cpumoe first",
-                layout.model_type,
+                "%s: transformers without cpumoe %s; load it with cpumoe.load_model, or import cpumoe first",
                 dst,
+                problem,
             )
         # The text is read before anything is written: a bad text must leave no unfinished work behind.
         ids = None if calibration is None else calibration.ids(checkpoint)

@@ -45,6 +45,7 @@ SAMPLING = {
 RANKS = {
     **dict.fromkeys(("--tp", "--dp", "--pcp", "--rank-timeout"), ALWAYS),
     **dict.fromkeys(("--ep", "--exchange"), "several ranks"),
+    "--expert-placement-strategy": "--ep",
     "--sp": "several ranks that are tensor parallel",
     "--ranks": "no layout",
 }
@@ -98,6 +99,7 @@ MEANING: dict[str, dict[str, str]] = {
     "plan": {
         **dict.fromkeys(("--tp", "--dp", "--pcp"), ALWAYS),
         **dict.fromkeys(("--ep", "--exchange"), "several ranks"),
+        "--expert-placement-strategy": "--ep",
         "--sp": "several ranks that are tensor parallel",
         "--nodes": "it divides the ranks",
         "--scheme": "a float checkpoint",
@@ -160,6 +162,10 @@ OWN_SHAPE = ["--hidden", "64", "--intermediate", "32", "--experts", "4", "--topk
 REFUSED: list[tuple[list[str], str]] = [
     ([*GENERATE, "--scheme", "float", "--ep"], "--ep has no effect with one rank"),
     ([*GENERATE, "--scheme", "float", "--exchange", "all_to_all"], "--exchange has no effect with one rank"),
+    (
+        [*GENERATE, "--scheme", "float", "--expert-placement-strategy", "round_robin"],
+        "--expert-placement-strategy has no effect with one rank",
+    ),
     ([*GENERATE, "--scheme", "float", "--sp"], "--sp has no effect with --tp 1"),
     ([*GENERATE, "--ranks", "numa", "--tp", "2"], "--ranks numa with a layout"),
     (["generate", QUANTISED, "x", "--scheme", "w4a8-g32"], "--scheme w4a8-g32: {quantised} is quantised already"),
@@ -192,6 +198,10 @@ REFUSED: list[tuple[list[str], str]] = [
     (["plan", FLOAT, "--download"], "--download has no effect"),
     (["plan", FLOAT, "--ep"], "--ep has no effect with one rank"),
     (["plan", FLOAT, "--exchange", "all_reduce"], "--exchange has no effect with one rank"),
+    (
+        ["plan", FLOAT, "--tp", "2", "--expert-placement-strategy", "linear"],
+        "--expert-placement-strategy has no effect without --ep",
+    ),
     (["plan", FLOAT, "--dp", "2", "--sp"], "--sp has no effect with --tp 1"),
     (["plan", FLOAT, "--dp", "4", "--nodes", "3"], "4 ranks on 3 nodes; a number of nodes that divides them"),
     *(

@@ -50,6 +50,14 @@ def test_json_and_empty_ranks() -> None:
     assert "experts none" in text and text.endswith("; no experts for ranks from 8 on\n")
 
 
+def test_every_nth_expert() -> None:
+    lines = plan("--tp", "4", "--ep", "--expert-placement-strategy", "round_robin").stdout.splitlines()
+    assert lines[1] == "layout      tp 4 ep round_robin: 4 ranks on 1 node, exchange all_reduce"
+    assert [line.split()[3] for line in lines if line.split()[2:3] == ["experts"]] == [
+        f"{rank},{rank + 4}" for rank in range(4)
+    ]
+
+
 def test_one_rank_sends_nothing() -> None:
     text = plan().stdout
     assert "layout      one rank" in text and "sent" not in text

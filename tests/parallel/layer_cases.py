@@ -15,12 +15,13 @@ import cpumoe
 from cpumoe import ParallelLayout
 from cpumoe.errors import RankError
 from cpumoe.layers.experts import Experts
-from cpumoe.layers.parallel_layout import Exchange
+from cpumoe.layers.parallel_layout import Exchange, ExpertPlacement
 from cpumoe.parallel.experts import ParallelExperts
 from cpumoe.parallel.ranks import Ranks
 
 TOLERANCE = 1e-6
 _A2A = Exchange.ALL_TO_ALL
+_ROUND_ROBIN = ExpertPlacement.ROUND_ROBIN
 
 
 def layouts(size: int) -> dict[str, ParallelLayout]:
@@ -36,6 +37,7 @@ def layouts(size: int) -> dict[str, ParallelLayout]:
         "sp": ParallelLayout(tp_size=size, sequence_parallel=True),
         "sp ep by expert": ParallelLayout(tp_size=size, expert_parallel=True, sequence_parallel=True, exchange=_A2A),
         "ep by expert": ParallelLayout(tp_size=size, expert_parallel=True, exchange=_A2A),
+        "ep round robin": ParallelLayout(tp_size=size, expert_parallel=True, expert_placement_strategy=_ROUND_ROBIN),
         "tp gathered": ParallelLayout(tp_size=size, exchange=Exchange.ALLGATHER_REDUCESCATTER),
     }
     if size == 4:

@@ -19,7 +19,7 @@ import cpumoe
 from cpumoe import ParallelLayout
 from cpumoe.checkpoints.tensor_file import TensorFile
 from cpumoe.integrations.transformers.native_decoder import explanation
-from cpumoe.layers.parallel_layout import Exchange
+from cpumoe.layers.parallel_layout import Exchange, ExpertPlacement
 from cpumoe.parallel.ranks import Ranks
 
 TOLERANCE = 1e-5
@@ -159,6 +159,7 @@ def layouts(size: int) -> dict[str, ParallelLayout]:
         ParallelLayout(dp_size=size, expert_parallel=True),
         ParallelLayout(tp_size=size, expert_parallel=True, sequence_parallel=True),
         ParallelLayout(tp_size=size, expert_parallel=True, exchange=Exchange.ALL_TO_ALL),
+        ParallelLayout(tp_size=size, expert_parallel=True, expert_placement_strategy=ExpertPlacement.ROUND_ROBIN),
     ]
     if size == 4:
         found += [

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from rank_processes import run_ranks
 
 from cpumoe import ParallelLayout
-from cpumoe.layers.parallel_layout import Exchange, ExpertsPart
+from cpumoe.layers.parallel_layout import Exchange, ExpertPlacement, ExpertsPart
+from cpumoe.parallel.placement import Placement
 
 sizes = st.integers(1, 5)
 
@@ -50,6 +51,23 @@ def test_with_ep_each_expert_is_on_one_rank(layout: ParallelLayout, experts: int
     assert held == list(range(experts))
     assert max(counts) - min(counts) <= 1
     assert layout.uses_ep == (layout.flat_size > 1)  # one rank has all experts, whatever was asked for
+
+
+@given(layouts(expert_parallel=True, expert_placement_strategy="round_robin"), st.integers(1, 40))
+def test_round_robin_gives_a_rank_every_nth_expert(layout: ParallelLayout, experts: int) -> None:
+    for rank in layout.ranks():
+        assert rank.part_of(experts, 96).experts == tuple(e for e in range(experts) if e % rank.ep_size == rank.ep_rank)
+    placement = Placement.of_layout(experts, layout)
+    assert placement == Placement.round_robin(experts, ParallelLayout(dp_size=layout.flat_size, expert_parallel=True))
+    assert Placement.linear(experts, layout).logical == tuple(range(experts))
+    assert ("round_robin" in str(layout)) == layout.uses_ep
+
+
+def test_placement_strategies_have_names() -> None:
+    with pytest.raises(ValueError, match="expert_placement_strategy='random' is not known; accepted are linear, round"):
+        ParallelLayout(tp_size=2, expert_parallel=True, expert_placement_strategy="random")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="expert_placement_strategy=round_robin without expert parallelism"):
+        ParallelLayout(tp_size=2, expert_placement_strategy=ExpertPlacement.ROUND_ROBIN)
 
 
 def test_exchanges_have_names() -> None:

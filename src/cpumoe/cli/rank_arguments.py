@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from cpumoe import _core, cpu
 from cpumoe.cli.arguments import positive, refuse_given
-from cpumoe.layers.parallel_layout import Exchange, ParallelLayout
+from cpumoe.layers.parallel_layout import Exchange, ExpertPlacement, ParallelLayout
 from cpumoe.option_values import DEFAULT_TIMEOUT
 
 if TYPE_CHECKING:
@@ -22,6 +22,11 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentG
     sizes.add_argument("--dp", type=positive, default=1, metavar="N", help="ranks that are data parallel (1)")
     sizes.add_argument("--pcp", type=positive, default=1, metavar="N", help="ranks that share out a prompt (1)")
     sizes.add_argument("--ep", action="store_true", help="whole experts on every rank, not a slice of each")
+    sizes.add_argument(
+        "--expert-placement-strategy",
+        choices=[placement.value for placement in ExpertPlacement],
+        help="with --ep: consecutive experts on a rank, or every n-th of n ranks (linear)",
+    )
     sizes.add_argument("--sp", action="store_true", help="ranks of a tensor parallel group have different tokens")
     sizes.add_argument("--exchange", choices=[e.value for e in Exchange], help="how tokens travel (by the layout)")
     return sizes
@@ -30,7 +35,9 @@ def add_layout_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentG
 def layout_of(arguments: argparse.Namespace) -> ParallelLayout:
     """The layout that the arguments name, as its first rank has it."""
     if arguments.tp * arguments.dp * arguments.pcp == 1:
-        refuse_given(arguments, "with one rank", "ep", "exchange")
+        refuse_given(arguments, "with one rank", "ep", "exchange", "expert_placement_strategy")
+    if not arguments.ep:
+        refuse_given(arguments, "without --ep", "expert_placement_strategy")
     if arguments.tp == 1:
         refuse_given(arguments, "with --tp 1: there is no group whose tokens could be shared out", "sp")
     return ParallelLayout(
@@ -40,6 +47,7 @@ def layout_of(arguments: argparse.Namespace) -> ParallelLayout:
         expert_parallel=arguments.ep,
         sequence_parallel=arguments.sp,
         exchange=None if arguments.exchange is None else Exchange(arguments.exchange),
+        expert_placement_strategy=ExpertPlacement(arguments.expert_placement_strategy or ExpertPlacement.LINEAR.value),
     )
 
 

@@ -26,6 +26,20 @@ class Exchange(Enum):
         raise ValueError(f"exchange={value!r} is not known; accepted are {', '.join(e.value for e in cls)}")
 
 
+class ExpertPlacement(Enum):
+    """Which experts a rank has where experts are whole: vLLM's ``expert_placement_strategy``."""
+
+    #: Consecutive ones.
+    LINEAR = "linear"
+    #: Every n-th one of n ranks: the experts of a group, of which a token chooses several, are on different ranks.
+    ROUND_ROBIN = "round_robin"
+
+    @classmethod
+    def _missing_(cls, value: object) -> ExpertPlacement:
+        names = ", ".join(placement.value for placement in cls)
+        raise ValueError(f"expert_placement_strategy={value!r} is not known; accepted are {names}")
+
+
 @dataclass(frozen=True)
 class ExpertsPart:
     """What one rank holds of a layer's experts.
@@ -72,6 +86,8 @@ class ParallelLayout:
         expert_parallel: ranks own whole experts; otherwise every expert's intermediate size is split.
         sequence_parallel: what the layer is called with are the tokens of this rank alone, in tensor parallel groups
             too, where all ranks would have the same otherwise.
+        expert_placement_strategy: which experts a rank has with expert parallelism, an ExpertPlacement or its name:
+            ``linear`` gives it consecutive ones, ``round_robin`` every n-th of n ranks.
         exchange: how tokens travel, an Exchange or its name; None takes what needs the fewest bytes for these sizes.
     """
 
@@ -84,8 +100,10 @@ class ParallelLayout:
     expert_parallel: bool = False
     sequence_parallel: bool = False
     exchange: Exchange | None = None
+    expert_placement_strategy: ExpertPlacement = ExpertPlacement.LINEAR
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "expert_placement_strategy", ExpertPlacement(self.expert_placement_strategy))
         if self.exchange is not None:
             object.__setattr__(self, "exchange", Exchange(self.exchange))
         for kind in ("tp", "dp", "pcp"):
@@ -96,6 +114,11 @@ class ParallelLayout:
                 raise ValueError(f"{kind}_rank={rank} of {kind}_size={size}; 0 to {size - 1} are accepted")
         if self.sequence_parallel and self.tp_size == 1:
             raise ValueError("sequence_parallel with tp_size=1; there is no group whose tokens could be split")
+        if self.expert_placement_strategy is not ExpertPlacement.LINEAR and not self.expert_parallel:
+            raise ValueError(
+                f"expert_placement_strategy={self.expert_placement_strategy.value} without expert parallelism: every "
+                "rank has a slice of every expert; expert_parallel=True, or linear, is accepted"
+            )
         if self.exchange is Exchange.ALL_REDUCE and not self.has_all_tokens:
             raise ValueError(
                 "exchange=all_reduce, and ranks have different tokens "
@@ -169,9 +192,12 @@ class ParallelLayout:
     def part_of(self, expert_count: int, intermediate_size: int) -> ExpertsPart:
         """What this rank holds of a layer's experts.
 
-        With expert parallelism consecutive ones, and the first ranks one more where they do not divide; there may be
-        ranks without any. Otherwise a slice of each, which must divide.
+        With expert parallelism consecutive ones or every n-th, as ``expert_placement_strategy`` has it, and the first
+        ranks one more where they do not divide; there may be ranks without any. Otherwise a slice of each, which must
+        divide.
         """
+        if self.uses_ep and self.expert_placement_strategy is ExpertPlacement.ROUND_ROBIN:
+            return ExpertsPart(tuple(range(self.ep_rank, expert_count, self.ep_size)))
         if self.uses_ep:
             each, more = divmod(expert_count, self.ep_size)
             first = self.ep_rank * each + min(self.ep_rank, more)
@@ -206,4 +232,6 @@ class ParallelLayout:
         ]
         kept = [text for text in sizes if not text.endswith(" 1")] or ["one rank"]
         more = [name for name, on in (("ep", self.uses_ep), ("sp", self.sequence_parallel)) if on]
+        if self.uses_ep and self.expert_placement_strategy is not ExpertPlacement.LINEAR:
+            more.append(self.expert_placement_strategy.value)
         return " ".join([*kept, *more])

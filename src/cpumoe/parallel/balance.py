@@ -181,9 +181,9 @@ def _shares(loads: Sequence[float], copies: Sequence[int]) -> list[float]:
 # (N-mean + (1 - 1/N) * D) / m + (1 - 1/m) * D = mean + (1 - 1/(N m)) * D, which is (1) for all N m ranks. With groups,
 # the D of nodes is that of groups.
 #
-# The best placement that fills so many slots has max(copy) or more on some rank: an expert that is on c of its ranks has
-# load / c or more on one of them, and `copies_of` has the smallest maximum of these. It has the mean or more, too. So (1)
-# is at most 2 - 1/n times the best.
+# The best placement that fills so many slots has max(copy) or more on some rank: an expert that is on c of its ranks
+# has load / c or more on one of them, and `copies_of` has the smallest maximum of these. It has the mean or more, too.
+# So (1) is at most 2 - 1/n times the best.
 #
 # Slots that stay empty. Let P(s) be what (1) is about, with s slots filled on every rank, and B(s) the best such
 # placement: P(s) <= (2 - 1/n) * B(s). The result R(s) is the least of P(t) over all t <= s that have room for the

@@ -85,7 +85,7 @@ class ParallelExperts(Experts):
                 raise ValueError(f"a placement of experts, and the layout {layout} has a slice of each on every rank")
             self.held = layout.part_of(config.experts, config.intermediate_size)
         else:
-            self._place(Placement.linear(config.experts, layout) if placement is None else placement)
+            self._place(Placement.of_layout(config.experts, layout) if placement is None else placement)
         count = 0 if own is None else own.config.local_experts
         if count != len(self.held.experts):
             raise ValueError(f"{count} experts are held on rank {ranks.rank}; {self.held} are accepted")

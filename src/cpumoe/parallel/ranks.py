@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cpumoe.errors import RankError
-from cpumoe.layers.parallel_layout import ParallelLayout
+from cpumoe.layers.parallel_layout import ExpertPlacement, ParallelLayout
 from cpumoe.ops.exchange import RankExchange, number_exchange
 from cpumoe.option_values import DEFAULT_TIMEOUT
 from cpumoe.parallel.joining import Meeting, coming_together, refuse_differences, wants_shared_memory
@@ -294,7 +294,12 @@ def _leave() -> None:
 _MESH_ORDER = ("dp", "pcp", "tp")
 
 
-def layout_of_mesh(mesh: DeviceMesh, *, expert_parallel: bool = False) -> ParallelLayout:
+def layout_of_mesh(
+    mesh: DeviceMesh,
+    *,
+    expert_parallel: bool = False,
+    expert_placement_strategy: ExpertPlacement | str = ExpertPlacement.LINEAR,
+) -> ParallelLayout:
     """The layout of a device mesh with dimensions ``dp``, ``pcp`` and ``tp``, in this order; some may be left out."""
     names = tuple(mesh.mesh_dim_names or ())
     if not names or names != tuple(name for name in _MESH_ORDER if name in names):
@@ -302,7 +307,13 @@ def layout_of_mesh(mesh: DeviceMesh, *, expert_parallel: bool = False) -> Parall
     if mesh.mesh.flatten().tolist() != list(range(mesh.size())):
         raise ValueError(f"the mesh is {mesh.mesh.tolist()}; the ranks in ascending order are accepted")
     dp, pcp, tp = (mesh.shape[names.index(name)] if name in names else 1 for name in _MESH_ORDER)
-    layout = ParallelLayout(tp_size=tp, dp_size=dp, pcp_size=pcp, expert_parallel=expert_parallel)
+    layout = ParallelLayout(
+        tp_size=tp,
+        dp_size=dp,
+        pcp_size=pcp,
+        expert_parallel=expert_parallel,
+        expert_placement_strategy=ExpertPlacement(expert_placement_strategy),
+    )
     return layout.of_rank(mesh.get_rank())
 
 

@@ -192,7 +192,7 @@ def _placements(
             raise ValueError(f"a placement of experts with the layout {layout}, which splits every one of them")
         return None
     if given is None:
-        return [Placement.linear(model.experts, layout)] * len(trace.layers)
+        return [Placement.of_layout(model.experts, layout)] * len(trace.layers)
     if len(given) != len(trace.layers):
         raise ValueError(f"{len(given)} placements for the {len(trace.layers)} layers of the trace")
     for placement in given:

@@ -302,8 +302,7 @@ class NativeDecoder:
         if self._known_options is None:
             owners = (base,) if head is None else (base, head)
             forwards = names_in(vars(c).get("forward") for owner in owners for c in type(owner).__mro__)
-            layers: nn.ModuleList = base.layers
-            classes = {type(module) for module in layers.modules()}
+            classes: set[type] = {type(module) for module in base.layers.modules()}
             files = (names_in_files_of(module_class) for module_class in classes)
             self._known_options = names_of_attention_functions().union(forwards, *files)
         return name not in self._known_options

@@ -92,10 +92,6 @@ def _register_operators(_: ModuleType) -> None:
     cpu.warn_of_environment()
 
 
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
-
-
 hook.install()
 # torch.ops.cpumoe.* exists as soon as both PyTorch and cpumoe are imported, in either order.
 after_import("torch", _register_operators)

@@ -8,10 +8,10 @@ knows neither the names of tensors nor how their bits are arranged.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -23,7 +23,6 @@ from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.scheme import NVFP4, STATIC_FP8, STATIC_INT8, Scheme
 
 if TYPE_CHECKING:
-    from cpumoe.checkpoints.formats.kv_cache_scheme import KvCacheScheme
     from cpumoe.checkpoints.named_tensors import NamedTensors
 
 
@@ -168,6 +167,18 @@ def matrix_shape(found: Mapping[str, TensorInfo], suffix: str) -> tuple[int, ...
     return shape if len(shape) == 2 else ()
 
 
+class AnnouncedKvCache(Protocol):
+    """A quantised KV cache that a ``quantization_config`` describes."""
+
+    def tensors(self, names: Iterable[str], info: Callable[[str], TensorInfo]) -> dict[str, StoredTensor]:
+        """Return its scales and zero points among the tensors of a checkpoint, by name."""
+        ...
+
+    def use(self, scale_count: int, held: str | None) -> str:
+        """Return what is done about it, in words; ``held``: the ``kv_cache`` that was asked for."""
+        ...
+
+
 class Quantization(ABC):
     """What the ``quantization_config`` of a config.json says: which modules are quantised, and how they are stored."""
 
@@ -175,7 +186,7 @@ class Quantization(ABC):
     suffixes: ClassVar[frozenset[str]]
 
     #: The quantised KV cache that the configuration announces; None for one in float.
-    kv_cache: KvCacheScheme | None = None
+    kv_cache: AnnouncedKvCache | None = None
 
     @classmethod
     @abstractmethod

@@ -7,7 +7,7 @@ while it loads them, with their scales as the only other tensor that it knows. O
 
 from __future__ import annotations
 
-from cpumoe.checkpoints.formats.compressed_storages import INT_QUANTIZED
+from cpumoe.option_values import INT_QUANTIZED
 from cpumoe.layers.scheme import INTEGERS, Scheme
 
 

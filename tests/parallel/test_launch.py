@@ -53,10 +53,39 @@ def test_masks_environment_and_input(tmp_path: Path) -> None:
 
 def test_they_are_ranks_of_one_group() -> None:
     code = """
-        import torch
+        import os, torch
         from cpumoe.parallel.ranks import Ranks
+        del os.environ["GLOO_SOCKET_IFNAME"]  # as under torchrun
         ranks = Ranks.join()
+        assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
         assert ranks.size == 2 and ranks.sum_(torch.tensor([ranks.rank + 1.0])).item() == 3.0
+    """
+    assert launch_on_nodes(TWO, python(code)) == 0
+
+
+def test_nothing_listens_beyond_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The store of torch.distributed and gloo have no authentication: nothing outside this host may reach them."""
+    for interface in Path("/sys/class/net").glob("*"):  # as it may be set for ranks on several hosts
+        if (interface / "operstate").read_text().strip() == "up":
+            monkeypatch.setenv("GLOO_SOCKET_IFNAME", interface.name)
+    code = """
+        import os
+        from pathlib import Path
+        import cpumoe
+        from cpumoe.parallel.ranks import Ranks
+
+        def listening(pid):
+            own = {os.readlink(link) for link in Path(f"/proc/{pid}/fd").iterdir() if link.is_symlink()}
+            rows = [row.split() for kind in ("tcp", "tcp6") for row in open(f"/proc/{pid}/net/{kind}")]
+            return [row[1].split(":")[0] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
+
+        os.environ["CPUMOE_SHARED_MEMORY"] = "0"
+        ranks = Ranks.join(cpumoe.ParallelLayout(dp_size=2, expert_parallel=True))
+        ranks.gather_numbers([1])
+        for pid in (os.getppid(), os.getpid()):
+            found = listening(pid)
+            assert found and set(found) <= {"0100007F", "0" * 24 + "01000000"}, (pid, os.getpid(), found)
+        ranks.gather_numbers([1])
     """
     assert launch_on_nodes(TWO, python(code)) == 0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from cpumoe import cpu
 from cpumoe.numa import Topology, plan_threads
+from cpumoe.parallel.ranks import GLOO_INTERFACE, LOOPBACK
 
 #: Set in ranks that were started here.
 STARTED = "CPUMOE_RANK_OF_NODE"
@@ -41,7 +43,7 @@ def launch_on_nodes(topology: Topology, command: Sequence[str], stdin: bytes = b
         0 if all gave 0; else the first rank's code, or that of the first other one that gave something else.
     """
     threads = plan_threads(topology, cpu.get_num_threads())
-    store = TCPStore(_ADDRESS, 0, is_master=True, wait_for_workers=False)  # takes a free port
+    store = _loopback_store()
     ranks: list[subprocess.Popen[bytes]] = []
     with ExitStack() as stack:
         stack.callback(_end_all, ranks)
@@ -56,6 +58,7 @@ def launch_on_nodes(topology: Topology, command: Sequence[str], stdin: bytes = b
                 "MASTER_ADDR": _ADDRESS,
                 "MASTER_PORT": str(store.port),
                 "TORCHELASTIC_USE_AGENT_STORE": "True",  # the store of this process, not one of the first rank
+                GLOO_INTERFACE: LOOPBACK,  # also where the user's setting is for ranks on several hosts
                 STARTED: "1",
             }
             environment.setdefault("OMP_NUM_THREADS", str(max(1, threads.count(rank))))
@@ -69,6 +72,20 @@ def launch_on_nodes(topology: Topology, command: Sequence[str], stdin: bytes = b
                 subprocess.Popen([sys.executable, *on_node, *command], env=environment, stdin=text, process_group=0)
             )
         return _wait(ranks)
+
+
+def _loopback_store() -> TCPStore:
+    """Return a store that listens on a free port of the loopback interface.
+
+    Left to itself, a store listens on all interfaces, and whoever connects may read and write it: the ranks unpickle
+    what they find there.
+    """
+    with socket.create_server((_ADDRESS, 0), backlog=socket.SOMAXCONN) as listening:
+        port = listening.getsockname()[1]
+        # The store owns the descriptor that it is given.
+        return TCPStore(
+            _ADDRESS, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listening.fileno())
+        )
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 #: the group, hear who it is instead of giving up who waits for it.
 _GROUP_PATIENCE = 0.8
 
+#: The variable that names the network interface of gloo, and the interface for ranks of one host.
+GLOO_INTERFACE, LOOPBACK = "GLOO_SOCKET_IFNAME", "lo"
+
 _CPU = torch.device("cpu")  # whatever the default is: models are made on another one before they are loaded
 
 
@@ -93,6 +96,7 @@ class Ranks:
                     f"the layout {layout} has {layout.flat_size} ranks, and this is one process; "
                     f"torchrun --nproc-per-node {layout.flat_size} starts as many"
                 )
+            _keep_to_this_host()
             with coming_together():
                 dist.init_process_group("gloo", timeout=timedelta(seconds=timeout))
             atexit.register(_leave)
@@ -283,6 +287,16 @@ class _Group(Ranks):
 
     def check(self) -> None:
         self._everyone.check()
+
+
+def _keep_to_this_host() -> None:
+    """Have gloo listen on the loopback interface if all ranks are on this host, unless an interface was chosen.
+
+    Its connections are not authenticated, so that nothing outside should reach them. Without the variable, gloo takes
+    the address that the host's name resolves to.
+    """
+    if os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE"):
+        os.environ.setdefault(GLOO_INTERFACE, LOOPBACK)
 
 
 def _leave() -> None:

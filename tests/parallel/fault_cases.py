@@ -17,7 +17,7 @@ import torch
 from random_layers import random_layer
 
 import cpumoe
-from cpumoe import ParallelLayout
+from cpumoe import ParallelLayout, cpu
 from cpumoe.parallel.experts import ParallelExperts
 from cpumoe.parallel.joining import Meeting
 from cpumoe.parallel.linear import SplitLinear
@@ -176,6 +176,10 @@ def mismatched(odd: int, way: str, folder: str, other: str) -> None:
         layout = ParallelLayout(tp_size=_SIZE * 2)
     if mine and way == "version":
         cpumoe.__version__ = "0.0.1"
+    if mine and way == "tiles":
+        cpu.isa = lambda: "amx"
+    if mine and way == "capability":
+        torch.backends.cpu.get_cpu_capability = lambda: "DEFAULT"
     timeout = 7.0 if mine and way == "timeout" else 8.0
     ranks = Ranks.join(layout, timeout=timeout)
     options: dict[str, Any] = {"scheme": "w4a8-g32"}
@@ -187,6 +191,14 @@ def mismatched(odd: int, way: str, folder: str, other: str) -> None:
         options["kv_cache"] = "int8"
     if mine and way == "dtype":
         options["dtype"] = torch.bfloat16
+    if mine and way == "attention":
+        options["attn_implementation"] = "eager"
+    if way == "CPUMOE_SCHEME":
+        os.environ["CPUMOE_SCHEME"] = options.pop("scheme")
+    if mine and way.startswith("CPUMOE_"):
+        os.environ |= dict([way.split("=")] if "=" in way else [(way, "w8a8")])
+    if mine and way == "no native decoder":
+        _break_native_decoder()
     if mine and way == "missing":
         other = f"{other}-that-is-not-there"
     chosen = other if mine and way in ("checkpoint", "missing") else folder
@@ -207,6 +219,17 @@ def short_of_memory(folder: str) -> None:
     ranks = Ranks.join(ParallelLayout(tp_size=_SIZE), timeout=10)
     cpumoe.load_model(folder, scheme="w4a8-g32", dtype=torch.bfloat16, ranks=ranks)
     print("at loaded", flush=True)
+
+
+def _break_native_decoder() -> None:
+    """Let what describes a model find something that it does not know."""
+    from cpumoe.integrations.transformers import native_decoder
+    from cpumoe.integrations.transformers.described_parts import NotDescribed
+
+    def refused(*_: Any) -> None:
+        raise NotDescribed("for a test")
+
+    native_decoder.NativeDecoder.__init__ = refused
 
 
 def never_comes(absent: int) -> None:

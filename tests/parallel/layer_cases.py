@@ -15,8 +15,9 @@ import cpumoe
 from cpumoe import ParallelLayout
 from cpumoe.errors import RankError
 from cpumoe.layers.experts import Experts
-from cpumoe.layers.parallel_layout import Exchange, ExpertPlacement
+from cpumoe.layers.parallel_layout import Exchange, ExpertPlacement, ExpertsPart
 from cpumoe.parallel.experts import ParallelExperts
+from cpumoe.parallel.placement import Placement
 from cpumoe.parallel.ranks import Ranks
 
 TOLERANCE = 1e-6
@@ -324,6 +325,7 @@ def misuse() -> dict[str, str | None]:
         ("another number of experts for a token", _other_topk),
         ("another dtype", _other_dtype),
         ("another number of tokens", _other_count),
+        ("another placement", _other_placement),
     ):
         cases.run(name, check)
     return cases.outcomes
@@ -338,6 +340,23 @@ def _refused(ranks: Ranks, call: Callable[[], object], text: str, *, here: str |
         assert expected in str(problem), f"{problem!r} instead of {expected!r}"
         return
     raise AssertionError("nothing was refused")
+
+
+def _other_placement() -> None:
+    """The experts of rank 0 lie in another order, as rank 1 has it."""
+    ranks = Ranks.join(ParallelLayout(tp_size=2, expert_parallel=True))
+    whole = _layer("w4a8-g32").experts("native")
+    experts = tuple(range(whole.config.experts))  # an odd number of them
+    half = len(experts) // 2
+    first = experts[:half][::-1] if ranks.rank == 1 else experts[:half]
+    placement = Placement(len(experts), (first, experts[half:]), uneven=True)
+    own = whole.part(ExpertsPart(placement.experts_of(ranks.rank)))
+    layer = ParallelExperts(own, whole.config, ranks, placement=placement)
+    x, ids = torch.randn(4, layer.config.hidden_size), torch.arange(2).repeat(4, 1)
+    text = (
+        f"the layer of experts of rank 1 is 'placement={(first[::-1] if ranks.rank == 0 else first, experts[half:])}'"
+    )
+    _refused(ranks, lambda: layer(x, ids, torch.ones(4, 2)), text)
 
 
 def _bad_id() -> None:

@@ -131,7 +131,7 @@ def _follow(arguments: argparse.Namespace, ranks: Ranks) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     prepare_transformers()
-    model = load_chosen_model(arguments, ranks=ranks, reserve_bytes=_cache_bytes(arguments))
+    model = _load(arguments, ranks)
     native = _native_of(model)
     _least_free_bytes(ranks)
     follow_steps(model, native, ranks)
@@ -176,10 +176,7 @@ def _serve(arguments: argparse.Namespace, listener: socket.socket, max_connectio
     tokenizer = load_tokenizer(arguments.model)
     context = context_length(arguments.model)
     available = available_bytes()
-    # Batching packs the tokens of several sequences into one row, which transformers can do with this attention only.
-    batched = not arguments.sequential and _has_plain_attention(arguments.model)
-    attention = {"attn_implementation": "sdpa"} if batched else {}
-    model = load_chosen_model(arguments, ranks=ranks, reserve_bytes=_cache_bytes(arguments), **attention)
+    model = _load(arguments, ranks)
     # Weights that are mapped from files do not count as used memory, but there should be room for all of them.
     free = available - max(model_bytes(model), available - available_bytes())
     if ranks:
@@ -202,6 +199,14 @@ def _serve(arguments: argparse.Namespace, listener: socket.socket, max_connectio
 def _cache_bytes(arguments: argparse.Namespace) -> int | None:
     """Return the memory that has to be left for the KV cache; None for an engine that has none of a fixed size."""
     return None if arguments.sequential else int((arguments.memory_gb or 0) * 1e9)
+
+
+def _load(arguments: argparse.Namespace, ranks: Ranks) -> PreTrainedModel:
+    """Load the model, on every rank in the same way."""
+    # Batching packs the tokens of several sequences into one row, which transformers can do with this attention only.
+    batched = not arguments.sequential and _has_plain_attention(arguments.model)
+    attention = {"attn_implementation": "sdpa"} if batched else {}
+    return load_chosen_model(arguments, ranks=ranks, reserve_bytes=_cache_bytes(arguments), **attention)
 
 
 def _native_of(model: PreTrainedModel) -> NativeDecoder:

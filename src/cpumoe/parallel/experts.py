@@ -78,6 +78,7 @@ class ParallelExperts(Experts):
         self._tokens = 0  # that have come, so that copies take turns
         self._quantized_dispatch = quantized_dispatch
         self.placement: Placement | None = None
+        self._agreed = False
         self._copies: tuple[Tensor, Tensor] | None = None
         layout = ranks.layout
         if layout.experts_tp_size > 1:
@@ -97,6 +98,7 @@ class ParallelExperts(Experts):
             )
         rank = self.ranks.rank
         self.placement = placement
+        self._agreed = False
         # None where slots are the experts themselves.
         in_order = placement.logical == tuple(range(placement.expert_count))
         self._copies = None if in_order else placement.slots_by_expert
@@ -168,6 +170,8 @@ class ParallelExperts(Experts):
 
     def _added(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, on_input: bool) -> Tensor:
         """fp32 [tokens, H]: the sums of all ranks for the tokens of this one."""
+        if not self._agreed:
+            self._agree()
         mine = Tokens(hidden_states, self._slots(topk_ids), topk_weights.to(torch.float32), hidden_states.dtype)
         kind = self.ranks.layout.chosen_exchange
         if kind is None or kind is Exchange.ALL_REDUCE:
@@ -181,6 +185,13 @@ class ParallelExperts(Experts):
             everything, counts = gather_tokens(self.ranks, sending)
             out = scatter_sums(self.ranks, self._sums(everything, on_input), counts)
         return share_in_group(self.ranks, out, len(hidden_states))
+
+    def _agree(self) -> None:
+        """Raise RankError on every rank if one has another layer, or another idea of who holds what."""
+        where = "by slices" if self.placement is None else self.placement.by_rank
+        dispatch = f"quantized_dispatch={self._quantized_dispatch}"
+        self.ranks.agree("layer of experts", str(self.config), f"placement={where}", dispatch)
+        self._agreed = True
 
     def _slots(self, ids: Tensor) -> Tensor:
         """int32 [tokens, K]: the slots that tokens go to, or the experts themselves where each rank has its slice."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from cpumoe import cpu
 from cpumoe.errors import RankError
 from cpumoe.layers.parallel_layout import ParallelLayout
 from cpumoe.ops.exchange import RankExchange, SharedExchange
@@ -45,8 +46,21 @@ def coming_together(call: RollCall | None = None) -> Iterator[None]:
         raise RankError(f"the ranks did not come together{who} ({problem})") from problem
 
 
+_BETWEEN_SETTINGS = "\x1f"  # the unit separator of ASCII, which is in none of them
+
+
+def as_one_text(settings: Sequence[str]) -> str:
+    """Return settings as a text for :func:`refuse_differences`."""
+    return _BETWEEN_SETTINGS.join(settings)
+
+
 def refuse_differences(what: str, texts: list[str]) -> None:
-    """Raises RankError if what ranks have said, by rank, is not the same."""
+    """Raise RankError if the texts of all ranks, by rank, are not the same. It names the settings that differ."""
+    parts = [text.split(_BETWEEN_SETTINGS) for text in texts]
+    if len({len(settings) for settings in parts}) == 1:  # another version may have more of them
+        differing = [number for number, values in enumerate(zip(*parts, strict=True)) if len(set(values)) > 1]
+        parts = [[settings[number] for number in differing] for settings in parts]
+    texts = [", ".join(settings) for settings in parts]
     usual = max(texts, key=texts.count)  # the first such one: all ranks say the same
     for rank, text in enumerate(texts):
         if text != usual:
@@ -54,6 +68,19 @@ def refuse_differences(what: str, texts: list[str]) -> None:
             raise RankError(
                 f"the {what} of rank {rank} is {text!r}, and that of rank {other} is {usual!r}; one for all is accepted"
             )
+
+
+def _arithmetic() -> list[str]:
+    """Return what the last bits of results depend on besides versions.
+
+    Ranks compute routers, norms and logits of the same tokens each for itself: with other last bits they may choose
+    other experts and other tokens. All our kernels have the same bits but for the bf16 tiles of AMX.
+    """
+    tiles = "with" if cpu.isa() == "amx" else "without"
+    return [
+        f"bf16 products {tiles} AMX tiles (CPUMOE_ISA)",
+        f"PyTorch's kernels for {torch.backends.cpu.get_cpu_capability()} (ATEN_CPU_CAPABILITY)",
+    ]
 
 
 def wants_shared_memory() -> bool:
@@ -101,13 +128,19 @@ class Meeting:
         return long_work(self.members, self.rank, self.timeout, self.first, check)
 
     def agree_on_layout(self, layout: ParallelLayout) -> None:
-        """Raises RankError on every rank if one runs another version, or has another layout or timeout."""
+        """Raise RankError on every rank if one runs another version or arithmetic, or has another layout or timeout."""
         from cpumoe import __version__
 
-        said = f"cpumoe {__version__}, torch {torch.__version__}, layout {layout.of_rank(0)!r}, timeout {self.timeout}"
+        said = [
+            f"cpumoe {__version__}",
+            f"torch {torch.__version__}",
+            f"layout {layout.of_rank(0)!r}",
+            f"timeout {self.timeout}",
+            *_arithmetic(),
+        ]
         texts: list[str] = [""] * self.size
         with coming_together(self._call()):
-            dist.all_gather_object(texts, said, group=self.group)
+            dist.all_gather_object(texts, as_one_text(said), group=self.group)
         refuse_differences("version and layout", texts)
 
     def exchange(self) -> RankExchange:

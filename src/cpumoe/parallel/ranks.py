@@ -22,7 +22,7 @@ from cpumoe.errors import RankError
 from cpumoe.layers.parallel_layout import ExpertPlacement, ParallelLayout
 from cpumoe.ops.exchange import RankExchange, number_exchange
 from cpumoe.option_values import DEFAULT_TIMEOUT
-from cpumoe.parallel.joining import Meeting, coming_together, refuse_differences, wants_shared_memory
+from cpumoe.parallel.joining import Meeting, as_one_text, coming_together, refuse_differences, wants_shared_memory
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -199,11 +199,11 @@ class Ranks:
             self._carry(self.exchange.sum, values.view(-1))
         return values
 
-    def agree(self, what: str, value: str) -> None:
-        """Raises RankError on every rank if this text is not the same on all of them."""
+    def agree(self, what: str, *settings: str) -> None:
+        """Raise RankError on every rank if these texts are not the same on all of them; it names those that differ."""
         if self.exchange is None:
             return
-        own = torch.frombuffer(bytearray(value.encode() or b" "), dtype=torch.uint8)
+        own = torch.frombuffer(bytearray(as_one_text(settings).encode() or b" "), dtype=torch.uint8)
         texts = [bytes(text.numpy().tobytes()).decode().strip() for text in self.gather(own)]
         refuse_differences(what, texts)
 

@@ -7,8 +7,8 @@ while it loads them, with their scales as the only other tensor that it knows. O
 
 from __future__ import annotations
 
-from cpumoe.option_values import INT_QUANTIZED
 from cpumoe.layers.scheme import INTEGERS, Scheme
+from cpumoe.option_values import INT_QUANTIZED
 
 
 def misreading_of_experts(scheme: Scheme, format: str) -> str | None:

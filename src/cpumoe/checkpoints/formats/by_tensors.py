@@ -12,8 +12,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from cpumoe.checkpoints.formats.kv_cache_scheme import KvCacheScheme
-from cpumoe.checkpoints.storage import LinearStorage, Quantization
+from cpumoe.checkpoints.storage import AnnouncedKvCache, LinearStorage, Quantization
 from cpumoe.errors import CheckpointError
 from cpumoe.layers.scheme import Scheme
 
@@ -29,7 +28,7 @@ class QuantizedByTensors(Quantization):
         storage: LinearStorage,
         left_in_float: Collection[str] = (),
         names: Collection[str] | None = None,
-        kv_cache: KvCacheScheme | None = None,
+        kv_cache: AnnouncedKvCache | None = None,
     ) -> None:
         self.storage = storage
         self.kv_cache = kv_cache

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cpumoe.errors import RankError
 from cpumoe.integrations.transformers.decoder_description import (
     Choices,
     cache_form,
@@ -129,6 +130,8 @@ class _OwnCode:
                     self.hidden.append(out.last_hidden_state)
                     real = cases.mask[:, new].bool()
                     self.compared.append(real & ~balance.rows(real.numel()).view_as(real))
+        except RankError:  # says nothing of the layer
+            raise
         except Exception as problem:  # a layer that cannot run alone
             self.problem = f"could not be compared ({type(problem).__name__}: {problem})"
             return

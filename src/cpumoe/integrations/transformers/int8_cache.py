@@ -15,15 +15,21 @@ from cpumoe.integrations.transformers.native_decoder import NativeDecoder, expla
 from cpumoe.ops.cache_records import check_kv_cache
 
 
+def chosen_kv_cache(kv_cache: str | None) -> tuple[str, str | None]:
+    """Return what the KV cache is stored as, and the setting it comes from: the caller's, else the environment's."""
+    name, asked = "kv_cache", kv_cache
+    if asked is None:
+        name, asked = "CPUMOE_KV_CACHE", os.environ.get("CPUMOE_KV_CACHE")
+    return name, check_kv_cache(asked, name)
+
+
 def hold_caches(model: nn.Module, kv_cache: str | None) -> None:
     """Lets a model's steps hold keys and values as asked for: by the caller, else by the environment.
 
     Raises ValueError for a model whose steps are not one call.
     """
-    name, asked = "kv_cache", kv_cache
+    name, asked = chosen_kv_cache(kv_cache)
     if asked is None:
-        name, asked = "CPUMOE_KV_CACHE", os.environ.get("CPUMOE_KV_CACHE")
-    if check_kv_cache(asked, name) is None:
         return
     natives = _natives(model)
     if not natives or any("_cpumoe_reason" in vars(module) for module in model.modules()):

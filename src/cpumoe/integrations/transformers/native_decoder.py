@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from cpumoe import _core
+from cpumoe.errors import RankError
 from cpumoe.integrations.transformers.attention import PASSED_OVER
 from cpumoe.integrations.transformers.call_options import names_in, names_in_files_of, names_of_attention_functions
 from cpumoe.integrations.transformers.decoder_check import find_choices, output_class
@@ -62,18 +63,24 @@ _CAPTURING = "transformers.utils.output_capturing"
 _FEW_ROWS = 16  # up to here our product with a head in float is faster than PyTorch's
 
 
+def native_decoder_wanted() -> bool:
+    """Return what ``CPUMOE_STEPS`` says. Raise ValueError if it is neither 0 nor 1."""
+    if (wanted := os.environ.get("CPUMOE_STEPS", "1")) not in ("0", "1"):
+        raise ValueError(f"CPUMOE_STEPS={wanted}; 0 and 1 are accepted")
+    return wanted == "1"
+
+
 def run_natively(model: nn.Module) -> None:
     """Gives the decoders inside of a model their one-call form; where there is none, the reason is kept and logged.
 
     ``CPUMOE_STEPS=0`` in the environment leaves models as they are.
     """
-    if (wanted := os.environ.get("CPUMOE_STEPS", "1")) not in ("0", "1"):
-        raise ValueError(f"CPUMOE_STEPS={wanted}; 0 and 1 are accepted")
+    wanted = native_decoder_wanted()
     for name, base in model.named_modules():
         layers = getattr(base, "layers", None)
         if not isinstance(layers, nn.ModuleList) or not any(isinstance(m, Experts) for m in layers.modules()):
             continue
-        if wanted == "0":
+        if not wanted:
             base._cpumoe_reason = "CPUMOE_STEPS=0"
             continue
         try:
@@ -82,6 +89,8 @@ def run_natively(model: nn.Module) -> None:
             base._cpumoe_reason = str(reason)
             _log.info("%s (%s) runs layer by layer: %s", name or "the model", type(base).__name__, reason)
             continue
+        except RankError:  # another rank has gone, or does something else
+            raise
         except Exception as error:  # whatever another release of transformers does differently
             base._cpumoe_reason = _unexpected(error)
             _log.warning("%s (%s) runs layer by layer: %s", name, type(base).__name__, base._cpumoe_reason)
@@ -434,6 +443,8 @@ class NativeDecoder:
                 described = None
             if described is None or lacks_head or _core.has_changed(self._watched):
                 self._describe(base, head)
+        except RankError:
+            raise
         except Exception as problem:  # a part that was put into the model may be anything
             reason = problem if isinstance(problem, NotDescribed) else _unexpected(problem)
             if self.records:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
@@ -32,10 +33,11 @@ from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.integrations.transformers.attention import ATTENTION, register_attention
 from cpumoe.integrations.transformers.decode import speed_up
 from cpumoe.integrations.transformers.expert_modules import marks_of
-from cpumoe.integrations.transformers.int8_cache import hold_caches
+from cpumoe.integrations.transformers.int8_cache import chosen_kv_cache, hold_caches
 from cpumoe.integrations.transformers.load_memory import WeightBytes, refuse_too_large, weight_bytes
 from cpumoe.integrations.transformers.model_classes import has_plain_attention
 from cpumoe.integrations.transformers.module_sources import PackedModule
+from cpumoe.integrations.transformers.native_decoder import explanation, native_decoder_wanted
 from cpumoe.integrations.transformers.packed_modules import PendingModule, find_packed_modules, replace_module
 from cpumoe.integrations.transformers.saving import keep_names_when_saved, quantization_section, state_dict_for_saving
 from cpumoe.integrations.transformers.special_experts import put_packed
@@ -143,15 +145,26 @@ def _folder_of(files: list[Path], source: str) -> Path:
     return folder
 
 
-def _agree_on_model(options: LoadOptions, checkpoint: Checkpoint, dtype: torch.dtype) -> None:
-    """Raises RankError where another rank loads another model, or the same one in another way."""
+def _agree_on_model(options: LoadOptions, kv_cache: str | None, checkpoint: Checkpoint, model: PreTrainedModel) -> None:
+    """Raise RankError if another rank loads another model, or the same one with another setting that results depend on.
+
+    Settings that change nothing but speed may differ: threads, NUMA, the packed cache.
+    """
     assert options.ranks is not None
     headers = [file.header_digest for file in checkpoint.files]
     contents = hashlib.sha256(json.dumps([checkpoint.config, headers], sort_keys=True).encode()).hexdigest()[:16]
     options.ranks.agree("checkpoint", f"{checkpoint.folder.name} ({contents})")
-    said = {name: str(getattr(options, name)) for name in ("scheme", "linears", "kv_cache")}
-    said |= {"activations": str(checkpoint.activations), "dtype": str(dtype)}
-    options.ranks.agree("way of loading", str(said))
+    settings = {
+        "scheme": options.scheme,
+        "linears": options.linears,
+        "activations": checkpoint.activations,
+        "kv_cache": chosen_kv_cache(kv_cache)[1],
+        "dtype": model.dtype,
+        "attn_implementation": model.config._attn_implementation,
+        "CPUMOE_STEPS": int(native_decoder_wanted()),
+        "transformers": transformers.__version__,
+    }
+    options.ranks.agree("way of loading", *(f"{name}={value}" for name, value in settings.items()))
 
 
 class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
@@ -196,11 +209,10 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         config = config | {"quantization_config": self.quantization_config.section}
         self._checkpoint = Checkpoint(folder, config, files, self._activations())
         options = self._options
-        held = options.kv_cache or self.quantization_config.kv_cache or os.environ.get("CPUMOE_KV_CACHE")
         if options.ranks is not None:
-            _agree_on_model(options, self._checkpoint, model.dtype)
+            _agree_on_model(options, self._kv_cache(), self._checkpoint, model)
         with torch.device("cpu"):  # the default is that of weights which are not loaded yet
-            if use := self._checkpoint.kv_cache_use(held):
+            if use := self._checkpoint.kv_cache_use(chosen_kv_cache(self._kv_cache())[1]):
                 _log.warning("%s: %s", folder, use)
             layout, found = find_packed_modules(
                 model,
@@ -237,6 +249,10 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         asked = self._options.activations or self.quantization_config.activations
         return asked if asked is not None else os.environ.get("CPUMOE_ACTIVATIONS")
 
+    def _kv_cache(self) -> str | None:
+        """The dtype of the KV cache that the caller asked for."""
+        return self._options.kv_cache or self.quantization_config.kv_cache
+
     def _refuse_incomplete(self, model: PreTrainedModel) -> None:
         """Makes missing tensors an error: transformers makes them up. Unexpected ones were refused before."""
         stock = model._adjust_missing_and_unexpected_keys
@@ -268,12 +284,14 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
             self._load_packed(model, self._checkpoint)
         finally:
             self._checkpoint.close()
-        kv_cache = self._options.kv_cache or self.quantization_config.kv_cache
+        kv_cache = self._kv_cache()
         if self._packed:
             model.requires_grad_(False)  # there is no gradient through packed weights
             speed_up(model)
         if self._packed or kv_cache is not None:
             hold_caches(model, kv_cache)
+        if self._options.ranks is not None:  # steps of another form exchange other messages
+            self._options.ranks.agree("form of steps", explanation(model).partition(":")[0])
         if not self._packed and self.quantization_config.section is None and self._options.linears is None:
             self.remove_quantization_config(model)  # a float model was asked for
         elif (

@@ -27,6 +27,11 @@ def check() -> None:
     float_scheme()
 
 
+def of_results() -> list[str]:
+    """Return the settings that results depend on, each with its name."""
+    return [f"{name}={os.environ.get(name)}" for name in _NAMES]
+
+
 def as_text() -> str:
     """Those that change what is computed."""
     return " ".join(f"{name}={os.environ[name]}" for name in _NAMES if name in os.environ)

@@ -11,6 +11,7 @@ from functools import cache
 
 from vllm.distributed import get_ep_group, get_tp_group
 
+from cpumoe.integrations.vllm import settings
 from cpumoe.layers.parallel_layout import ParallelLayout
 from cpumoe.parallel.ranks import Ranks
 
@@ -26,7 +27,9 @@ def _ranks(slices: int) -> Ranks:
     group = tensor_parallel if tensor_parallel.world_size == slices else get_ep_group()
     if group.world_size != slices:
         raise RuntimeError(f"{slices} slices of experts, and no group of as many workers")
-    return Ranks.join(ParallelLayout(tp_size=slices), group=group.cpu_group, timeout=_PATIENCE)
+    ranks = Ranks.join(ParallelLayout(tp_size=slices), group=group.cpu_group, timeout=_PATIENCE)
+    ranks.agree("environment", *settings.of_results())
+    return ranks
 
 
 def exchange_of_slices(slices: int) -> int:

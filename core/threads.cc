@@ -1,10 +1,14 @@
 #include "threads.h"
 
 #include <dlfcn.h>
+#include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
 #include <limits>
 #include <mutex>
@@ -52,7 +56,21 @@ void set_float_mode(std::uint64_t) {}
 
 bool differs_from_ieee(std::uint64_t mode) { return ((mode ^ kIeeeMode) & kModeBits) != 0; }
 
-constexpr int kSpinsBeforeYield = 20000;
+// Spins of a thread that found others on cores of their own each time, and of one that never did. 20000 are 0.3 ms
+// on Zen 4 and 0.9 ms on Xeons, whose pause takes longer.
+constexpr int kMostSpins = 20000, kLeastSpins = 500;
+thread_local int spins_of_thread = kMostSpins;
+thread_local double slept = 0.0;
+
+// std::atomic::wait would spin and yield first, in its own way.
+void sleep_while(const std::atomic<std::uint32_t>& number, std::uint32_t value) {
+  static_assert(sizeof(number) == sizeof(value));
+  syscall(SYS_futex, &number, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
+}
+
+void wake_all(const std::atomic<std::uint32_t>& number) {
+  syscall(SYS_futex, &number, FUTEX_WAKE_PRIVATE, std::numeric_limits<int>::max(), nullptr, nullptr, 0);
+}
 
 // The entry points of an OpenMP runtime that something else has loaded (GOMP_parallel is the ABI that libgomp
 // defines and libiomp5 and libomp offer too).
@@ -112,7 +130,7 @@ class OwnPool {
   void run(int threads, void (*body)(void*, Worker&), void* context, Barrier* barrier) {
     while (static_cast<int>(threads_.size()) < threads - 1) {
       const int index = static_cast<int>(threads_.size()) + 1;
-      const std::uint32_t seen = call_.load();
+      const std::uint32_t seen = call_.value();
       threads_.emplace_back([this, index, seen] { work(index, seen); });
       threads_.back().detach();
     }
@@ -121,28 +139,19 @@ class OwnPool {
     barrier_ = barrier;
     count_ = threads;
     pending_.store(static_cast<int>(threads_.size()), std::memory_order_relaxed);
-    call_.fetch_add(1, std::memory_order_release);
-    call_.notify_all();
+    const std::uint32_t call = call_.value() + 1;
+    call_.set(call);
     run_body({0, threads, barrier}, body, context);
-    for (int spins = 0; pending_.load(std::memory_order_acquire) != 0;) {
-      relax();
-      if (++spins > kSpinsBeforeYield) sched_yield();
-    }
+    if (!threads_.empty()) done_.wait_while(call - 1);
   }
 
  private:
   void work(int index, std::uint32_t seen) {
     for (;;) {
-      for (int spins = 0; call_.load(std::memory_order_acquire) == seen; ++spins) {
-        if (spins < kSpinsBeforeYield) {
-          relax();
-        } else {
-          call_.wait(seen, std::memory_order_acquire);
-        }
-      }
+      call_.wait_while(seen);
       ++seen;
       if (index < count_) run_body({index, count_, barrier_}, body_, context_);
-      pending_.fetch_sub(1, std::memory_order_release);
+      if (pending_.fetch_sub(1, std::memory_order_acq_rel) == 1) done_.set(seen);
     }
   }
 
@@ -151,7 +160,8 @@ class OwnPool {
   void* context_ = nullptr;
   Barrier* barrier_ = nullptr;
   int count_ = 0;
-  alignas(64) std::atomic<std::uint32_t> call_{0};
+  alignas(64) Signal call_;  // the number of the call, and of the last one that all have done
+  alignas(64) Signal done_;
   alignas(64) std::atomic<int> pending_{0};
 };
 
@@ -188,7 +198,7 @@ struct Region {
   void* context;
   Barrier* barrier;
   const OpenMP* omp;
-  std::atomic<bool> counted{false};
+  Signal counted;
 };
 
 void region_entry(void* data) {
@@ -197,9 +207,9 @@ void region_entry(void* data) {
   const int count = region->omp->num_threads(), index = region->omp->thread_num();
   if (index == 0) {
     region->barrier->reset(count);
-    region->counted.store(true, std::memory_order_release);
+    region->counted.set(1);
   }
-  while (!region->counted.load(std::memory_order_acquire)) relax();
+  region->counted.wait_while(0);
   run_body({index, count, region->barrier}, region->body, region->context);
 }
 
@@ -224,6 +234,31 @@ IeeeArithmetic::~IeeeArithmetic() {
   if (differs_from_ieee(found_)) set_float_mode(found_);
 }
 
+void Signal::wait_while(std::uint32_t value) {
+  for (int spins = spins_of_thread; spins > 0; --spins) {
+    if (value_.load(std::memory_order_acquire) != value) {
+      spins_of_thread = std::min(kMostSpins, spins_of_thread + spins_of_thread / 8);
+      return;
+    }
+    relax();
+  }
+  spins_of_thread = std::max(kLeastSpins, spins_of_thread / 2);
+  using Clock = std::chrono::steady_clock;
+  const Clock::time_point began = Clock::now();
+  // Sequentially consistent, here and in set: either this thread sees the new value, or the other one this sleeper.
+  sleepers_.fetch_add(1, std::memory_order_seq_cst);
+  while (value_.load(std::memory_order_seq_cst) == value) sleep_while(value_, value);
+  sleepers_.fetch_sub(1, std::memory_order_relaxed);
+  slept += std::chrono::duration<double>(Clock::now() - began).count();
+}
+
+void Signal::set(std::uint32_t value) {
+  value_.store(value, std::memory_order_seq_cst);
+  if (sleepers_.load(std::memory_order_seq_cst) != 0) wake_all(value_);
+}
+
+double seconds_asleep() { return slept; }
+
 void Barrier::reset(int threads) {
   threads_ = threads;
   arrived_.store(0, std::memory_order_relaxed);
@@ -231,16 +266,13 @@ void Barrier::reset(int threads) {
 
 void Barrier::wait() {
   if (threads_ == 1) return;
-  const std::uint32_t generation = generation_.load(std::memory_order_relaxed);
+  const std::uint32_t generation = generation_.value();
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) == threads_ - 1) {
     arrived_.store(0, std::memory_order_relaxed);
-    generation_.store(generation + 1, std::memory_order_release);
+    generation_.set(generation + 1);
     return;
   }
-  for (int spins = 0; generation_.load(std::memory_order_acquire) == generation;) {
-    relax();
-    if (++spins > kSpinsBeforeYield) sched_yield();
-  }
+  generation_.wait_while(generation);
 }
 
 void run_team(int threads, void (*body)(void*, Worker&), void* context) {

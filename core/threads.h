@@ -11,7 +11,24 @@
 
 namespace cpumoe {
 
-// Spinning barrier for the threads of one team; it gives its core away when the wait gets long.
+// A number that threads wait for another thread to change. They spin first, for longer than threads of a team wait for
+// each other on cores of their own, and sleep then: who spins takes the core that the other one needs, and has used up
+// its share of time when its turn comes. A thread that had to sleep spins for less the next time.
+class Signal {
+ public:
+  std::uint32_t value() const { return value_.load(std::memory_order_acquire); }
+  void wait_while(std::uint32_t value);  // returns once the value is another one
+  void set(std::uint32_t value);         // everything before it is seen by those that waited
+
+ private:
+  std::atomic<std::uint32_t> value_{0};
+  std::atomic<std::uint32_t> sleepers_{0};
+};
+
+// Seconds that the calling thread has slept in Signal, since it began.
+double seconds_asleep();
+
+// Barrier for the threads of one team.
 class Barrier {
  public:
   void reset(int threads);
@@ -19,7 +36,7 @@ class Barrier {
 
  private:
   alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<std::uint32_t> generation_{0};
+  alignas(64) Signal generation_;
   int threads_ = 1;
 };
 

@@ -23,6 +23,7 @@ from cpumoe.checkpoints.checkpoint import INDEX_FILE, Checkpoint
 from cpumoe.checkpoints.model_layout import Describe
 from cpumoe.checkpoints.storage import refuse_stored_input_scales
 from cpumoe.checkpoints.tensor_file import TensorFile, TensorFileWriter
+from cpumoe.crowding import fewer_threads_when_crowded
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.layers.activation_rounding import needs_input_scales
 from cpumoe.layers.scheme import WHOLE_FLOATS, Scheme
@@ -144,7 +145,7 @@ def quantize_folder(
         }
         if stopped_at_the_end:
             return _finish_clearing(dst, settings)
-        with work_folder(work, settings):
+        with work_folder(work, settings), fewer_threads_when_crowded():
             report = _quantize_layers(plan, work, watch, calibration, ids)
             _finish(plan, work, watch, report)
             work.rename(dst)

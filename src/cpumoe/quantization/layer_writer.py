@@ -13,6 +13,7 @@ from torch import Tensor
 from cpumoe.checkpoints.expert_sources import Buffers, FloatExpertSource
 from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.checkpoints.tensor_file import TensorFileWriter
+from cpumoe.crowding import make_room
 from cpumoe.layers import reference
 from cpumoe.layers.activation_rounding import input_scale_for, needs_input_scales
 from cpumoe.layers.quantized_experts import QuantizedWeight
@@ -56,6 +57,7 @@ class LayerWriter:
 
     def quantize_linear(self, name: str, statistics: InputStatistics | None) -> Tensor:
         """Quantises and writes the next linear; returns the weight that it represents, [rows, columns] fp32."""
+        make_room()
         storage = self._layer.linear_storage
         assert storage is not None  # there are no linears without it
         weight = self._layer.checkpoint.read(f"{name}.weight")
@@ -74,6 +76,7 @@ class LayerWriter:
 
         ``others`` [tokens, H] are all inputs of the layer's experts: they tell what an expert with few tokens may get.
         """
+        make_room()
         storage, config, inner = self._layer.expert_storage, source.config, source.config.intermediate_size
         gate_up, down, gate_up_bias, down_bias = source.read_float(expert, 1, self._buffers)
         *first_names, down_name = source.linear_names(expert)

@@ -29,6 +29,7 @@ from cpumoe.checkpoints.formats import parse_quantization
 from cpumoe.checkpoints.formats.compressed_tensors import QuantizationConfig
 from cpumoe.checkpoints.named_tensors import listed
 from cpumoe.checkpoints.packed_cache import PackedCache
+from cpumoe.crowding import fewer_threads_when_crowded, make_room
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.integrations.transformers.attention import ATTENTION, register_attention
 from cpumoe.integrations.transformers.decode import speed_up
@@ -333,9 +334,10 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         made: dict[str, Tensor] = {}
         native = True
         ranks = self._options.ranks or Ranks.alone()
-        with ranks.long_work():
+        with ranks.long_work(), fewer_threads_when_crowded():
             for name, packed in tqdm(self._packed.items(), desc="Packing", unit="module", disable=None):
                 ranks.check()
+                make_room()
                 if name not in modules:
                     modules[name] = module = packed.load()
                     native &= not isinstance(module, Experts) or isinstance(module.backend, NativeBackend)

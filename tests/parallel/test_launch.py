@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -132,6 +133,59 @@ def test_signals_end_all(tmp_path: Path, number: signal.Signals) -> None:
         assert running.wait(60) != 0
     pids = [int(file.read_text()) for file in files]
     _wait_until(lambda: not any(Path(f"/proc/{pid}/cmdline").exists() and _runs(pid) for pid in pids))
+
+
+JOINING = """
+import os, sys, time
+from cpumoe.parallel import joining
+from cpumoe.parallel.ranks import Ranks
+
+def hold(*_, **__):
+    open(sys.argv[1] + os.environ["RANK"], "w").write(str(os.getpid()))
+    time.sleep(1000)
+
+if sys.argv[2] == "memory is made":
+    joining.dist.broadcast_object_list = hold
+else:  # all have opened and locked it
+    stock = joining.SharedExchange
+    def opened(*arguments):
+        kept = stock(*arguments)
+        hold()
+    joining.SharedExchange = opened
+    opened.file_bytes = stock.file_bytes
+Ranks.join()
+"""
+
+
+@pytest.mark.parametrize(
+    ("stage", "number", "to_ranks"),
+    first_of(
+        [("memory is opened", signal.SIGKILL, True), ("memory is made", signal.SIGKILL, False)],
+        2,
+        itertools.product(("memory is made", "memory is opened"), (signal.SIGTERM, signal.SIGKILL), (True, False)),
+    ),
+)
+def test_killed_while_joining(tmp_path: Path, stage: str, number: signal.Signals, to_ranks: bool) -> None:
+    """Neither files, nor locks, nor processes are left."""
+    code = textwrap.dedent(LAUNCHER).replace("python(code, sys.argv[2])", "python(*sys.argv[2:])")
+    command = [sys.executable, "-c", code, str(Path(__file__).parent), JOINING, str(tmp_path / "rank"), stage]
+    paths = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    with subprocess.Popen(command, env=paths, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as running:
+        files = [tmp_path / "rank0", tmp_path / "rank1"]
+        _wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+        pids = [int(file.read_text()) for file in files]
+        links = [link for pid in pids for link in Path(f"/proc/{pid}/fd").iterdir()]
+        memory = {str(link.readlink()): link.stat().st_ino for link in links if "cpumoe-ranks" in str(link.readlink())}
+        assert len(memory) == 1 and all(name.startswith("/memfd:") for name in memory)
+        assert not any("/dev/shm" in Path(f"/proc/{pid}/maps").read_text() for pid in pids)
+        locked = f":{next(iter(memory.values()))} "
+        assert (locked in Path("/proc/locks").read_text()) == (stage == "memory is opened")
+        for pid in pids if to_ranks else [running.pid]:
+            os.kill(pid, number)
+        assert running.wait(60) != 0
+    _wait_until(lambda: not any(_runs(pid) for pid in pids))
+    assert locked not in Path("/proc/locks").read_text()
+    assert not any(Path("/dev/shm").glob("cpumoe-*"))
 
 
 def _runs(pid: int) -> bool:

@@ -13,6 +13,21 @@ struct Computation {
   IeeeArithmetic arithmetic;
 };
 
+// tp_traverse of a bound class that holds Python objects, so that reference cycles through it are collected. T has
+// visit(visitor, argument). None of them has tp_clear: the other objects of a cycle have one, and a decoder whose
+// tensors are gone could still be called.
+template <class T>
+int traverse(PyObject* self, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(self));
+  return nanobind::inst_ready(self) ? nanobind::inst_ptr<T>(self)->visit(visit, arg) : 0;
+}
+
+template <class T>
+PyType_Slot* traverse_slots() {
+  static PyType_Slot slots[] = {{Py_tp_traverse, reinterpret_cast<void*>(&traverse<T>)}, {0, nullptr}};
+  return slots;
+}
+
 void bind_cache_records(nanobind::module_& m);  // bind_cache_records.cc
 void bind_decoder(nanobind::module_& m);        // bind_decoder.cc
 void bind_delta_rule(nanobind::module_& m);     // bind_delta_rule.cc

@@ -436,6 +436,11 @@ class DecoderObject {
  public:
   explicit DecoderObject(nb::object model) : model_(std::move(model)), decoder_(read_model(model_)) {}
 
+  int visit(visitproc visit, void* arg) const {
+    Py_VISIT(model_.ptr());
+    return 0;
+  }
+
   std::int64_t vocabulary() const { return decoder_.model().head.columns; }
 
   void step(nb::handle input_, nb::handle caches, std::int64_t past, nb::handle positions_, nb::handle padding_,
@@ -596,7 +601,7 @@ class DecoderObject {
 
 void bind_decoder(nb::module_& m) {
   using namespace nb::literals;
-  nb::class_<DecoderObject>(m, "Decoder")
+  nb::class_<DecoderObject>(m, "Decoder", nb::type_slots(traverse_slots<DecoderObject>()))
       .def(nb::init<nb::object>(), "model"_a)
       .def_prop_ro("vocabulary", &DecoderObject::vocabulary)
       .def("help", &DecoderObject::help)

@@ -39,6 +39,11 @@ class CarriedExchange : public RankExchange {
         sum_(std::move(sum)),
         largest_(std::move(largest)) {}
 
+  int visit(visitproc visit, void* arg) const {
+    for (const nb::callable* function : {&gather_, &trade_, &sum_, &largest_}) Py_VISIT(function->ptr());
+    return 0;
+  }
+
  private:
   Sizes sizes_of(const std::int64_t* begins) const {
     Sizes sizes(static_cast<std::size_t>(ranks()));
@@ -214,7 +219,8 @@ void bind_exchange(nb::module_& m) {
       .def(nb::init<int, int, int, std::int64_t, double, int>(), "file"_a, "rank"_a, "ranks"_a, "slot_bytes"_a,
            "seconds"_a, "first_rank"_a = 0)
       .def_static("file_bytes", &SharedExchange::file_bytes, "ranks"_a, "slot_bytes"_a);
-  nb::class_<CarriedExchange, RankExchange>(m, "CarriedExchange", nb::is_weak_referenceable())
+  nb::class_<CarriedExchange, RankExchange>(m, "CarriedExchange", nb::is_weak_referenceable(),
+                                            nb::type_slots(traverse_slots<CarriedExchange>()))
       .def(nb::init<int, int, nb::callable, nb::callable, nb::callable, nb::callable>(), "rank"_a, "ranks"_a,
            "gather"_a, "trade"_a, "sum"_a, "largest"_a);
 }

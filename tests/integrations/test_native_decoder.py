@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -22,6 +24,7 @@ from cpumoe.integrations.transformers.described_parts import NotDescribed
 from cpumoe.integrations.transformers.describing import explain_step
 from cpumoe.integrations.transformers.native_decoder import explanation, native_of, native_with_head
 from cpumoe.integrations.transformers.roomy_cache import CacheForm, RoomyLayer, RoomySlidingLayer, make_roomy
+from cpumoe.ops.decoder import Decoder
 
 #: Families that run in one call, whole models and their text parts; a family that is lost would be noticed here.
 NATIVE = {
@@ -464,6 +467,21 @@ def test_copies_of_a_cache_go_their_own_ways(loaded):
 
 
 # ---- what is not described ------------------------------------------------------------------------------------------
+
+
+def test_a_model_that_its_weights_know_is_collected(tmp_path):
+    """Objects of the core take part in garbage collection: a cycle through one of them would stay for ever."""
+    source = write_family(tmp_path / "m", "qwen3_moe")
+    model = cpumoe.load_model(source, scheme="w4a8-g32", dtype=torch.float32)
+    model(torch.tensor([[1, 2, 3]]))
+    decoder = native_of(model.model).decoder
+    weight = decoder.model.embedding
+    assert isinstance(decoder, Decoder)
+    weight.user = model
+    gone = weakref.ref(decoder)
+    del model, decoder, weight
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_description_that_computes_something_else_is_noticed(loaded, monkeypatch, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -9,7 +11,7 @@ from exchange_cases import SLOT_BYTES
 from rank_processes import refuse_failures, run_ranks
 from sampling import first_of
 
-from cpumoe.ops.exchange import SharedExchange
+from cpumoe.ops.exchange import CarriedExchange, SharedExchange
 
 
 @pytest.mark.parametrize(("ranks", "turns"), first_of([(2, 1000), (4, 300), (1, 100)], 1))
@@ -23,3 +25,16 @@ def test_messages_through_shared_memory(ranks: int, turns: int, tmp_path: Path) 
 def test_messages_through_torch_distributed(ranks: int, turns: int) -> None:
     """The same cases, sums in the same order: what carries the messages does not change a bit."""
     refuse_failures(run_ranks(ranks, "exchange_cases:through_gloo", turns))
+
+
+def test_a_cycle_through_an_exchange_is_collected() -> None:
+    class Carrier:
+        def carry(self, *_: object) -> None: ...
+
+    carrier = Carrier()
+    carry = carrier.carry
+    carrier.exchange = CarriedExchange(0, 1, carry, carry, carry, carry)  # type: ignore[attr-defined]
+    gone = weakref.ref(carrier)
+    del carrier, carry
+    gc.collect()
+    assert gone() is None

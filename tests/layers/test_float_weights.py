@@ -12,8 +12,6 @@ from torch import Tensor
 
 from cpumoe import Scheme
 from cpumoe.layers import reference
-from cpumoe.layers.gate_up_scales import with_the_larger_scale
-from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.rounding import quantize_weight
 from cpumoe.layers.scheme import SCHEMES
 from cpumoe.layers.small_floats import scale_values, values_of
@@ -195,56 +193,3 @@ def test_zeros_and_the_ends_of_fp32(scheme: str) -> None:
         found = reference.dequantize(quantize_weight(torch.full((128, 128), number), Scheme.parse(scheme)))
         assert bool(torch.isfinite(found).all())
         assert bool((found == 0).all()) if number < 1e-40 else abs(float(found[0, 0]) - number) <= 0.13 * number
-
-
-# ---- gate and up in one matrix ---------------------------------------------------------------------------------------
-
-
-def per_tensor(*shape: int) -> QuantizedWeight:
-    return quantize_weight(torch.randn(*shape), Scheme.parse("fp8-tensor"))
-
-
-def test_gate_and_up_take_the_larger_scale() -> None:
-    gate, up = per_tensor(3, 64, 128), per_tensor(3, 64, 128)
-    gate = QuantizedWeight("fp8", gate.values, gate.scales * torch.tensor([5.0, 0.2, 1.0]).view(3, 1, 1))
-    up = QuantizedWeight("fp8", up.values, torch.where(torch.arange(3).view(3, 1, 1) == 2, gate.scales, up.scales))
-    both = with_the_larger_scale(gate, up)
-    assert torch.equal(both.scales, torch.maximum(gate.scales, up.scales)) and both.values.shape == (3, 128, 128)
-    for expert, (kept, changed) in enumerate([(gate, up), (up, gate), (gate, None)]):
-        halves = dict(zip(("gate", "up"), both[expert].halves(), strict=True))
-        of_kept = halves["gate" if kept is gate else "up"]
-        assert torch.equal(of_kept.values.view(torch.uint8), kept.values[expert].view(torch.uint8))
-        if changed is not None:
-            floats = reference.dequantize(changed[expert])
-            found = reference.dequantize(halves["gate" if changed is gate else "up"])
-            expected = (floats / both.scales[expert]).clamp(-448, 448).to(torch.float8_e4m3fn).float() * both.scales[
-                expert
-            ]
-            assert torch.equal(found, expected)
-    same = with_the_larger_scale(gate[2], up[2])  # nothing changes where both have the same
-    stacked = torch.cat((gate[2].values.view(torch.uint8), up[2].values.view(torch.uint8)))
-    assert torch.equal(same.values.view(torch.uint8), stacked)
-
-
-def test_scales_of_inputs_become_the_larger_and_biases_are_kept() -> None:
-    gate, up = per_tensor(2, 64, 128), per_tensor(2, 64, 128)
-    tensors = {"bias": torch.randn(2, 64), "input_scales": torch.tensor([[0.5], [2.0]])}
-    gate = QuantizedWeight("fp8", gate.values, gate.scales, **tensors)
-    up = QuantizedWeight("fp8", up.values, up.scales, bias=tensors["bias"] + 1, input_scales=torch.ones(2, 1))
-    both = with_the_larger_scale(gate, up)
-    assert both.input_scales is not None and both.input_scales.tolist() == [[1.0], [2.0]]
-    assert both.bias is not None and torch.equal(both.bias, torch.cat((tensors["bias"], tensors["bias"] + 1), 1))
-
-
-def test_gate_and_up_that_do_not_go_together() -> None:
-    gate, up = per_tensor(2, 64, 128), per_tensor(2, 64, 128)
-    rows = quantize_weight(torch.randn(2, 64, 128), Scheme.parse("fp8"))
-    with pytest.raises(ValueError, match=r"up has fp8 values with scales \[2, 64, 1\]; fp8 with \[..., 1, 1\]"):
-        with_the_larger_scale(gate, rows)
-    with pytest.raises(ValueError, match="gate has int8 values"):
-        with_the_larger_scale(quantize_weight(torch.randn(2, 64, 128), Scheme.parse("w8a8")), up)
-    for bad in (torch.nan, torch.inf, -1.0):
-        with pytest.raises(ValueError, match="up_scale is negative or not finite"):
-            with_the_larger_scale(gate, QuantizedWeight("fp8", up.values, up.scales * bad))
-    with pytest.raises(ValueError, match="only one of gate and up has input_scales; both or neither"):
-        with_the_larger_scale(gate, QuantizedWeight("fp8", up.values, up.scales, input_scales=torch.ones(2, 1)))

@@ -12,6 +12,8 @@ from cpumoe import Activation, GroupShape, Scheme, TensorFormat, UnsupportedSche
 from cpumoe.layers import scheme as schemes
 from cpumoe.layers.activation_rounding import held_activations
 from cpumoe.layers.scheme import (
+    MXFP6_E2M3,
+    MXFP6_E3M2,
     NVFP4,
     PER_TENSOR_FP8,
     PER_TOKEN_AND_128_FP8,
@@ -68,7 +70,14 @@ def test_names_round_trip(name: str) -> None:
             "w4afp8-asym",
             "w8a16-static",
         ),
-        *("w8a16-static", "w4a8-static", "w8a8-g32-static", "w8a8-asym-static", "w4afp8-static", "w8a8-static+int8"),
+        *(
+            "w8a16-static",
+            "w4a8-static",
+            "w8a8-g32-static",
+            "w8a8-asym-static",
+            "w4afp8-asym-static",
+            "w8a8-static+int8",
+        ),
         *("mxfp4a16-g32", "nvfp4a4", "nvfp4a16-asym", "mxfp4a16-asym", "fp4a16", "mxfp6", "mxfp6-e4m1", "mxfp8-g32"),
         *("w8a16-asym+int8",),
         *("fp8-g128", "fp8a16+int8", "fp8-block+int8", "bf16+int8", "bf16a8", "fp64", "mxfp4+int8", "fp8-blocka16"),
@@ -180,6 +189,12 @@ def test_int8_activations_on_request() -> None:
         ("nvfp4", (256, 24), NVFP4),
         ("mxfp4a8", (256, 12), schemes.MXFP8),
         ("mxfp4afp8", (256, 12), PER_TOKEN_FP8),
+        ("mxfp4afp8-static", (256, 12), STATIC_FP8),
+        ("mxfp4a6-e3m2", (256, 12), MXFP6_E3M2),
+        ("mxfp4a6-e2m3", (256, 12), MXFP6_E2M3),
+        ("mxfp6-e3m2afp8", (256, 12), PER_TOKEN_FP8),
+        ("mxfp6-e2m3afp8-static", (256, 12), STATIC_FP8),
+        ("w4afp8-g128-static", (256, 3), STATIC_FP8),
         ("mxfp6-e3m2", (256, 12), schemes.MXFP6_E3M2),
         ("w8a8-static", (256, 1), STATIC_INT8),
         ("w4afp8-g128", (256, 3), PER_TOKEN_FP8),
@@ -222,7 +237,7 @@ def test_illegal_floats_are_refused_when_made() -> None:
         (TensorFormat("int8", rows), PER_TOKEN_FP8, "int8 weights with fp8 activations; int4 weights .w4afp8."),
         (TensorFormat("int4", rows), STATIC_INT8, "int4 weights with int8 activations of a stored scale; int8 weights"),
         (TensorFormat("int8", GroupShape.per_group(32)), STATIC_INT8, "per channel .w8a8-static. are accepted"),
-        (TensorFormat("int4", rows), NVFP4, "activations .* with int4 weights; int8 per token"),
+        (TensorFormat("int4", rows), NVFP4, "activations .* with int4 weights; int8 or fp8, per token"),
     ):
         with pytest.raises(UnsupportedScheme, match=said):
             Scheme(weights, activations)

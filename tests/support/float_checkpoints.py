@@ -37,12 +37,15 @@ NV = {"strategy": "tensor_group", "group_size": 16, "scale_dtype": "torch.float8
 PER_TOKEN, STATIC = {"strategy": "token", "dynamic": True}, {"strategy": "tensor", "dynamic": False}
 BLOCK = {"strategy": "block", "block_structure": [128, 128]}
 
-#: scheme -> format, weights and input_activations as llm-compressor's recipes have them.
+TENSOR_DYNAMIC = {"strategy": "tensor", "dynamic": True}
+
+#: name -> format, weights and input_activations as llm-compressor's recipes have them; the name is the scheme that they
+#: are read as, or ``READ_AS`` has it.
 KINDS: dict[str, tuple[str, Config, Config | None]] = {
     "fp8": ("float-quantized", FP8 | {"strategy": "channel"}, FP8 | PER_TOKEN),
     "fp8-static": ("float-quantized", FP8 | {"strategy": "channel"}, FP8 | STATIC),
     "fp8-tensor": ("float-quantized", FP8 | {"strategy": "tensor"}, FP8 | STATIC),
-    "fp8-tensor-dynamic": ("float-quantized", FP8 | {"strategy": "tensor"}, FP8 | STATIC | {"dynamic": True}),
+    "fp8-tensor-dynamic": ("float-quantized", FP8 | {"strategy": "tensor"}, FP8 | TENSOR_DYNAMIC),
     "fp8-tensor-token": ("float-quantized", FP8 | {"strategy": "tensor"}, FP8 | PER_TOKEN),
     "fp8-block": (
         "float-quantized",
@@ -70,7 +73,35 @@ KINDS: dict[str, tuple[str, Config, Config | None]] = {
         INT8 | {"num_bits": 4, "strategy": "group", "group_size": 128},
         FP8 | PER_TOKEN,
     ),
+    "w4afp8-g128, tensor": (
+        "pack-quantized",
+        INT8 | {"num_bits": 4, "strategy": "group", "group_size": 128},
+        FP8 | TENSOR_DYNAMIC,
+    ),
+    "w4afp8-g128-static": (
+        "pack-quantized",
+        INT8 | {"num_bits": 4, "strategy": "group", "group_size": 128},
+        FP8 | STATIC,
+    ),
+    "fp8, tensor": ("float-quantized", FP8 | {"strategy": "channel"}, FP8 | TENSOR_DYNAMIC),
+    "mxfp4afp8, tensor": ("mxfp4-pack-quantized", FP4 | MX, FP8 | TENSOR_DYNAMIC),
+    "mxfp4afp8-static": ("mxfp4-pack-quantized", FP4 | MX, FP8 | STATIC),
+    "mxfp4a6-e2m3": ("mxfp4-pack-quantized", FP4 | MX, FP6 | MX | {"dynamic": True}),
+    "mxfp6-e2m3afp8": ("mxfp6-pack-quantized", FP6 | MX, FP8 | PER_TOKEN),
+    "mxfp6-e2m3afp8-static": ("mxfp6-pack-quantized", FP6 | MX, FP8 | STATIC),
+    "w8a8, tensor": ("int-quantized", INT8 | {"strategy": "tensor"}, INT8 | TENSOR_DYNAMIC),
+    "w8a8, tensor and token": ("pack-quantized", INT8 | {"strategy": "tensor"}, INT8 | PER_TOKEN),
+    "w8a8-static, tensor": ("int-quantized", INT8 | {"strategy": "tensor"}, INT8 | STATIC),
+    "w8a16, tensor": ("pack-quantized", INT8 | {"strategy": "tensor"}, None),
 }
+
+#: The schemes of kinds whose names are none: one dynamic scale for all tokens is computed as one per token.
+READ_AS = {"fp8-tensor-dynamic": "fp8-tensor-token"} | {n: n.partition(",")[0] for n in KINDS if "," in n}
+
+
+def scheme_of(kind: str) -> str:
+    """The scheme that checkpoints of a kind are read as."""
+    return READ_AS.get(kind, kind)
 
 
 def compressed(weight: Tensor, form: str, weights: Config) -> tuple[Tensors, Tensor]:

@@ -10,9 +10,6 @@ from typing import Any
 import pytest
 from conftest import CPUS, ONE_PROCESS, is_right, needs_two_cpus, run_models
 
-#: One scale for all tokens of a call: what is in a batch changes what comes out.
-_BY_BATCH = ("compressed-tensors fp8-tensor-dynamic",)
-
 
 @pytest.fixture(scope="module")
 def eager(
@@ -37,9 +34,6 @@ def test_every_checkpoint(eager: tuple[dict[str, Any], str], cases: dict[str, An
     assert found.keys() == cases.keys()
     wrong = {}
     for name, case in cases.items():
-        if name in _BY_BATCH:
-            assert isinstance(found[name], list), found[name]
-            continue
         try:
             is_right(found[name], case["answers"])
         except AssertionError as problem:

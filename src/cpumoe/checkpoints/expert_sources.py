@@ -26,7 +26,6 @@ from cpumoe.checkpoints.named_tensors import NamedTensors, TensorCheck
 from cpumoe.checkpoints.storage import LinearStorage, StoredTensor
 from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES
 from cpumoe.checkpoints.tensor_parts import TensorPart, slice_of
-from cpumoe.layers import reference
 from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.parallel_layout import ExpertsPart
 from cpumoe.layers.quantized_experts import QuantizedExperts, QuantizedWeight
@@ -359,15 +358,7 @@ class QuantizedPerExpert(_PerExpert):
 
     def _with_scales_as_held(self, weights: dict[str, QuantizedWeight]) -> dict[str, QuantizedWeight]:
         """The definition of what ``held_weight`` does, for gate, up and down of one expert."""
-        if self.config.scheme != self.storage.scheme:
-            return {name: replace(w, scales=w.scales.expand(len(w.values), 1)) for name, w in weights.items()}
-        *first, _ = weights
-        larger = torch.stack([weights[name].scales for name in first]).amax(0)
-        for name in first:
-            scaled = reference.dequantize(weights[name]) / larger.to(torch.float32)
-            values = scaled.clamp(-448, 448).to(torch.float8_e4m3fn)
-            weights[name] = replace(weights[name], values=values, scales=larger)
-        return weights
+        return {name: replace(w, scales=w.scales.expand(len(w.values), 1)) for name, w in weights.items()}
 
 
 class FloatPerExpert(_PerExpert, FloatExpertSource):

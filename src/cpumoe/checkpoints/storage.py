@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
@@ -20,7 +20,7 @@ from cpumoe.checkpoints.tensor_file import DTYPES, TensorInfo
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers.activation_rounding import needs_input_scales
 from cpumoe.layers.quantized_experts import QuantizedWeight
-from cpumoe.layers.scheme import NVFP4, STATIC_FP8, STATIC_INT8, Scheme
+from cpumoe.layers.scheme import Scheme, TensorFormat
 
 if TYPE_CHECKING:
     from cpumoe.checkpoints.named_tensors import NamedTensors
@@ -73,6 +73,8 @@ class LinearStorage(ABC):
     """How one quantised linear lies in the files. A bias is not part of it: it is a float tensor in every format.
 
     ``scheme`` is what the linear is in memory, ``format`` what config.json calls this way of storing it.
+    ``stored_activations`` are those that config.json names, if they are not those of the scheme: files with one dynamic
+    scale for all tokens are computed with a scale per token, and are written as they were read.
     """
 
     scale_suffix: ClassVar[str]  # of the tensor that has the scales
@@ -81,6 +83,12 @@ class LinearStorage(ABC):
 
     scheme: Scheme
     format: str
+    stored_activations: TensorFormat | None = field(default=None, kw_only=True)
+
+    @property
+    def stored_weights(self) -> TensorFormat:
+        """The weights as config.json describes them."""
+        return self.scheme.weights
 
     @abstractmethod
     def tensors(self, rows: int, columns: int) -> dict[str, StoredTensor]:
@@ -147,8 +155,8 @@ class LinearStorage(ABC):
         return sum(tensor.bytes for tensor in self.tensors(rows, columns).values())
 
 
-# The scheme that does without, by the activations that have a stored scale.
-_SCALED_AS_SEEN = {STATIC_FP8: "fp8", STATIC_INT8: "w8a8", NVFP4: "nvfp4a16"}
+# The scheme that does without a stored scale of the activations; for others, "-static" is left out of the name.
+_WITHOUT_INPUT_SCALES = {"fp8-tensor": "fp8", "nvfp4": "nvfp4a16"}
 
 
 def refuse_stored_input_scales(scheme: Scheme) -> None:
@@ -157,7 +165,7 @@ def refuse_stored_input_scales(scheme: Scheme) -> None:
         raise UnsupportedScheme(
             f"scheme {scheme} has a stored scale of the activations, which is found with a text: "
             f"cpumoe quantize FLOAT_MODEL DST --scheme {scheme} --calibration TEXT; without one "
-            f"{_SCALED_AS_SEEN[scheme.activations]} is accepted"
+            f"{_WITHOUT_INPUT_SCALES.get(str(scheme), str(scheme).removesuffix('-static'))} is accepted"
         )
 
 
@@ -199,6 +207,11 @@ class Quantization(ABC):
     @abstractmethod
     def storage_of(self, module: str) -> LinearStorage | None:
         """How the linear named ``module`` is stored; None if it was left in float."""
+
+    def storages_of(self, module: str) -> tuple[LinearStorage, ...]:
+        """Return each way in which a linear may be stored, where the configuration leaves that to the tensors."""
+        storage = self.storage_of(module)
+        return () if storage is None else (storage,)
 
     def with_tensors(self, names: Collection[str]) -> Quantization:
         """The same for files with tensors of these names: not every configuration lists what was left in float."""

@@ -142,6 +142,8 @@ STATIC_INT8 = TensorFormat("int8", _TENSOR)
 PER_TOKEN_FP8 = TensorFormat("fp8", _ROW, dynamic=True)
 STATIC_FP8 = TensorFormat("fp8", _TENSOR)
 PER_TENSOR_FP8 = TensorFormat("fp8", _TENSOR, dynamic=True)
+#: What files may say; no scheme computes it, see ``stored_activations`` of a storage.
+PER_TENSOR_INT8 = TensorFormat("int8", _TENSOR, dynamic=True)
 PER_TOKEN_AND_128_FP8 = TensorFormat("fp8", GroupShape.per_group(128), dynamic=True)
 #: OCP MX: a power of two for 32 values.
 MXFP4 = TensorFormat("fp4", GroupShape.per_group(32), dynamic=True, scale="e8m0")
@@ -175,10 +177,17 @@ _FLOAT_SCHEMES: dict[str, tuple[TensorFormat, TensorFormat | None]] = {
     "mxfp4a16": (_stored(MXFP4), None),
     "mxfp4a8": (_stored(MXFP4), MXFP8),
     "mxfp4afp8": (_stored(MXFP4), PER_TOKEN_FP8),
+    "mxfp4afp8-static": (_stored(MXFP4), STATIC_FP8),
+    "mxfp4a6-e3m2": (_stored(MXFP4), MXFP6_E3M2),
+    "mxfp4a6-e2m3": (_stored(MXFP4), MXFP6_E2M3),
     "mxfp6-e3m2": (_stored(MXFP6_E3M2), MXFP6_E3M2),
     "mxfp6-e3m2a16": (_stored(MXFP6_E3M2), None),
+    "mxfp6-e3m2afp8": (_stored(MXFP6_E3M2), PER_TOKEN_FP8),
+    "mxfp6-e3m2afp8-static": (_stored(MXFP6_E3M2), STATIC_FP8),
     "mxfp6-e2m3": (_stored(MXFP6_E2M3), MXFP6_E2M3),
     "mxfp6-e2m3a16": (_stored(MXFP6_E2M3), None),
+    "mxfp6-e2m3afp8": (_stored(MXFP6_E2M3), PER_TOKEN_FP8),
+    "mxfp6-e2m3afp8-static": (_stored(MXFP6_E2M3), STATIC_FP8),
     "mxfp8": (_stored(MXFP8), MXFP8),
     "mxfp8a16": (_stored(MXFP8), None),
     "bf16": (TensorFormat("bf16", _TENSOR, scale="none"), None),
@@ -187,8 +196,9 @@ _FLOAT_SCHEMES: dict[str, tuple[TensorFormat, TensorFormat | None]] = {
 }
 _FLOAT_NAMES = {formats: name for name, formats in _FLOAT_SCHEMES.items()}
 
-# How the activations of integer weights are called in names.
+# How the activations of integer weights are called in names, and the weights that stored scales go with.
 _INTEGER_ACTIVATIONS = {"8": PER_TOKEN_INT8, "16": None, "fp8": PER_TOKEN_FP8}
+_STATIC_ACTIVATIONS = {"8": STATIC_INT8, "fp8": STATIC_FP8}
 
 
 @dataclass(frozen=True)
@@ -227,11 +237,10 @@ class Scheme:
 
     def _check_integers(self) -> None:
         w, a = self.weights, self.activations
-        static = a == STATIC_INT8
-        if not static and a not in _INTEGER_ACTIVATIONS.values():
+        if a not in (*_INTEGER_ACTIVATIONS.values(), *_STATIC_ACTIVATIONS.values()):
             raise UnsupportedScheme(
-                f"activations {a} with {w.element} weights; int8 per token, fp8 per token, int8 with a stored scale or "
-                "none are accepted"
+                f"activations {a} with {w.element} weights; int8 or fp8, per token or with a stored scale, or none are "
+                "accepted"
             )
         if w.group.rows != 1:
             raise UnsupportedScheme(
@@ -243,12 +252,12 @@ class Scheme:
                 f"asymmetric {w.element} weights with {a.element} activations; asymmetric weights with 16-bit "
                 "activations (w4a16-asym) are accepted"
             )
-        if static and (w.element != "int8" or w.group != _ROW):
+        if a == STATIC_INT8 and (w.element != "int8" or w.group != _ROW):
             raise UnsupportedScheme(
                 f"{w.element} weights with int8 activations of a stored scale; int8 weights per channel "
                 "(w8a8-static) are accepted"
             )
-        if a == PER_TOKEN_FP8 and w.element != "int4":
+        if a in (PER_TOKEN_FP8, STATIC_FP8) and w.element != "int4":
             raise UnsupportedScheme(f"{w.element} weights with fp8 activations; int4 weights (w4afp8) are accepted")
 
     @classmethod
@@ -264,7 +273,8 @@ class Scheme:
         if match is None:
             raise UnsupportedScheme(
                 f"scheme {name!r} is not known; w4a8, w8a8, w4a16, w8a16 and w4afp8 (with -gN for groups of N, a "
-                f"multiple of 32; with 16-bit activations -asym), w8a8-static, {', '.join(_FLOAT_SCHEMES)} are accepted"
+                "multiple of 32; with 16-bit activations -asym), w8a8-static, w4afp8-static, "
+                f"{', '.join(_FLOAT_SCHEMES)} are accepted"
             )
         requested = PER_TOKEN_INT8 if match["requested"] else None
         if match["float"]:
@@ -272,9 +282,9 @@ class Scheme:
         element: ElementType = "int4" if match["bits"] == "4" else "int8"
         group = _ROW if match["group"] is None else GroupShape.per_group(int(match["group"]))
         weights = TensorFormat(element, group, symmetric=match["asymmetric"] is None)
-        activations = STATIC_INT8 if match["static"] else _INTEGER_ACTIVATIONS[match["inputs"]]
-        if match["static"] and match["inputs"] != "8":
-            raise UnsupportedScheme(f"scheme {name!r}; of stored scales w8a8-static is accepted")
+        if match["static"] and match["inputs"] not in _STATIC_ACTIVATIONS:
+            raise UnsupportedScheme(f"scheme {name!r}; of stored scales w8a8-static and w4afp8-static are accepted")
+        activations = (_STATIC_ACTIVATIONS if match["static"] else _INTEGER_ACTIVATIONS)[match["inputs"]]
         return cls(weights, activations, requested)
 
     @property
@@ -316,11 +326,11 @@ class Scheme:
         w, a = self.weights, self.activations
         if w.element not in INTEGERS:
             return _FLOAT_NAMES[w, a] + requested
-        if a == STATIC_INT8:
-            return "w8a8-static"
-        inputs = next(text for text, activations in _INTEGER_ACTIVATIONS.items() if activations == a)
+        static = "-static" if a in _STATIC_ACTIVATIONS.values() else ""
+        named = _STATIC_ACTIVATIONS if static else _INTEGER_ACTIVATIONS
+        inputs = next(text for text, activations in named.items() if activations == a)
         group = "" if self.group_size is None else f"-g{self.group_size}"
-        return f"w{w.bits}a{inputs}{group}{'' if w.symmetric else '-asym'}{requested}"
+        return f"w{w.bits}a{inputs}{group}{'' if w.symmetric else '-asym'}{static}{requested}"
 
 
 _NAME = re.compile(
@@ -330,7 +340,7 @@ _NAME = re.compile(
 
 
 _QUANTIZED = ["w4a8", "w4a8-g32", "w4a8-g64", "w4a8-g128", "w8a8", "w8a8-g32", "w8a8-g128", "w8a8-static"]
-_QUANTIZED += ["w4afp8", "w4afp8-g128"]
+_QUANTIZED += ["w4afp8", "w4afp8-g128", "w4afp8-static", "w4afp8-g128-static"]
 _A16 = ["w4a16", "w4a16-g32", "w4a16-g128", "w4a16-asym", "w4a16-g32-asym", "w4a16-g128-asym"]
 _A16 += ["w8a16", "w8a16-g32", "w8a16-g128", "w8a16-asym", "w8a16-g32-asym"]
 _ON_REQUEST = [name for name in (*_A16, "mxfp4a16", "nvfp4a16") if Scheme.parse(name).takes_int8_activations]

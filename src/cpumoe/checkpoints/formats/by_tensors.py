@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -73,8 +72,3 @@ def read_names(section: Mapping[str, Any], *fields: str) -> tuple[str, ...]:
             raise CheckpointError(f"{field} is {names!r:.80}; a list of names is accepted")
         return tuple(names)
     return ()
-
-
-def with_scheme(storage: LinearStorage, name: str) -> LinearStorage:
-    """The same storage for weights of another scheme."""
-    return replace(storage, scheme=Scheme.parse(name))

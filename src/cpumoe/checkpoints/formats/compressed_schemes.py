@@ -13,6 +13,7 @@ from cpumoe.layers.scheme import (
     MXFP8,
     NVFP4,
     PER_TENSOR_FP8,
+    PER_TENSOR_INT8,
     PER_TOKEN_AND_128_FP8,
     PER_TOKEN_FP8,
     PER_TOKEN_INT8,
@@ -29,6 +30,7 @@ _BLOCK = (128, 128)
 #: (type, num_bits, dynamic, strategy, group_size) -> activations.
 _ACTIVATIONS: dict[tuple[object, object, object, object, object], TensorFormat] = {
     ("int", 8, True, "token", None): PER_TOKEN_INT8,
+    ("int", 8, True, "tensor", None): PER_TENSOR_INT8,
     ("int", 8, False, "tensor", None): STATIC_INT8,
     ("float", 8, True, "token", None): PER_TOKEN_FP8,
     ("float", 8, True, "tensor", None): PER_TENSOR_FP8,
@@ -39,6 +41,10 @@ _ACTIVATIONS: dict[tuple[object, object, object, object, object], TensorFormat] 
     ("float", 4, True, "group", 32): MXFP4,
     ("float", 4, "local", "tensor_group", 16): NVFP4,
 }
+
+# Activations with one dynamic scale for all tokens of a call are computed with a scale per token: it is finer, needs
+# nothing from the file, and the result of a token does not depend on the rest of its batch.
+_PER_TOKEN_INSTEAD = {PER_TENSOR_FP8: PER_TOKEN_FP8, PER_TENSOR_INT8: PER_TOKEN_INT8}
 
 #: (num_bits, strategy, group_size) -> weights that are floats.
 _FLOAT_WEIGHTS: dict[tuple[object, object, object], TensorFormat] = {
@@ -71,12 +77,22 @@ def is_activation_order(weights: Mapping[str, Any]) -> bool:
 
 def read_scheme(name: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Scheme:
     """The scheme of the group ``name``. Raises UnsupportedScheme, or CheckpointError for what is not well-formed."""
-    activations = None if inputs is None else _read_activations(inputs)
+    found = None if inputs is None else _read_activations(inputs)
+    activations = found and _PER_TOKEN_INSTEAD.get(found, found)
     if weights.get("dynamic", False) or _order_of(weights) not in (*_OWN_ORDERS, *_ACTIVATION_ORDERS):
         raise UnsupportedScheme("weights with stored scales, in activation order 'group', 'weight' or 'static', are")
     if weights.get("type", "int") == "float":
         return Scheme(_read_float_weights(name, weights), activations)
     return _read_integer_scheme(name, weights, activations)
+
+
+def stored_activations(inputs: Mapping[str, Any] | None) -> TensorFormat | None:
+    """Return the activations that the files name if others are computed; None if these are the scheme's.
+
+    The section must have been accepted by :func:`read_scheme`.
+    """
+    found = None if inputs is None else _read_activations(inputs)
+    return found if found in _PER_TOKEN_INSTEAD else None
 
 
 def _read_activations(inputs: Mapping[str, Any]) -> TensorFormat:
@@ -88,8 +104,9 @@ def _read_activations(inputs: Mapping[str, Any]) -> TensorFormat:
     found = _ACTIVATIONS.get(key) if _is_hashable(key) and symmetric else None
     if found is None:
         raise UnsupportedScheme(
-            "activations in float, in 8-bit integers (dynamic per token, or with one stored scale), in fp8 (dynamic "
-            "per token, per tensor or per 128 inputs, or with one stored scale), in mxfp4, mxfp6, mxfp8 and nvfp4 are"
+            "activations in float, in 8-bit integers (dynamic per token or per tensor, or with one stored scale), in "
+            "fp8 (dynamic per token, per tensor or per 128 inputs, or with one stored scale), in mxfp4, mxfp6, mxfp8 "
+            "and nvfp4 are"
         )
     return found
 
@@ -113,12 +130,16 @@ def _read_integer_scheme(name: str, weights: Mapping[str, Any], activations: Ten
     bits, strategy, size = weights.get("num_bits"), weights.get("strategy"), weights.get("group_size")
     if strategy is None:
         strategy = "group" if isinstance(size, int) and size > 0 else "channel"
-    if weights.get("type", "int") != "int" or bits not in (4, 8) or strategy not in ("channel", "group"):
-        raise UnsupportedScheme("integers of 4 or 8 bits per channel or group, and floats of 4, 6 and 8 bits, are")
+    if weights.get("type", "int") != "int" or bits not in (4, 8) or strategy not in ("channel", "group", "tensor"):
+        raise UnsupportedScheme(
+            "integers of 4 or 8 bits per channel, group or tensor, and floats of 4, 6 and 8 bits, are"
+        )
     if strategy == "group" and not (isinstance(size, int) and size > 0):
         raise CheckpointError(f"{name}: strategy 'group' with group_size={size!r}; a positive number is accepted")
     text = f"w{bits}a16" + (f"-g{size}" if strategy == "group" else "")
     symmetric = "" if weights.get("symmetric", True) is True else "-asym"
+    if symmetric and strategy == "tensor":
+        raise UnsupportedScheme("asymmetric integers per channel or group, and symmetric ones per tensor, are")
     return Scheme(Scheme.parse(text + symmetric).weights, activations)
 
 
@@ -134,9 +155,9 @@ def _block_of(value: object) -> tuple[object, ...]:
     return tuple(value) if isinstance(value, list | tuple) else ()
 
 
-def weights_section(scheme: Scheme, activation_order: bool) -> dict[str, Any]:
+def weights_section(weights: TensorFormat, activation_order: bool) -> dict[str, Any]:
     """The ``weights`` of a group."""
-    weights, group = scheme.weights, scheme.weights.group
+    group = weights.group
     section: dict[str, Any] = {
         "num_bits": weights.bits,
         "type": "int" if weights.element in INTEGERS else "float",
@@ -152,9 +173,8 @@ def weights_section(scheme: Scheme, activation_order: bool) -> dict[str, Any]:
     return section | _scale_dtype(weights)
 
 
-def activations_section(scheme: Scheme) -> dict[str, Any] | None:
+def activations_section(form: TensorFormat | None) -> dict[str, Any] | None:
     """The ``input_activations`` of a group."""
-    form = scheme.activations
     if form is None:
         return None
     section: dict[str, Any] = {

@@ -9,7 +9,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from cpumoe.checkpoints.formats.float_storages import Fp4Storage, Fp6Storage, Fp8Storage, one_for_each, one_scale
+from cpumoe.checkpoints.formats.float_storages import (
+    Fp4Storage,
+    Fp6Storage,
+    Fp8Storage,
+    one_for_each,
+    one_scale,
+    the_one_scale,
+)
 from cpumoe.checkpoints.formats.input_order import (
     group_index_of,
     grouping_check,
@@ -26,7 +33,7 @@ from cpumoe.errors import UnsupportedScheme
 from cpumoe.layers.activation_rounding import needs_input_scales
 from cpumoe.layers.nibbles import unpack_nibbles
 from cpumoe.layers.quantized_experts import QuantizedWeight
-from cpumoe.layers.scheme import INTEGERS, Scheme
+from cpumoe.layers.scheme import INTEGERS, GroupShape, Scheme, TensorFormat
 from cpumoe.option_values import INT_QUANTIZED, INTEGER_FORMATS, PACK_QUANTIZED
 
 FLOAT_QUANTIZED, NAIVE_QUANTIZED = "float-quantized", "naive-quantized"
@@ -52,17 +59,37 @@ def formats_of(scheme: Scheme) -> tuple[str, ...]:
     return (*INTEGER_FORMATS, NAIVE_QUANTIZED)
 
 
-def storage_in(scheme: Scheme, format_name: str, activation_order: bool = False) -> LinearStorage:
-    """How weights of a scheme are stored in one of its formats."""
+def storage_in(
+    scheme: Scheme,
+    format_name: str,
+    activation_order: bool = False,
+    activations: TensorFormat | None = None,
+    has_one_scale: bool = False,
+) -> LinearStorage:
+    """How weights of a scheme are stored in one of its formats.
+
+    ``activations`` are those that the files name, if not those of the scheme; ``has_one_scale``: integers that have a
+    scale per row in memory have one for all of a linear in the files.
+    """
     element = scheme.weights.element
     if element in INTEGERS:
-        return IntegerStorage(scheme, format_name, activation_order)
+        return IntegerStorage(
+            scheme, format_name, activation_order, has_one_scale=has_one_scale, stored_activations=activations
+        )
     storages: dict[str, type[LinearStorage]] = {"fp4": Fp4Storage, "fp6-e2m3": Fp6Storage, "fp8": Fp8Storage}
-    return storages[element](scheme, format_name)
+    return storages[element](scheme, format_name, stored_activations=activations)
 
 
-def storage_for(scheme: Scheme, integer_format: str = PACK_QUANTIZED, activation_order: bool = False) -> LinearStorage:
-    """How weights of a scheme are written; integers in the format that is given."""
+def storage_for(
+    scheme: Scheme,
+    integer_format: str = PACK_QUANTIZED,
+    activation_order: bool = False,
+    activations: TensorFormat | None = None,
+) -> LinearStorage:
+    """How weights of a scheme are written; integers in the format that is given.
+
+    ``activations`` are those that the files name, if not those of the scheme.
+    """
     weights = scheme.weights
     if weights.element not in INTEGERS:
         formats = formats_of(scheme)
@@ -70,18 +97,20 @@ def storage_for(scheme: Scheme, integer_format: str = PACK_QUANTIZED, activation
             raise UnsupportedScheme(f"{scheme}: compressed-tensors has no format for {weights.element} weights")
         # Weights alone in 8-bit floats have the format that compressed-tensors has for all that is left.
         is_plain = weights.element == "fp8" and weights.scale == "float" and scheme.activations is None
-        return storage_in(scheme, formats[-1] if is_plain else formats[0])
+        return storage_in(scheme, formats[-1] if is_plain else formats[0], activations=activations)
     if integer_format == INT_QUANTIZED and scheme.activations is None:
         raise UnsupportedScheme(
             f"{scheme} in the format {INT_QUANTIZED}, which no reader expects without quantised activations; "
             f"{PACK_QUANTIZED} is accepted"
         )
-    return IntegerStorage(scheme, integer_format, activation_order)
+    return storage_in(scheme, integer_format, activation_order, activations)
 
 
 @dataclass(frozen=True)
 class IntegerStorage(LinearStorage):
     """Integers with a scale, and if they are asymmetric a zero point, per row or per group.
+
+    Symmetric ones may have one scale for all of a linear, which every row has in memory.
 
     ``int-quantized`` and ``naive-quantized`` have a byte for each of them in ``weight``. ``pack-quantized`` has as many
     as fit into words in ``weight_packed``, where the last word of a row may be filled up, and the size of the linear in
@@ -97,6 +126,12 @@ class IntegerStorage(LinearStorage):
     activation_order: bool = False
     has_g_idx: bool = False
     has_shape: bool = True
+    has_one_scale: bool = False
+
+    @property
+    def stored_weights(self) -> TensorFormat:
+        weights = self.scheme.weights
+        return replace(weights, group=GroupShape.per_tensor()) if self.has_one_scale else weights
 
     @property
     def input_scale_suffix(self) -> str | None:
@@ -120,6 +155,8 @@ class IntegerStorage(LinearStorage):
     def tensors(self, rows: int, columns: int) -> dict[str, StoredTensor]:
         scale_shape = self.scheme.weights.group.scale_shape(rows, columns)
         scale = StoredTensor(FLOAT_DTYPES, scale_shape, contents=refuse_unless_positive)
+        if self.has_one_scale:
+            scale = one_scale()
         symmetric = self.scheme.weights.symmetric
         others = {} if self.input_scale_suffix is None else {self.input_scale_suffix: one_scale()}
         if self.activation_order:
@@ -175,7 +212,7 @@ class IntegerStorage(LinearStorage):
         return QuantizedWeight(
             self.scheme.weights.element,
             self._integers(tensors, columns),
-            tensors["weight_scale"],
+            tensors["weight_scale"].repeat_interleave(rows, -2) if self.has_one_scale else tensors["weight_scale"],
             zeros,
             input_order=self._input_order(tensors),
             input_scales=None if self.input_scale_suffix is None else one_for_each(tensors["input_scale"]),
@@ -203,6 +240,8 @@ class IntegerStorage(LinearStorage):
         element, scales, zeros = self.scheme.weights.element, tensors["weight_scale"], tensors.get("weight_zero_point")
         inputs = None if self.input_scale_suffix is None else tensors["input_scale"].to(torch.float32).view(1)
         order = plain_input_order(tensors["weight_g_idx"]) if self.activation_order else None
+        if self.has_one_scale:
+            scales = scales.view(1, 1).expand(len(tensors["weight_packed" if self._is_packed else "weight"]), 1)
         if not self._is_packed:
             return QuantizedWeight(element, tensors["weight"], scales, zeros, input_order=order, input_scales=inputs)
         # Element j is in word j / (32 / bits), low bits first, stored plus half the range.
@@ -228,7 +267,7 @@ class IntegerStorage(LinearStorage):
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         values, zeros = weight.values, weight.zero_points
-        tensors = {"weight_scale": weight.scales}
+        tensors = {"weight_scale": the_one_scale(weight, self) if self.has_one_scale else weight.scales}
         if self.input_scale_suffix is not None:
             assert weight.input_scales is not None  # every weight of such a scheme has one
             tensors[self.input_scale_suffix] = weight.input_scales[:1]

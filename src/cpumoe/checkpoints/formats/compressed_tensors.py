@@ -15,6 +15,7 @@ from cpumoe.checkpoints.formats.compressed_schemes import (
     activations_section,
     is_activation_order,
     read_scheme,
+    stored_activations,
     weights_section,
 )
 from cpumoe.checkpoints.formats.compressed_storages import (
@@ -139,7 +140,10 @@ class QuantizationConfig(Quantization):
         if format_name not in accepted:
             text = f"{' and '.join(accepted)} is accepted" if accepted else "no format has this"
             raise CheckpointError(f"{name}: {described} in the format {format_name!r}; {text}")
-        return _Group(targets, storage_in(scheme, str(format_name), activation_order))
+        storage = storage_in(
+            scheme, str(format_name), activation_order, stored_activations(inputs), weights.get("strategy") == "tensor"
+        )
+        return _Group(targets, storage)
 
     def storage_of(self, module: str) -> LinearStorage | None:
         """How the linear named ``module`` is stored; None if it was left in float.
@@ -241,8 +245,8 @@ def write_config(storages: Mapping[str, LinearStorage], ignore: list[str]) -> di
             f"group_{index}": {
                 "targets": targets_of_group,
                 "format": storage.format,
-                "weights": weights_section(storage.scheme, storage.has_input_order),
-                "input_activations": activations_section(storage.scheme),
+                "weights": weights_section(storage.stored_weights, storage.has_input_order),
+                "input_activations": activations_section(storage.stored_activations or storage.scheme.activations),
                 "output_activations": None,
             }
             for index, (storage, targets_of_group) in enumerate(targets.items())

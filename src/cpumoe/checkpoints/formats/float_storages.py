@@ -26,6 +26,7 @@ from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.scheme import GroupShape
 
 _PER_TENSOR = GroupShape.per_tensor()
+_INPUT_SCALE = "input_scale"
 
 
 def one_scale(dtypes: tuple[str, ...] = FLOAT_DTYPES) -> StoredTensor:
@@ -33,9 +34,22 @@ def one_scale(dtypes: tuple[str, ...] = FLOAT_DTYPES) -> StoredTensor:
     return StoredTensor(dtypes, (1,), by_rows=False, contents=refuse_unless_positive)
 
 
+def _input_scale(suffix: str | None) -> dict[str, StoredTensor]:
+    """The tensor of the stored scale of the inputs, if there is one."""
+    return {} if suffix is None else {suffix: one_scale()}
+
+
 def one_for_each(numbers: Tensor) -> Tensor:
     """One number for each linear, [..., linears, 1] as they are read -> fp32 [..., linears]."""
     return numbers.to(torch.float32).flatten(-2)
+
+
+def the_one_scale(weight: QuantizedWeight, storage: LinearStorage) -> Tensor:
+    """Return the scale that all rows of a weight share, [1]."""
+    scales = weight.scales
+    if bool((scales != scales[0, 0]).any()):
+        raise UnsupportedScheme(f"{storage.scheme} with one scale for all rows of a linear; these have several")
+    return scales[0]
 
 
 def _powers_of_two(shape: tuple[int, ...]) -> StoredTensor:
@@ -58,7 +72,9 @@ class Fp4Storage(LinearStorage):
 
     @property
     def input_scale_suffix(self) -> str | None:
-        return self.input_suffix if needs_input_scales(self.scheme) else None
+        if not needs_input_scales(self.scheme):
+            return None
+        return self.input_suffix if self._has_global_scale else _INPUT_SCALE
 
     @property
     def _has_global_scale(self) -> bool:
@@ -68,7 +84,7 @@ class Fp4Storage(LinearStorage):
         shape = self.scheme.weights.group.scale_shape(rows, columns)
         tensors = {self.weight_suffix: StoredTensor(("U8",), (rows, -(-columns // 2)))}
         if not self._has_global_scale:
-            return tensors | {"weight_scale": _powers_of_two(shape)}
+            return tensors | {"weight_scale": _powers_of_two(shape)} | _input_scale(self.input_scale_suffix)
         tensors["weight_scale"] = StoredTensor(("F8_E4M3",), shape, contents=refuse_negative_codes)
         tensors[self.global_suffix] = one_scale(("F32",))
         if self.input_scale_suffix is not None:
@@ -90,8 +106,7 @@ class Fp4Storage(LinearStorage):
             scale = one_for_each(tensors[self.global_suffix])  # [..., linears]
             factors = (1.0 / scale if self.divides else scale).repeat_interleave(rows, -1)
         if self.input_scale_suffix is not None:
-            scale = one_for_each(tensors[self.input_suffix])
-            inputs = scale if self.divides else 1.0 / scale
+            inputs = self._held_input_scale(one_for_each(tensors[self.input_scale_suffix]))
         weight, scales = tensors[self.weight_suffix], tensors["weight_scale"]
         return QuantizedWeight("fp4", weight, scales, factors=factors, input_scales=inputs)
 
@@ -104,8 +119,7 @@ class Fp4Storage(LinearStorage):
             scale = tensors[self.global_suffix].view(1)
             factors = (1.0 / scale if self.divides else scale) * torch.ones(len(codes))
         if self.input_scale_suffix is not None:
-            scale = tensors[self.input_suffix].view(1)
-            inputs = scale if self.divides else 1.0 / scale
+            inputs = self._held_input_scale(tensors[self.input_scale_suffix].to(torch.float32).view(1))
         return QuantizedWeight("fp4", codes, tensors["weight_scale"], factors=factors, input_scales=inputs)
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
@@ -121,9 +135,12 @@ class Fp4Storage(LinearStorage):
             tensors[self.global_suffix] = 1.0 / factor if self.divides else factor
         if self.input_scale_suffix is not None:
             assert weight.input_scales is not None  # every weight of such a scheme has one
-            scale = weight.input_scales[:1]
-            tensors[self.input_suffix] = scale if self.divides else 1.0 / scale
+            tensors[self.input_scale_suffix] = self._held_input_scale(weight.input_scales[:1])
         return tensors
+
+    def _held_input_scale(self, scale: Tensor) -> Tensor:
+        """The stored scale of inputs as it is in memory, and the other way: global scales divide there."""
+        return scale if self.divides or not self._has_global_scale else 1.0 / scale
 
 
 @dataclass(frozen=True)
@@ -132,10 +149,15 @@ class Fp6Storage(LinearStorage):
 
     scale_suffix: ClassVar[str] = "weight_scale"
 
+    @property
+    def input_scale_suffix(self) -> str | None:
+        return _INPUT_SCALE if needs_input_scales(self.scheme) else None
+
     def tensors(self, rows: int, columns: int) -> dict[str, StoredTensor]:
         return {
             "weight_packed": StoredTensor(("U8",), (rows, -(-columns // 4) * 3)),
             "weight_scale": _powers_of_two(self.scheme.weights.group.scale_shape(rows, columns)),
+            **_input_scale(self.input_scale_suffix),
         }
 
     def size(self, found: Mapping[str, TensorInfo], read: Callable[[str], Tensor]) -> tuple[int, int]:
@@ -159,18 +181,25 @@ class Fp6Storage(LinearStorage):
         codes[..., 2] = second >> 4 | (third & 3) << 4
         codes[..., 3] = third >> 2
         values = codes.flatten(-2)[..., :columns].view(torch.int8)
-        return QuantizedWeight(self.scheme.weights.element, values, tensors["weight_scale"])
+        inputs = None if self.input_scale_suffix is None else one_for_each(tensors[self.input_scale_suffix])
+        return QuantizedWeight(self.scheme.weights.element, values, tensors["weight_scale"], input_scales=inputs)
 
     def decode_plainly(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         packed, scales = tensors["weight_packed"].to(torch.int64), tensors["weight_scale"]
         words = packed[:, 0::3] + 256 * packed[:, 1::3] + 65536 * packed[:, 2::3]
         codes = torch.stack([words // 64**place % 64 for place in range(4)], -1).flatten(1)
-        return QuantizedWeight(self.scheme.weights.element, codes.to(torch.int8), scales)
+        suffix = self.input_scale_suffix
+        inputs = None if suffix is None else tensors[suffix].to(torch.float32).view(1)
+        return QuantizedWeight(self.scheme.weights.element, codes.to(torch.int8), scales, input_scales=inputs)
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         first, second, third, fourth = weight.values.view(torch.uint8).unflatten(-1, (-1, 4)).unbind(-1)
         packed = torch.stack((first | second << 6, second >> 2 | third << 4, third >> 4 | fourth << 2), -1)
-        return {"weight_packed": packed.flatten(-2), "weight_scale": weight.scales}
+        tensors = {"weight_packed": packed.flatten(-2), "weight_scale": weight.scales}
+        if self.input_scale_suffix is not None:
+            assert weight.input_scales is not None  # every weight of such a scheme has one
+            tensors[self.input_scale_suffix] = weight.input_scales[:1]
+        return tensors
 
 
 @dataclass(frozen=True)
@@ -229,11 +258,8 @@ class Fp8Storage(LinearStorage):
         return QuantizedWeight("fp8", tensors["weight"], scales, input_scales=inputs)
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
-        scales = weight.scales
-        if self._is_per_tensor:  # in memory each row may have it
-            if bool((scales != scales[0, 0]).any()):
-                raise UnsupportedScheme(f"{self.scheme} has one scale for all rows of a linear; these have several")
-            scales = scales[0]
+        # In memory each row may have the one scale of a linear.
+        scales = the_one_scale(weight, self) if self._is_per_tensor else weight.scales
         tensors = {"weight": weight.values, self.scale_suffix: scales}
         if self.input_scale_suffix is not None:
             assert weight.input_scales is not None  # every weight of such a scheme has one

@@ -3,7 +3,8 @@
 With ``weight_block_size`` a linear is ``weight`` [out, in] (e4m3) and ``weight_scale_inv`` [out / 128, in / 128], which
 multiplies in spite of its name; activations are quantised per token and 128 inputs. Without it there is one scale for
 all of a linear, ``weight_scale_inv`` or ``weight_scale``, and with static activations one for its inputs,
-``activation_scale`` or ``input_scale``: transformers and AutoFP8 have names of their own.
+``activation_scale`` or ``input_scale``: transformers and AutoFP8 have names of their own. Dynamic activations are
+computed with a scale per token.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from cpumoe.checkpoints.formats.float_storages import Fp8Storage
 from cpumoe.checkpoints.formats.kv_cache_scheme import read_kv_cache
 from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.errors import CheckpointError, UnsupportedScheme
-from cpumoe.layers.scheme import Scheme
+from cpumoe.layers.scheme import PER_TENSOR_FP8, Scheme
 
 _METHOD = "fp8"
 _BLOCK_SIZE = [128, 128]
@@ -58,8 +59,10 @@ class Fp8Quantization(QuantizedByTensors):
             raise CheckpointError(f"activation_scheme is {activations!r:.80}; 'dynamic' and 'static' are accepted")
         size, kv_cache = section.get("weight_block_size"), read_kv_cache(section)
         if size is None:
-            scheme = "fp8-tensor" if activations == "static" else "fp8-tensor-dynamic"
-            return cls(Fp8Storage(Scheme.parse(scheme), _METHOD), left, kv_cache=kv_cache)
+            static, per_token = Scheme.parse("fp8-tensor"), Scheme.parse("fp8-tensor-token")
+            if activations == "static":
+                return cls(Fp8Storage(static, _METHOD), left, kv_cache=kv_cache)
+            return cls(Fp8Storage(per_token, _METHOD, stored_activations=PER_TENSOR_FP8), left, kv_cache=kv_cache)
         if not isinstance(size, list | tuple) or list(size) != _BLOCK_SIZE:
             raise UnsupportedScheme(f"weight_block_size {size!r:.80} is not served; {_BLOCK_SIZE} is")
         if activations == "static":
@@ -67,7 +70,7 @@ class Fp8Quantization(QuantizedByTensors):
         return cls(InverseFp8Storage(Scheme.parse("fp8-block"), _METHOD), left, kv_cache=kv_cache)
 
     def storage_with(self, names: Collection[str]) -> LinearStorage:
-        scheme, inverse = self.storage.scheme, f".{InverseFp8Storage.scale_suffix}"
+        storage, inverse = self.storage, f".{InverseFp8Storage.scale_suffix}"
         if any(name.endswith(inverse) for name in names):
-            return InverseFp8Storage(scheme, _METHOD)
-        return self.storage
+            return InverseFp8Storage(storage.scheme, _METHOD, stored_activations=storage.stored_activations)
+        return storage

@@ -12,12 +12,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cpumoe.checkpoints.formats.by_tensors import QuantizedByTensors, read_names, with_scheme
+from cpumoe.checkpoints.formats.by_tensors import QuantizedByTensors, read_names
 from cpumoe.checkpoints.formats.float_storages import Fp4Storage, Fp8Storage
 from cpumoe.checkpoints.formats.kv_cache_scheme import KvCacheScheme, read_kv_cache
 from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.errors import CheckpointError, UnsupportedScheme
-from cpumoe.layers.scheme import Scheme
+from cpumoe.layers.scheme import PER_TENSOR_FP8, Scheme
 
 _METHOD = "modelopt"
 _INPUT_SCALE = "input_scale"
@@ -33,12 +33,18 @@ class ModeloptFp4Storage(Fp4Storage):
     divides: ClassVar[bool] = False
 
 
-# quant_algo -> how linears are stored, and the scheme of files that have no scale for the inputs.
-_ALGORITHMS: dict[str, tuple[LinearStorage, str]] = {
-    "NVFP4": (ModeloptFp4Storage(Scheme.parse("nvfp4"), _METHOD), "nvfp4a16"),
-    "FP8": (Fp8Storage(Scheme.parse("fp8-tensor"), _METHOD), "fp8-tensor-dynamic"),
+# quant_algo -> how linears are stored, with a stored scale of the inputs and without one.
+_ALGORITHMS: dict[str, tuple[LinearStorage, LinearStorage]] = {
+    "NVFP4": (
+        ModeloptFp4Storage(Scheme.parse("nvfp4"), _METHOD),
+        ModeloptFp4Storage(Scheme.parse("nvfp4a16"), _METHOD),
+    ),
+    "FP8": (
+        Fp8Storage(Scheme.parse("fp8-tensor"), _METHOD),
+        Fp8Storage(Scheme.parse("fp8-tensor-token"), _METHOD, stored_activations=PER_TENSOR_FP8),
+    ),
 }
-_WITHOUT_INPUT_SCALES = {storage.scheme: scheme for storage, scheme in _ALGORITHMS.values()}
+_WAYS = {storage: ways for ways in _ALGORITHMS.values() for storage in ways}
 
 
 class ModeloptQuantization(QuantizedByTensors):
@@ -62,10 +68,13 @@ class ModeloptQuantization(QuantizedByTensors):
         left = read_names(settings, "exclude_modules", "ignore")
         return cls(_ALGORITHMS[algorithm][0], left, kv_cache=_read_kv_cache(settings))
 
+    def storages_of(self, module: str) -> tuple[LinearStorage, ...]:
+        return tuple(way for storage in super().storages_of(module) for way in _WAYS[storage])
+
     def storage_with(self, names: Collection[str]) -> LinearStorage:
         if any(name.endswith(f".{_INPUT_SCALE}") for name in names):
             return self.storage
-        return with_scheme(self.storage, _WITHOUT_INPUT_SCALES[self.storage.scheme])
+        return _WAYS[self.storage][1]
 
 
 def _read_kv_cache(settings: Mapping[str, Any]) -> KvCacheScheme | None:

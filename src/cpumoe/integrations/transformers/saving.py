@@ -58,18 +58,16 @@ def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None =
         return f"re:^({'|'.join(n.replace('.', '[.]') for n in (name, written.experts(name)))})[.]"
 
     def storage_of(scheme: Scheme, name: str, ordered: bool) -> LinearStorage:
-        found = [] if before is None else [before.storage_of(n) for n in written.all_of(name)]
-        was = next((storage for storage in found if storage is not None), None)
-        if was is not None and scheme.weights in (was.scheme.weights, held_scheme(was.scheme).weights):
+        found = [] if before is None else [s for n in written.all_of(name) for s in before.storages_of(n)]
+        was = next((storage for storage in found if _may_be_held_as(storage.scheme, scheme)), None)
+        activations = None
+        if was is not None:
             # Files may be in activation order without a word of it in their configuration.
             if isinstance(before, QuantizationConfig) and was.has_input_order == ordered:
                 return was
-            # Packed weights tell neither one scale for all of a linear from one per row, nor int8 activations on
-            # request from those of the checkpoint. Whether inputs have a stored scale its tensors told.
-            if needs_input_scales(was.scheme) == needs_input_scales(scheme):
-                scheme = was.scheme
+            scheme, activations = was.scheme, was.stored_activations
         # Activations that were asked for are a matter of running the weights, not of the weights.
-        return storage_for(replace(scheme, requested=None), activation_order=ordered)
+        return storage_for(replace(scheme, requested=None), activation_order=ordered, activations=activations)
 
     has_packed_floats = False
     for name, module in model.named_modules():
@@ -99,6 +97,16 @@ def quantization_section(model: PreTrainedModel, loaded: dict[str, Any] | None =
     commonest, *others = sorted(storages, key=lambda storage: -len(storages[storage]))
     targets = {"Linear": commonest} | {target: storage for storage in others for target in storages[storage]}
     return write_config(targets, ignore)
+
+
+def _may_be_held_as(stored: Scheme, scheme: Scheme) -> bool:
+    """Return whether weights stored in one scheme may be what is held as another.
+
+    Packed weights tell neither one scale for all of a linear from one per row, nor int8 activations on request from
+    those of the checkpoint.
+    """
+    weights = (stored.weights, held_scheme(stored).weights)
+    return scheme.weights in weights and needs_input_scales(stored) == needs_input_scales(scheme)
 
 
 def _is_float(module: Experts | QuantizedLinear) -> bool:

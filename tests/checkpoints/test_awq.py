@@ -47,19 +47,21 @@ def written(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
 
 
 @pytest.mark.parametrize(
-    ("group_size", "zero_point", "scheme"),
+    ("group_size", "zero_point", "bits", "scheme"),
     [
-        (32, True, "w4a16-g32-asym"),
-        (64, True, "w4a16-g64-asym"),
-        (-1, True, "w4a16-asym"),
-        (32, False, "w4a16-g32"),
-        (-1, False, "w4a16"),
+        (32, True, 4, "w4a16-g32-asym"),
+        (64, True, 4, "w4a16-g64-asym"),
+        (-1, True, 4, "w4a16-asym"),
+        (32, False, 4, "w4a16-g32"),
+        (-1, False, 4, "w4a16"),
+        (32, True, 8, "w8a16-g32-asym"),
+        (-1, False, 8, "w8a16"),
     ],
 )
 def test_weights_are_those_of_the_file(
-    source: Path, tmp_path: Path, group_size: int, zero_point: bool, scheme: str
+    source: Path, tmp_path: Path, group_size: int, zero_point: bool, bits: int, scheme: str
 ) -> None:
-    model = write_awq(source, tmp_path / "model", group_size, zero_point)
+    model = write_awq(source, tmp_path / "model", group_size, zero_point, bits=bits)
     assert assert_loads(model.folder, model.weights) == {scheme}
 
 
@@ -77,18 +79,28 @@ def test_check_and_inspect(written: Written, capsys: pytest.CaptureFixture[str])
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(1, 12), st.integers(1, 5), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32 - 1))
-def test_any_integers_and_zero_points(eights: int, groups: int, experts: int, linears: int, seed: int) -> None:
+@given(
+    st.sampled_from((4, 8)),
+    st.integers(1, 12),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.integers(1, 3),
+    st.integers(0, 2**32 - 1),
+)
+def test_any_integers_and_zero_points(
+    bits: int, words: int, groups: int, experts: int, linears: int, seed: int
+) -> None:
     """Several linears at a time, each with weights of its own; both readers agree; what is read can be written."""
-    random, rows, columns = np.random.default_rng(seed), 8 * eights, 32 * groups
-    storage = AwqStorage(Scheme.parse("w4a16-g32-asym"), "awq")
+    random, rows, columns = np.random.default_rng(seed), 32 // bits * words, 32 * groups
+    storage = AwqStorage(Scheme.parse(f"w{bits}a16-g32-asym"), "awq")
 
     def weight() -> Rounded:
         scales = random.uniform(-2, 2, (rows, groups)).astype(np.float16)
-        return Rounded(random.integers(0, 16, (rows, columns)), random.integers(0, 16, (rows, groups)), scales)
+        codes, zeros = (random.integers(0, 2**bits, (rows, n)) for n in (columns, groups))
+        return Rounded(codes, zeros, scales)
 
     drawn = [[weight() for _ in range(linears)] for _ in range(experts)]
-    stored = [[awq_tensors(weight) for weight in row] for row in drawn]
+    stored = [[awq_tensors(weight, bits) for weight in row] for row in drawn]
     for suffix, tensor in storage.tensors(rows, columns).items():
         assert tensor.shape == tuple(stored[0][0][suffix].shape), suffix
     tensors = {
@@ -145,8 +157,6 @@ def test_tensors_of_gptq_are_no_awq(written: Written, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "kind", "message"),
     [
-        ({"bits": 8}, UnsupportedScheme, "AWQ with bits=8 is not served; 4 bits are"),
-        ({"bits": 8, "zero_point": False}, UnsupportedScheme, "AWQ with bits=8 is not served; 4 bits are"),
         ({"version": "gemv"}, UnsupportedScheme, "version 'gemv' is not served; 'gemm' is"),
         ({"zero_point": 1}, CheckpointError, "zero_point is 1; true or false is accepted"),
         ({"group_size": "32"}, CheckpointError, "group_size '32'"),

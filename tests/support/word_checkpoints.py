@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from tiny_architectures import apart, is_quantized, respelled
 from torch import Tensor
 
-AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+AWQ_ORDERS = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}
 
 Tensors = dict[str, Tensor]
 Config = dict[str, Any]
@@ -87,13 +87,15 @@ def gptq_tensors(weight: Rounded, bits: int, zero_points: str = "gptq", *, has_g
     return {suffix: torch.from_numpy(np.ascontiguousarray(array)) for suffix, array in tensors.items()}
 
 
-def awq_tensors(weight: Rounded) -> Tensors:
-    def in_order(parts: np.ndarray) -> np.ndarray:  # [n, rows] -> the rows of each eight in the order of a word
-        return parts.reshape(len(parts), -1, 8)[..., list(AWQ_ORDER)].reshape(parts.shape)
+def awq_tensors(weight: Rounded, bits: int = 4) -> Tensors:
+    order = AWQ_ORDERS[bits]
+
+    def in_order(parts: np.ndarray) -> np.ndarray:  # [n, rows] -> the rows of each word in its order
+        return parts.reshape(len(parts), -1, len(order))[..., list(order)].reshape(parts.shape)
 
     tensors = {
-        "qweight": words(in_order(weight.codes.T), 4),
-        "qzeros": words(in_order(weight.zeros.T), 4),
+        "qweight": words(in_order(weight.codes.T), bits),
+        "qzeros": words(in_order(weight.zeros.T), bits),
         "scales": weight.scales.T,
     }
     return {suffix: torch.from_numpy(np.ascontiguousarray(array)) for suffix, array in tensors.items()}
@@ -201,8 +203,9 @@ def write_awq(source: Path, folder: Path, group_size: int = 32, zero_point: bool
     }
 
     def store(_: str, tensor: Tensor) -> tuple[Rounded, Tensors]:
-        weight = rounded(tensor, 4, group_size, not zero_point)
-        return weight, awq_tensors(weight)
+        bits = int(section["bits"])
+        weight = rounded(tensor, bits, group_size, not zero_point)
+        return weight, awq_tensors(weight, bits)
 
     return write_words(source, folder, section, store)
 

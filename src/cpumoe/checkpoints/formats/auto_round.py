@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from cpumoe.checkpoints.formats.awq import awq_storage
+from cpumoe.checkpoints.formats.awq import AwqStorage
 from cpumoe.checkpoints.formats.gptq import ZeroPoints, gptq_storage
 from cpumoe.checkpoints.formats.name_patterns import NamePatterns, TimeBudget
 from cpumoe.checkpoints.formats.transposed_configs import (
@@ -62,7 +62,7 @@ class AutoRoundQuantization(TransposedQuantization):
                 raise UnsupportedScheme(f"data_type {kind!r} is not served; 'int' is")
             if zero_points is not None:
                 return gptq_storage(settings, packing, zero_points)
-            return awq_storage(read_scheme(settings, read_flag(settings, "sym", True)), packing)
+            return AwqStorage(read_scheme(settings, read_flag(settings, "sym", True)), packing)
 
         default = storage(section)
         if default is None:

@@ -1,14 +1,14 @@
 """AWQ checkpoints, in the ``gemm`` version that AutoAWQ, GPTQModel and AutoRound write.
 
 ``qweight`` is [in, out / 8]: a word has eight neighbouring outputs of one input, in the order that their kernels take
-them: 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits on. ``qzeros`` hold the zero points in the same order.
+them: 0, 2, 4, 6, 1, 3, 5, 7 from the lowest bits on. With 8 bits it is [in, out / 4], and the order 0, 2, 1, 3.
+``qzeros`` hold the zero points in the same order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -21,33 +21,40 @@ from cpumoe.checkpoints.formats.transposed_configs import (
     read_text,
 )
 from cpumoe.checkpoints.formats.transposed_words import TransposedStorage, in_row_order
+from cpumoe.checkpoints.formats.words import WORD_BITS
 from cpumoe.checkpoints.storage import Quantization
 from cpumoe.errors import UnsupportedScheme
-from cpumoe.layers.scheme import Scheme
 
 _CACHED_BYTES = 2 << 20  # words that are worked on at once: a pass over them finds them in the cache
 
 #: Bits to shift by -> the lower parts of that size.
 _LOW_PARTS = {4: 0x0F0F0F0F, 8: 0x00FF00FF, 16: 0x0000FFFF}
 
+#: Bits of a weight -> the outputs of a word, the lowest bits first.
+_ROW_ORDERS = {4: (0, 2, 4, 6, 1, 3, 5, 7), 8: (0, 2, 1, 3)}
+
 
 @dataclass(frozen=True)
 class AwqStorage(TransposedStorage):
     """One linear of an AWQ checkpoint."""
 
-    row_order: ClassVar[Sequence[int]] = (0, 2, 4, 6, 1, 3, 5, 7)
+    @property
+    def row_order(self) -> Sequence[int]:
+        return _ROW_ORDERS[self.scheme.weights.bits]
 
     def _weight_shape(self, rows: int, columns: int) -> tuple[int, int]:
         return columns, -(-rows // self._per_word)
 
     def _values(self, words: Tensor, rows: int, columns: int) -> Tensor:
-        if rows % 8 or columns % 8:
-            raise ValueError(f"{rows} outputs and {columns} inputs; AWQ has multiples of 8")
-        out = torch.empty((len(words), rows, columns // 8), dtype=torch.int32)
+        each = self._per_word
+        if rows % each or columns % each:
+            raise ValueError(f"{rows} outputs and {columns} inputs; AWQ has multiples of {each}")
+        out = torch.empty((len(words), rows, columns // each), dtype=torch.int32)
         step = max(1, _CACHED_BYTES // (4 * words[0].numel()))
         for first in range(0, len(words), step):
             _turn(words[first : first + step], out[first : first + step], self.row_order)
-        return out.view(torch.uint8)
+        stored_bytes = out.view(torch.uint8)
+        return stored_bytes if each == 8 else stored_bytes.bitwise_xor_(0x80).view(torch.int8)
 
     def _true_zeros(self, words: Tensor) -> Tensor:
         return words
@@ -66,28 +73,27 @@ class AwqStorage(TransposedStorage):
 
 
 def _turn(words: Tensor, out: Tensor, row_order: Sequence[int]) -> None:
-    """Words [n, in, out / 8] of eight outputs each -> words [n, out, in / 8] of eight inputs each, the first lowest.
+    """Words [n, in, out / p] of p outputs each -> words [n, out, in / p] of p inputs each, the first lowest.
 
-    Eight words of neighbouring inputs are eight times eight parts, which change places across the diagonal: first with
-    the neighbour, then pairs, then fours.
+    With p words of neighbouring inputs, p times p parts change places across the diagonal: first with the neighbour,
+    then pairs, and, where p is 8, then fours.
     """
     count, columns, width = words.shape
-    eight = words.view(count, columns // 8, 8, width).permute(2, 0, 3, 1).contiguous()  # [8, n, out / 8, in / 8]
-    by_bits = eight.view(2, 2, 2, count, width, columns // 8)  # fours, pairs, neighbours
+    each, levels = len(row_order), len(row_order).bit_length() - 1
+    apart = words.view(count, columns // each, each, width).permute(2, 0, 3, 1).contiguous()  # [p, n, out / p, in / p]
+    by_bits = apart.unflatten(0, (2,) * levels)  # fours, pairs, neighbours
     spare = torch.empty_like(by_bits[0])
-    for bits, low, high in (
-        (4, by_bits[:, :, 0], by_bits[:, :, 1]),
-        (8, by_bits[:, 0], by_bits[:, 1]),
-        (16, by_bits[0], by_bits[1]),
-    ):
+    for level in range(levels):
+        bits = (WORD_BITS // each) << level
+        low, high = by_bits.select(levels - 1 - level, 0), by_bits.select(levels - 1 - level, 1)
         # The upper parts of `low` and the lower parts of `high` change places.
         torch.bitwise_right_shift(low, bits, out=spare)
         spare.bitwise_xor_(high).bitwise_and_(_LOW_PARTS[bits])
         high.bitwise_xor_(spare)
         low.bitwise_xor_(spare.bitwise_left_shift_(bits))
-    rows = out.view(count, width, 8, columns // 8)
+    rows = out.view(count, width, each, columns // each)
     for place, row in enumerate(row_order):
-        rows[:, :, row].copy_(eight[place])
+        rows[:, :, row].copy_(apart[place])
 
 
 class AwqQuantization(TransposedQuantization):
@@ -102,11 +108,4 @@ class AwqQuantization(TransposedQuantization):
         older = {"bits": section.get("w_bit"), "group_size": section.get("q_group_size")}
         settings = older | {name: section[name] for name in older if name in section}
         scheme = read_scheme(settings, not read_flag(section, "zero_point", True))
-        return cls(awq_storage(scheme, "awq"), ModuleRules({}, ()))
-
-
-def awq_storage(scheme: Scheme, format_name: str) -> AwqStorage:
-    """How a linear is stored; other than 4 bits is refused."""
-    if scheme.weights.bits != 4:
-        raise UnsupportedScheme(f"AWQ with bits={scheme.weights.bits} is not served; 4 bits are")
-    return AwqStorage(scheme, format_name)
+        return cls(AwqStorage(scheme, "awq"), ModuleRules({}, ()))

@@ -42,8 +42,6 @@ class TransposedStorage(LinearStorage):
     """
 
     scale_suffix: ClassVar[str] = "scales"
-    row_order: ClassVar[Sequence[int] | None] = None  # None: as they come
-
     has_g_idx: bool = False
     activation_order: bool = False  # ``g_idx`` says which group an input is in; else it must say what its place says
 
@@ -53,6 +51,11 @@ class TransposedStorage(LinearStorage):
 
     def without_order(self) -> TransposedStorage:
         return replace(self, activation_order=False)
+
+    @property
+    def row_order(self) -> Sequence[int] | None:
+        """The outputs that the parts of a word stand for; None: as they come."""
+        return None
 
     @property
     def _per_word(self) -> int:

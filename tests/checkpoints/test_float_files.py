@@ -30,6 +30,7 @@ from cpumoe.checkpoints.expert_sources import Buffers
 from cpumoe.checkpoints.formats.compressed_storages import FORMATS, formats_of, storage_for, storage_in
 from cpumoe.checkpoints.formats.fp8 import InverseFp8Storage
 from cpumoe.checkpoints.formats.modelopt import ModeloptFp4Storage
+from cpumoe.checkpoints.formats.quark import QuarkFp6Storage, QuarkRowFp8Storage
 from cpumoe.checkpoints.loading import experts_of, load_experts
 from cpumoe.checkpoints.model_tensors import quantized_linears
 from cpumoe.checkpoints.storage import LinearStorage
@@ -320,14 +321,18 @@ def _storages() -> list[LinearStorage]:
         if scheme.requested is None:
             found += [storage_in(scheme, form) for form in formats_of(scheme)]
     inverse = [InverseFp8Storage(Scheme.parse(n), "fp8") for n in ("fp8-block", "fp8-tensor", "fp8-tensor-token")]
-    return [*found, *inverse, *(ModeloptFp4Storage(Scheme.parse(n), "modelopt") for n in ("nvfp4", "nvfp4a16"))]
+    mx = ("mxfp6-e3m2", "mxfp6-e3m2afp8-static")
+    quark = [QuarkRowFp8Storage(Scheme.parse("fp8"), "quark"), *(QuarkFp6Storage(Scheme.parse(n), "quark") for n in mx)]
+    return [*found, *inverse, *quark, *(ModeloptFp4Storage(Scheme.parse(n), "modelopt") for n in ("nvfp4", "nvfp4a16"))]
 
 
 def test_every_scheme_but_floats_and_one_has_a_format() -> None:
     without = {name for name in SCHEMES if not formats_of(Scheme.parse(name))}
-    assert without == {name for name in SCHEMES if name.startswith("mxfp6-e3m2")} | {*WHOLE_FLOATS}
+    assert without == {name for name in SCHEMES if "e3m2" in name} | {*WHOLE_FLOATS}
     with pytest.raises(UnsupportedScheme, match="compressed-tensors has no format for fp6-e3m2 weights"):
         storage_for(Scheme.parse("mxfp6-e3m2"))
+    with pytest.raises(UnsupportedScheme, match="compressed-tensors has no format for fp6-e3m2 activations"):
+        storage_for(Scheme.parse("mxfp4a6-e3m2"))
     assert {form for name in SCHEMES for form in formats_of(Scheme.parse(name))} == set(FORMATS)
 
 

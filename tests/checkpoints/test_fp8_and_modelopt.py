@@ -1,4 +1,4 @@
-"""``quant_method: fp8`` and ModelOpt's files: what is quantised the tensors tell, and what it means the tools."""
+"""``quant_method: fp8`` and the files of ModelOpt and Quark: configurations, and tensors as these tools write them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from float_checkpoints import SIZES, Config, Tensors, checked, expert_weights, loaded, save_tensors, write_checkpoint
+from float_checkpoints import (
+    FP4,
+    FP6,
+    MX,
+    SIZES,
+    Config,
+    Tensors,
+    checked,
+    compressed,
+    expert_weights,
+    loaded,
+    save_tensors,
+    write_checkpoint,
+)
 from safetensors.torch import load_file
 from tiny_architectures import write_float
 from torch import Tensor
@@ -77,6 +90,46 @@ def modelopt_nvfp4(weight: Tensor, has_inputs: bool = True) -> tuple[Tensors, Te
 
 
 MODELOPT: Config = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"], "producer": {}}
+
+
+def quark(weight: Any, inputs: Config | None, **fields: Any) -> Config:
+    """A configuration as Quark writes it."""
+    spec = {"is_dynamic": False, "symmetric": True, "ch_axis": None, "group_size": None, "scale_format": None}
+    parts = {
+        "weight": spec | weight if isinstance(weight, dict) else weight,
+        "input_tensors": None if inputs is None else spec | inputs,
+    }
+    return {
+        "quant_method": "quark",
+        "quant_mode": "eager_mode",
+        "algo_config": None,
+        "export": {"kv_cache_group": [], "pack_method": "reorder", "weight_format": "real_quantized"},
+        "global_quant_config": {**parts, "bias": None, "output_tensors": None},
+        "layer_quant_config": {},
+        "layer_type_quant_config": {},
+        "exclude": ["*lm_head", "model.layers.0.mlp.gate", "model.layers.1.mlp.gate"],
+        **fields,
+    }
+
+
+PER_TENSOR, PER_ROW = {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}, {"dtype": "fp8_e4m3", "qscheme": "per_channel"}
+DYNAMIC = {"is_dynamic": True}
+GROUPS = {"qscheme": "per_group", "group_size": 32, "ch_axis": -1, "scale_format": "e8m0"}
+
+
+def quark_mx(weight: Tensor, bits: int, has_inputs: bool = False) -> tuple[Tensors, Tensor]:
+    """Codes of e2m1 or e2m3 and E8M0 scales, in the same bytes as compressed-tensors has them."""
+    stored, truth = compressed(weight, f"mxfp{bits}-pack-quantized", (FP4 if bits == 4 else FP6) | MX)
+    inputs = {"input_scale": torch.tensor(0.03)} if has_inputs else {}
+    return {"weight": stored["weight_packed"], "weight_scale": stored["weight_scale"], **inputs}, truth
+
+
+def quark_rows(weight: Tensor) -> tuple[Tensors, Tensor]:
+    scale = weight.abs().amax(1) / 448
+    stored = (weight / scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
+    return {"weight": stored, "weight_scale": scale}, stored.float() * scale[:, None]
+
+
 Store = Callable[[Tensor], tuple[Tensors, Tensor]]
 WRITTEN: dict[str, tuple[Config, Store, str, str]] = {
     "blocks": (BLOCK, block_fp8, "fp8-block", "fp8-block"),
@@ -119,6 +172,49 @@ WRITTEN: dict[str, tuple[Config, Store, str, str]] = {
         "fp8-tensor-token",
         "fp8",
     ),
+    "Quark FP8, static": (
+        quark(PER_TENSOR, PER_TENSOR),
+        lambda w: tensor_fp8(w, "weight_scale", "input_scale"),
+        "fp8-tensor",
+        "fp8-static",
+    ),
+    "Quark FP8, dynamic": (
+        quark(PER_TENSOR, PER_TENSOR | DYNAMIC),
+        lambda w: tensor_fp8(w, "weight_scale", None),
+        "fp8-tensor-token",
+        "fp8",
+    ),
+    "Quark FP8, rows": (quark(PER_ROW | {"ch_axis": 0}, PER_ROW | DYNAMIC), quark_rows, "fp8", "fp8"),
+    "Quark MXFP4": (
+        quark(GROUPS | {"dtype": "fp4"}, GROUPS | {"dtype": "fp4"} | DYNAMIC),
+        lambda w: quark_mx(w, 4),
+        "mxfp4",
+        "mxfp4",
+    ),
+    "Quark MXFP4, e3m2 activations": (
+        quark(GROUPS | {"dtype": "fp4"}, GROUPS | {"dtype": "fp6_e3m2"} | DYNAMIC),
+        lambda w: quark_mx(w, 4),
+        "mxfp4a6-e3m2",
+        "mxfp4a6-e3m2",
+    ),
+    "Quark MXFP4, fp8 activations": (
+        quark(GROUPS | {"dtype": "fp4"}, PER_TENSOR),
+        lambda w: quark_mx(w, 4, True),
+        "mxfp4afp8-static",
+        "mxfp4afp8-static",
+    ),
+    "Quark MXFP6, fp8 activations": (
+        quark(GROUPS | {"dtype": "fp6_e2m3"}, PER_TENSOR),
+        lambda w: quark_mx(w, 6, True),
+        "mxfp6-e2m3afp8-static",
+        "mxfp6-e2m3afp8-static",
+    ),
+    "Quark MXFP4, weights alone": (
+        quark(GROUPS | {"dtype": "fp4"}, None),
+        lambda w: quark_mx(w, 4),
+        "mxfp4a16",
+        "mxfp4a16",
+    ),
 }
 
 
@@ -137,7 +233,8 @@ def test_experts_and_linears_are_those_of_the_file(source: Path, tmp_path: Path,
         error = float((weight - truth[name]).norm() / truth[name].norm())
         assert error < 1e-6, name
     inputs = experts.quantized().down.input_scales
-    expected = {"nvfp4": 4.0, "fp8-static": 0.03}.get(scheme)  # the first divides
+    static = {"fp8-static", "mxfp4afp8-static", "mxfp6-e2m3afp8-static"}
+    expected = {"nvfp4": 4.0, **dict.fromkeys(static, 0.03)}.get(scheme)  # the first divides
     assert (inputs is None) == (expected is None) and (inputs is None or torch.allclose(inputs, torch.tensor(expected)))
     with Checkpoint.open(tmp_path / "model") as checkpoint:
         linears = quantized_linears(checkpoint, describe(checkpoint))
@@ -145,7 +242,7 @@ def test_experts_and_linears_are_those_of_the_file(source: Path, tmp_path: Path,
         assert "lm_head" not in linears and not any(name.endswith("mlp.gate") for name in linears)
 
 
-@pytest.mark.parametrize("kind", WRITTEN)
+@pytest.mark.parametrize("kind", [kind for kind in WRITTEN if "e3m2" not in kind])  # which compressed-tensors lacks
 def test_a_model_is_saved_as_compressed_tensors_has_it(source: Path, tmp_path: Path, kind: str) -> None:
     write(source, tmp_path / "model", kind)
     model = cpumoe.load_model(tmp_path / "model", dtype=torch.float32)
@@ -286,6 +383,44 @@ def test_damaged_tensors_are_named(
         (STATIC, {"kv_cache_scheme": "sometimes"}, CheckpointError, "kv_cache_scheme is 'sometimes'"),
         (MODELOPT, {"quantization": []}, CheckpointError, r"quantization is \[\]"),
         (MODELOPT, {"ignore": "lm_head"}, CheckpointError, "ignore is 'lm_head'"),
+        *(
+            (
+                quark(weight, inputs),
+                {},
+                UnsupportedScheme,
+                f"global_quant_config: weights {said}.* not served; weights in",
+            )
+            for weight, inputs, said in (
+                ({"dtype": "int8", "qscheme": "per_tensor"}, {"dtype": "int8", "qscheme": "per_tensor"}, "int8 per_t"),
+                (
+                    {"dtype": "uint4", "qscheme": "per_group", "group_size": 128},
+                    None,
+                    "uint4 per_group of 128 with acti",
+                ),
+                (GROUPS | {"dtype": "fp4", "group_size": 16}, None, "fp4 per_group of 16 with e8m0 scales"),
+                (PER_TENSOR, PER_TENSOR | {"symmetric": False}, "fp8_e4m3 per_tensor with activations asymmetric fp8"),
+                (PER_TENSOR | DYNAMIC, None, "dynamic fp8_e4m3"),
+                (GROUPS | {"dtype": "fp4"}, GROUPS | {"dtype": "fp4"}, "fp4 per_group of 32 with e8m0 scales with"),
+            )
+        ),
+        (quark(None, PER_TENSOR), {}, UnsupportedScheme, "weights in float with activations fp8_e4m3"),
+        (
+            quark(PER_ROW, GROUPS | {"dtype": "fp4"} | DYNAMIC),
+            {},
+            UnsupportedScheme,
+            "fp8 weights with fp4 activations",
+        ),
+        (quark(PER_ROW, None), {"export": {"kv_cache_group": ["*k_proj"]}}, UnsupportedScheme, "a quantised cache"),
+        (quark(PER_ROW, None), {"algo_config": [{"name": "rotation"}]}, UnsupportedScheme, "algo_config 'rotation'"),
+        (quark(PER_ROW, None), {"layer_type_quant_config": {"a": {}}}, UnsupportedScheme, "layer_type_quant_config"),
+        (quark(PER_ROW, None), {"exclude": [1]}, CheckpointError, r"exclude is \[1\]"),
+        (quark(PER_ROW, None), {"layer_quant_config": []}, CheckpointError, r"layer_quant_config is \[\]"),
+        (
+            quark(PER_ROW, None),
+            {"global_quant_config": {"weight": [PER_TENSOR, {"dtype": "int4", "qscheme": "per_channel"}]}},
+            UnsupportedScheme,
+            "fp8_e4m3 per_tensor and int4 per_channel on top of each other",
+        ),
     ],
 )
 def test_configurations_that_are_not_served_are_refused(
@@ -300,3 +435,14 @@ def test_without_the_files_the_configuration_decides() -> None:
     assert config.storage_of(UP) is not None and str(config.schemes[0]) == "fp8-block"
     for name in ("lm_head", "model.layers.0.mlp.gate", "model.embed_tokens"):
         assert config.storage_of(name) is None
+
+
+def test_patterns_of_quark_say_how_single_linears_are_stored() -> None:
+    other = quark(GROUPS | {"dtype": "fp4"}, None)["global_quant_config"]
+    rules = {"*self_attn*": other, "*.v_proj": {"weight": None, "input_tensors": None}, "*down_proj": {"weight": None}}
+    config = parse_quantization(quark([PER_TENSOR], None, layer_quant_config=rules))  # newer files have lists
+    storages = {name: config.storage_of(name) for name in (UP, KEY, "lm_head", "a.v_proj", "a.down_proj")}
+    assert [storage and str(storage.scheme) for storage in storages.values()] == [
+        *("fp8a16-tensor", "mxfp4a16", None, None, None)
+    ]
+    assert {str(scheme) for scheme in config.schemes} == {"fp8a16-tensor", "mxfp4a16"}

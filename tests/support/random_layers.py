@@ -27,7 +27,7 @@ WEIGHT_ONLY_FLOATS = (
     *("mxfp6-e2m3a16", "mxfp8a16", "bf16", "fp16", "fp32"),
 )
 QUANTIZED_FLOATS = (
-    *("w4afp8-static", "w4afp8-g128-static", "mxfp4afp8-static", "mxfp4a6-e3m2", "mxfp4a6-e2m3", "mxfp6-e3m2afp8"),
+    *("w4afp8-static", "w4afp8-g32-static", "mxfp4afp8-static", "mxfp4a6-e3m2", "mxfp4a6-e2m3", "mxfp6-e3m2afp8"),
     *("mxfp6-e3m2afp8-static", "mxfp6-e2m3afp8", "mxfp6-e2m3afp8-static"),
     *("w4afp8", "w4afp8-g32", "w4afp8-g96", "fp8", "fp8-static", "fp8-tensor", "fp8-tensor-dynamic"),
     *("fp8-tensor-token", "fp8-block", "nvfp4", "mxfp4", "mxfp4a8", "mxfp4afp8", "mxfp6-e3m2", "mxfp6-e2m3", "mxfp8"),

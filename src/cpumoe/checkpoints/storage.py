@@ -20,7 +20,14 @@ from cpumoe.checkpoints.tensor_file import DTYPES, TensorInfo
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers.activation_rounding import needs_input_scales
 from cpumoe.layers.quantized_experts import QuantizedWeight
-from cpumoe.layers.scheme import Scheme, TensorFormat
+from cpumoe.layers.scheme import (
+    PER_TENSOR_FP8,
+    PER_TENSOR_INT8,
+    PER_TOKEN_FP8,
+    PER_TOKEN_INT8,
+    Scheme,
+    TensorFormat,
+)
 
 if TYPE_CHECKING:
     from cpumoe.checkpoints.named_tensors import NamedTensors
@@ -66,6 +73,11 @@ class StoredTensor:
     def bytes(self) -> int:
         """How many there are, with the first of the dtypes."""
         return prod(self.shape) * DTYPES[self.dtypes[0]].itemsize
+
+
+#: Activations with one dynamic scale for all tokens of a call -> those that are computed instead, with a scale per
+#: token: it is finer, needs nothing from the file, and the result of a token does not depend on the rest of its batch.
+PER_TOKEN_INSTEAD = {PER_TENSOR_FP8: PER_TOKEN_FP8, PER_TENSOR_INT8: PER_TOKEN_INT8}
 
 
 @dataclass(frozen=True)

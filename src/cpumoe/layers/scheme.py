@@ -153,8 +153,8 @@ MXFP8 = replace(MXFP4, element="fp8")
 NVFP4 = TensorFormat("fp4", GroupShape.per_group(16), dynamic=True, scale="e4m3")
 
 
-def _stored(activations: TensorFormat) -> TensorFormat:
-    """Weights in the format that activations have."""
+def stored_format(activations: TensorFormat) -> TensorFormat:
+    """Return the format of weights that corresponds to one of activations."""
     return replace(activations, dynamic=False)
 
 
@@ -171,25 +171,25 @@ _FLOAT_SCHEMES: dict[str, tuple[TensorFormat, TensorFormat | None]] = {
     "fp8a16": (_FP8, None),
     "fp8a16-tensor": (_FP8_TENSOR, None),
     "fp8a16-block": (_FP8_BLOCK, None),
-    "nvfp4": (_stored(NVFP4), NVFP4),
-    "nvfp4a16": (_stored(NVFP4), None),
-    "mxfp4": (_stored(MXFP4), MXFP4),
-    "mxfp4a16": (_stored(MXFP4), None),
-    "mxfp4a8": (_stored(MXFP4), MXFP8),
-    "mxfp4afp8": (_stored(MXFP4), PER_TOKEN_FP8),
-    "mxfp4afp8-static": (_stored(MXFP4), STATIC_FP8),
-    "mxfp4a6-e3m2": (_stored(MXFP4), MXFP6_E3M2),
-    "mxfp4a6-e2m3": (_stored(MXFP4), MXFP6_E2M3),
-    "mxfp6-e3m2": (_stored(MXFP6_E3M2), MXFP6_E3M2),
-    "mxfp6-e3m2a16": (_stored(MXFP6_E3M2), None),
-    "mxfp6-e3m2afp8": (_stored(MXFP6_E3M2), PER_TOKEN_FP8),
-    "mxfp6-e3m2afp8-static": (_stored(MXFP6_E3M2), STATIC_FP8),
-    "mxfp6-e2m3": (_stored(MXFP6_E2M3), MXFP6_E2M3),
-    "mxfp6-e2m3a16": (_stored(MXFP6_E2M3), None),
-    "mxfp6-e2m3afp8": (_stored(MXFP6_E2M3), PER_TOKEN_FP8),
-    "mxfp6-e2m3afp8-static": (_stored(MXFP6_E2M3), STATIC_FP8),
-    "mxfp8": (_stored(MXFP8), MXFP8),
-    "mxfp8a16": (_stored(MXFP8), None),
+    "nvfp4": (stored_format(NVFP4), NVFP4),
+    "nvfp4a16": (stored_format(NVFP4), None),
+    "mxfp4": (stored_format(MXFP4), MXFP4),
+    "mxfp4a16": (stored_format(MXFP4), None),
+    "mxfp4a8": (stored_format(MXFP4), MXFP8),
+    "mxfp4afp8": (stored_format(MXFP4), PER_TOKEN_FP8),
+    "mxfp4afp8-static": (stored_format(MXFP4), STATIC_FP8),
+    "mxfp4a6-e3m2": (stored_format(MXFP4), MXFP6_E3M2),
+    "mxfp4a6-e2m3": (stored_format(MXFP4), MXFP6_E2M3),
+    "mxfp6-e3m2": (stored_format(MXFP6_E3M2), MXFP6_E3M2),
+    "mxfp6-e3m2a16": (stored_format(MXFP6_E3M2), None),
+    "mxfp6-e3m2afp8": (stored_format(MXFP6_E3M2), PER_TOKEN_FP8),
+    "mxfp6-e3m2afp8-static": (stored_format(MXFP6_E3M2), STATIC_FP8),
+    "mxfp6-e2m3": (stored_format(MXFP6_E2M3), MXFP6_E2M3),
+    "mxfp6-e2m3a16": (stored_format(MXFP6_E2M3), None),
+    "mxfp6-e2m3afp8": (stored_format(MXFP6_E2M3), PER_TOKEN_FP8),
+    "mxfp6-e2m3afp8-static": (stored_format(MXFP6_E2M3), STATIC_FP8),
+    "mxfp8": (stored_format(MXFP8), MXFP8),
+    "mxfp8a16": (stored_format(MXFP8), None),
     "bf16": (TensorFormat("bf16", _TENSOR, scale="none"), None),
     "fp16": (TensorFormat("fp16", _TENSOR, scale="none"), None),
     "fp32": (TensorFormat("fp32", _TENSOR, scale="none"), None),

@@ -11,6 +11,7 @@ from cpumoe.checkpoints.formats.fp8 import Fp8Quantization
 from cpumoe.checkpoints.formats.gptq import GptqQuantization
 from cpumoe.checkpoints.formats.modelopt import ModeloptQuantization
 from cpumoe.checkpoints.formats.mxfp4 import Mxfp4
+from cpumoe.checkpoints.formats.quark import QuarkQuantization
 from cpumoe.checkpoints.storage import Quantization
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 
@@ -20,6 +21,7 @@ QUANT_METHODS: dict[str, type[Quantization]] = {
     "mxfp4": Mxfp4,
     "fp8": Fp8Quantization,
     "modelopt": ModeloptQuantization,
+    "quark": QuarkQuantization,
     "gptq": GptqQuantization,
     "awq": AwqQuantization,
     "auto-round": AutoRoundQuantization,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from cpumoe.checkpoints.storage import PER_TOKEN_INSTEAD
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers.scheme import (
     INTEGERS,
@@ -42,10 +43,6 @@ _ACTIVATIONS: dict[tuple[object, object, object, object, object], TensorFormat] 
     ("float", 4, "local", "tensor_group", 16): NVFP4,
 }
 
-# Activations with one dynamic scale for all tokens of a call are computed with a scale per token: it is finer, needs
-# nothing from the file, and the result of a token does not depend on the rest of its batch.
-_PER_TOKEN_INSTEAD = {PER_TENSOR_FP8: PER_TOKEN_FP8, PER_TENSOR_INT8: PER_TOKEN_INT8}
-
 #: (num_bits, strategy, group_size) -> weights that are floats.
 _FLOAT_WEIGHTS: dict[tuple[object, object, object], TensorFormat] = {
     (8, "channel", None): TensorFormat("fp8", GroupShape.per_row()),
@@ -78,7 +75,7 @@ def is_activation_order(weights: Mapping[str, Any]) -> bool:
 def read_scheme(name: str, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> Scheme:
     """The scheme of the group ``name``. Raises UnsupportedScheme, or CheckpointError for what is not well-formed."""
     found = None if inputs is None else _read_activations(inputs)
-    activations = found and _PER_TOKEN_INSTEAD.get(found, found)
+    activations = found and PER_TOKEN_INSTEAD.get(found, found)
     if weights.get("dynamic", False) or _order_of(weights) not in (*_OWN_ORDERS, *_ACTIVATION_ORDERS):
         raise UnsupportedScheme("weights with stored scales, in activation order 'group', 'weight' or 'static', are")
     if weights.get("type", "int") == "float":
@@ -92,7 +89,7 @@ def stored_activations(inputs: Mapping[str, Any] | None) -> TensorFormat | None:
     The section must have been accepted by :func:`read_scheme`.
     """
     found = None if inputs is None else _read_activations(inputs)
-    return found if found in _PER_TOKEN_INSTEAD else None
+    return found if found in PER_TOKEN_INSTEAD else None
 
 
 def _read_activations(inputs: Mapping[str, Any]) -> TensorFormat:

@@ -52,6 +52,8 @@ FORMATS = (*INTEGER_FORMATS, *dict.fromkeys(name for names in _FLOAT_FORMATS.val
 def formats_of(scheme: Scheme) -> tuple[str, ...]:
     """The formats that files may have weights of a scheme in."""
     weights = scheme.weights
+    if scheme.activations is not None and scheme.activations.element == "fp6-e3m2":
+        return ()  # activations of 6 bits are e2m3 there
     if weights.element not in INTEGERS:
         return _FLOAT_FORMATS.get((weights.element, weights.scale), ())
     if not weights.symmetric:
@@ -94,7 +96,9 @@ def storage_for(
     if weights.element not in INTEGERS:
         formats = formats_of(scheme)
         if not formats:
-            raise UnsupportedScheme(f"{scheme}: compressed-tensors has no format for {weights.element} weights")
+            has_weights = (weights.element, weights.scale) in _FLOAT_FORMATS
+            held = "fp6-e3m2 activations" if has_weights else f"{weights.element} weights"
+            raise UnsupportedScheme(f"{scheme}: compressed-tensors has no format for {held}")
         # Weights alone in 8-bit floats have the format that compressed-tensors has for all that is left.
         is_plain = weights.element == "fp8" and weights.scale == "float" and scheme.activations is None
         return storage_in(scheme, formats[-1] if is_plain else formats[0], activations=activations)

@@ -145,9 +145,10 @@ class Fp4Storage(LinearStorage):
 
 @dataclass(frozen=True)
 class Fp6Storage(LinearStorage):
-    """Codes of e2m3, four to three bytes with the first in the lowest bits, and E8M0 scales for 32 inputs each."""
+    """Codes of 6 bits, four to three bytes with the first in the lowest bits, and E8M0 scales for 32 inputs each."""
 
     scale_suffix: ClassVar[str] = "weight_scale"
+    weight_suffix: ClassVar[str] = "weight_packed"
 
     @property
     def input_scale_suffix(self) -> str | None:
@@ -155,13 +156,13 @@ class Fp6Storage(LinearStorage):
 
     def tensors(self, rows: int, columns: int) -> dict[str, StoredTensor]:
         return {
-            "weight_packed": StoredTensor(("U8",), (rows, -(-columns // 4) * 3)),
+            self.weight_suffix: StoredTensor(("U8",), (rows, -(-columns // 4) * 3)),
             "weight_scale": _powers_of_two(self.scheme.weights.group.scale_shape(rows, columns)),
             **_input_scale(self.input_scale_suffix),
         }
 
     def size(self, found: Mapping[str, TensorInfo], read: Callable[[str], Tensor]) -> tuple[int, int]:
-        weight, scale = matrix_shape(found, "weight_packed"), matrix_shape(found, "weight_scale")
+        weight, scale = matrix_shape(found, self.weight_suffix), matrix_shape(found, "weight_scale")
         if weight:
             return weight[0], weight[1] * 4 // 3
         return (scale[0], scale[1] * (self.scheme.group_size or 1)) if scale else (0, 0)
@@ -173,7 +174,7 @@ class Fp6Storage(LinearStorage):
         return torch.uint8
 
     def decode(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedWeight:
-        threes: Tensor = tensors["weight_packed"].unflatten(-1, (-1, 3))
+        threes: Tensor = tensors[self.weight_suffix].unflatten(-1, (-1, 3))
         first, second, third = threes.unbind(-1)
         codes = torch.empty((*threes.shape[:-1], 4), dtype=torch.uint8)
         codes[..., 0] = first & 63
@@ -185,7 +186,7 @@ class Fp6Storage(LinearStorage):
         return QuantizedWeight(self.scheme.weights.element, values, tensors["weight_scale"], input_scales=inputs)
 
     def decode_plainly(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        packed, scales = tensors["weight_packed"].to(torch.int64), tensors["weight_scale"]
+        packed, scales = tensors[self.weight_suffix].to(torch.int64), tensors["weight_scale"]
         words = packed[:, 0::3] + 256 * packed[:, 1::3] + 65536 * packed[:, 2::3]
         codes = torch.stack([words // 64**place % 64 for place in range(4)], -1).flatten(1)
         suffix = self.input_scale_suffix
@@ -195,7 +196,7 @@ class Fp6Storage(LinearStorage):
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         first, second, third, fourth = weight.values.view(torch.uint8).unflatten(-1, (-1, 4)).unbind(-1)
         packed = torch.stack((first | second << 6, second >> 2 | third << 4, third >> 4 | fourth << 2), -1)
-        tensors = {"weight_packed": packed.flatten(-2), "weight_scale": weight.scales}
+        tensors = {self.weight_suffix: packed.flatten(-2), "weight_scale": weight.scales}
         if self.input_scale_suffix is not None:
             assert weight.input_scales is not None  # every weight of such a scheme has one
             tensors[self.input_scale_suffix] = weight.input_scales[:1]

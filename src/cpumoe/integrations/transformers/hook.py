@@ -26,7 +26,7 @@ _log = logging.getLogger("cpumoe")
 
 _SWITCH = "CPUMOE_TRANSFORMERS"
 #: What transformers calls the kinds of quantisation that we read, at least in part.
-METHODS = ("compressed-tensors", "mxfp4", "fp8", "gptq", "awq", "auto-round")
+METHODS = ("compressed-tensors", "mxfp4", "fp8", "gptq", "awq", "auto-round", "quark")
 #: Names that older files have for one of them, which transformers does not know: it would read such a file as float.
 OLDER_NAMES = {"auto_round": "auto-round", "intel/auto-round": "auto-round"}
 

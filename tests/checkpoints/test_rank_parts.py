@@ -36,6 +36,7 @@ from cpumoe.checkpoints.loading import experts_of, find_experts
 from cpumoe.checkpoints.model_layout import ExpertsLayout, ModelLayout
 from cpumoe.checkpoints.named_tensors import TensorCheck
 from cpumoe.checkpoints.tensor_file import TensorFile
+from cpumoe.layers.activation_rounding import needs_input_scales
 from cpumoe.layers.experts_parts import part_of_experts
 from cpumoe.layers.parallel_layout import ExpertsPart, ParallelLayout
 from cpumoe.layers.scheme import SCHEMES
@@ -162,6 +163,27 @@ def test_slices_add_up_to_the_layer(layers: Layers, form: str, slices: int) -> N
     assert_close(total, exact_sum(whole, inputs))
 
 
+@pytest.mark.every(4)
+@pytest.mark.parametrize("form", FORMS)
+def test_slices_of_different_sizes_add_up_to_the_layer(tmp_path: Path, form: str) -> None:
+    """Where units do not divide by the slices, the first have one more: 7 of 128, 14 of 64 or 28 of 32 in 3 slices."""
+    torch.manual_seed(4)
+    layer = write_layer(tmp_path / "layer", *FORMS[form], per_expert_layout(896))
+    whole, all_bytes = layer.load()
+    inputs, sizes, read = routed(), [], 0
+    total = torch.zeros_like(inputs[0])
+    for index in range(3):
+        part = ExpertsPart(ALL, 3, index)
+        experts, count = layer.load(part)
+        same_bits(experts.quantized(), part_of_experts(whole.quantized(), part, gated=True))
+        total += exact_sum(experts, inputs)
+        sizes.append(experts.config.intermediate_size)
+        read += count
+    unit = whole.config.scheme.slice_unit
+    assert sum(sizes) == 896 and max(sizes) - min(sizes) == unit and read < 1.3 * all_bytes
+    assert_close(total, exact_sum(whole, inputs))
+
+
 @pytest.mark.parametrize("form", ["int-quantized w4a8-g32", "AWQ", "float"])
 def test_the_bias_of_down_is_added_once(layers: Layers, form: str) -> None:
     whole, all_bytes = layers(form, True).load()
@@ -193,7 +215,7 @@ def test_slices_run_on_the_kernels(layers: Layers) -> None:
 
 
 def _needs_no_text(scheme: str) -> bool:
-    return scheme not in ("fp8-static", "fp8-tensor", "nvfp4", "w8a8-static")
+    return not needs_input_scales(Scheme.parse(scheme))
 
 
 @pytest.mark.every(4)
@@ -222,20 +244,20 @@ def test_slices_of_float_weights_are_quantised_as_the_whole(layers: Layers, sche
         (
             "compressed-tensors w4afp8-g128",
             384,
-            2,
-            "the intermediate size 384 in 2 slices; those of w4afp8-g128 are multiples of 128, so that 1, 3 slices, or",
+            4,
+            "384 of the experts in 4 slices, which are multiples of 128; up to 3",
         ),
-        ("fp8 in blocks", 256, 4, "size 256 in 4 slices; those of fp8-block are multiples of 128, so that 1, 2 slices"),
-        ("AWQ", 192, 4, "size 192 in 4 slices; those of w4a16-g32-asym are multiples of 32, so that 1, 2, 3, 6 slices"),
+        ("fp8 in blocks", 256, 4, "256 of the experts in 4 slices, which are multiples of 128; up to 2 slices"),
         (
-            "float",
-            64,
-            3,
-            "the intermediate size 64 in 3 slices; those of bf16 are multiples of 32, so that 1, 2 slices",
+            "AWQ",
+            96,
+            4,
+            "96 of the experts in 4 slices, which are multiples of 32; up to 3 slices, or expert parallelism",
         ),
+        ("float", 64, 3, "the intermediate size 64 of the experts in 3 slices, which are multiples of 32; up to 2"),
     ],
 )
-def test_slices_that_do_not_divide_are_refused_with_the_numbers(
+def test_more_slices_than_units_are_refused_with_the_numbers(
     tmp_path: Path, form: str, inner: int, slices: int, said: str
 ) -> None:
     layer = write_layer(tmp_path / "layer", *FORMS[form], per_expert_layout(inner))

@@ -195,6 +195,6 @@ def test_parts_of_blocks_of_mxfp4(tmp_path: Path, slices: int) -> None:
 def test_slices_that_cut_through_blocks_are_refused(tmp_path: Path) -> None:
     layer = write_mxfp4(tmp_path / "layer")
     with pytest.raises(
-        UnsupportedScheme, match="size 128 in 8 slices; those of mxfp4a16 are multiples of 32, so that 1, 2, 4"
+        UnsupportedScheme, match="size 128 of the experts in 8 slices, which are multiples of 32; up to 4"
     ):
         layer.load(ExpertsPart(ALL, 8, 0))

@@ -66,8 +66,8 @@ def test_one_rank_sends_nothing() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--tp", "3"], "the intermediate size 64 of the experts does not divide by 3 ranks"),
-        (["--tp", "4"], "64 in 4 slices of 16: intermediate_size=16; a positive multiple of 32 is accepted"),
+        (["--tp", "3"], "the intermediate size 64 of the experts in 3 slices, which are multiples of 32; up to 2"),
+        (["--tp", "4"], "64 of the experts in 4 slices, which are multiples of 32; up to 2 slices, or expert"),
         (["--dp", "2", "--exchange", "all_reduce"], "exchange=all_reduce, and ranks have different tokens"),
         (["--tp", "2", "--exchange", "all_to_all"], "all_to_all without expert parallelism"),
     ],

@@ -69,6 +69,9 @@ _WIDE = {"moe_intermediate_size": 128}
 
 MODELS = {
     "qwen3_moe": Model(_float("qwen3_moe", **_WIDE, **_FOUR_KV), {"scheme": "w4a8-g32"}),
+    "qwen3_moe, slices of two sizes": Model(
+        _float("qwen3_moe", moe_intermediate_size=224, **_FOUR_KV), {"scheme": "w4a8-g32"}
+    ),
     "qwen3_moe, one expert": Model(_float("qwen3_moe", num_experts_per_tok=1, **_WIDE, **_FOUR_KV)),
     "qwen3_moe, all in int8": Model(
         _float("qwen3_moe", **_WIDE), {"scheme": "w8a8-g32", "linears": "w8a8"}, 0, ROUNDING_TOLERANCE
@@ -98,7 +101,8 @@ def write_models(folder: Path) -> None:
 
 
 #: For four ranks some of them are enough.
-FOR_FOUR = ["qwen3_moe", "qwen3_moe, one expert", "gpt_oss", "deepseek_v3", "qwen3_next", "qwen3_next, w8a16"]
+FOR_FOUR = ["qwen3_moe", "qwen3_moe, slices of two sizes", "qwen3_moe, one expert", "gpt_oss", "deepseek_v3"]
+FOR_FOUR += ["qwen3_next", "qwen3_next, w8a16"]
 
 
 def _load(folder: Path, **options: Any) -> Any:

@@ -107,9 +107,22 @@ def test_impossible_layouts(facts: dict[str, int], message: str) -> None:
         ParallelLayout(**facts)  # type: ignore[arg-type]
 
 
+def test_slices_are_whole_units_and_cover_everything() -> None:
+    cuts = [ExpertsPart((0,), 4, index).cut(704, 32) for index in range(4)]
+    assert cuts == [(0, 192), (192, 192), (384, 160), (544, 160)]
+    for size, unit, slices in ((768, 128, 4), (704, 64, 3), (96, 32, 3), (2048, 32, 7), (64, 64, 1)):
+        ends = [ExpertsPart((0,), slices, index).cut(size, unit) for index in range(slices)]
+        assert [first for first, _ in ends] == [sum(count for _, count in ends[:index]) for index in range(slices)]
+        assert sum(count for _, count in ends) == size
+        assert {count // unit for _, count in ends} <= {size // unit // slices, size // unit // slices + 1}
+        assert all(count % unit == 0 for _, count in ends)
+    with pytest.raises(ValueError, match="768 of the experts in 7 slices, which are multiples of 128; up to 6"):
+        ExpertsPart((0,), 7, 0).cut(768, 128)
+
+
 def test_what_does_not_divide_is_refused_with_the_numbers() -> None:
-    with pytest.raises(ValueError, match="768 of the experts does not divide by 5 ranks"):
-        ParallelLayout(tp_size=5).part_of(8, 768)
+    with pytest.raises(ValueError, match="64 of the experts in 3 slices, which are multiples of 32; up to 2"):
+        ParallelLayout(tp_size=3).part_of(8, 64)
     with pytest.raises(ValueError, match="flat_rank=4; 0 to 3"):
         ParallelLayout(tp_size=4).of_rank(4)
     with pytest.raises(ValueError, match="slice=2 of 2"):

@@ -171,12 +171,12 @@ def test_all_to_all_by_counting_messages(ranks: int, nodes: int) -> None:
         (
             lambda: plan(ParallelLayout(tp_size=3)),
             CheckpointError,
-            "size 64 .* does not divide by 3 ranks",
+            "size 64 of the experts in 3 slices, which are multiples of 32; up to 2",
         ),
         (
             lambda: plan(ParallelLayout(tp_size=2, dp_size=2)),
-            UnsupportedScheme,
-            "64 in 4 slices of 16: intermediate_size=16; a positive multiple of 32 .* or whole experts",
+            CheckpointError,
+            "64 of the experts in 4 slices, which are multiples of 32; up to 2 slices, or expert parallelism",
         ),
         (
             lambda: plan(ParallelLayout(dp_size=6, expert_parallel=True), 4),
@@ -193,7 +193,7 @@ def test_what_does_not_divide(call: Callable[[], object], error: type[Exception]
 
 def test_groups_that_a_slice_would_cut(tmp_path: Path) -> None:
     folder = float_copy(tmp_path, PACKED.name)
-    with pytest.raises(UnsupportedScheme, match="2 slices of 32: down: group_size=64 does not divide"):
+    with pytest.raises(UnsupportedScheme, match="2 slices, which are multiples of 64; up to 1"):
         plan(ParallelLayout(tp_size=2), folder=folder, scheme="w4a8-g64")
 
 

@@ -230,7 +230,7 @@ def test_scaling_says_what_cannot_be() -> None:
         ({"trace": RoutingTrace.zipf(8, 2, 64)}, "trace has 2 of 8 experts a token; small has 2 of 16"),
         ({"tokens": 0}, "tokens=0"),
         ({"tokens": 65}, "a step of 65 tokens, where the trace has 64"),
-        ({"layout": ParallelLayout(tp_size=3)}, "512 of the experts does not divide by 3"),
+        ({"layout": ParallelLayout(tp_size=3)}, "512 in 3 slices of 170 does not fit"),
         ({"layout": ParallelLayout(tp_size=2, dp_size=2, expert_parallel=True)}, "one kind of them"),
         ({"placements": [Placement(16, (tuple(range(16)),) * 2)]}, "16 experts on 2 ranks"),
         ({"placements": []}, "0 placements for the 1 layers"),

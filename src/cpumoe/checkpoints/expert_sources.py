@@ -58,6 +58,13 @@ class ExpertSource(ABC):
         return self.part, self.part
 
     @property
+    def cuts(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        """The intermediate neurons that are read of gate_up and of down: the first, and how many."""
+        size, unit = self.layout.shape.intermediate_size, self._config.scheme.slice_unit
+        gate_up, down = self.read_parts
+        return gate_up.cut(size, unit), down.cut(size, unit)
+
+    @property
     def has_down_bias(self) -> bool:
         """Whether the bias of down is held here: sums of slices are added, and one of them has it."""
         return self.layout.shape.has_bias and self.part.slice == 0
@@ -113,21 +120,20 @@ class FloatExpertSource(ExpertSource):
         # are there twice while they are packed.
         weights, shape = self.config.scheme.weights, self.layout.shape
         each = weights.bits // 4 if weights.element in WHOLE_FLOATS else 16
-        rows = (shape.gate_up_rows, shape.intermediate_size)
-        return sum(
-            size * shape.hidden_size * each // part.slices for size, part in zip(rows, self.read_parts, strict=True)
-        )
+        (_, rows), (_, columns) = self.cuts
+        return (rows * shape.gate_up_rows // shape.intermediate_size + columns) * shape.hidden_size * each
 
     def read(self, first: int, count: int, buffers: Buffers) -> QuantizedExperts:
         gate_up, down, gate_up_bias, down_bias = self.read_float(first, count, buffers)
-        scheme, (slices, index) = self.config.scheme, (self.part.slices, self.part.slice)
+        scheme = self.config.scheme
+        place = self.part.cut(self.layout.shape.intermediate_size, scheme.slice_unit)
         first_weight = replace(quantize_weight(gate_up, scheme, f"{self.prefix} gate_up"), bias=gate_up_bias)
         second = replace(quantize_weight(down, scheme, f"{self.prefix} down"), bias=down_bias)
         gate_up_part, down_part = self.read_parts
         if gate_up_part != self.part:
-            first_weight = first_weight.row_slice(slices, index, 2 if self.config.activation.gated else 1)
+            first_weight = first_weight.row_slice(*place, blocks=2 if self.config.activation.gated else 1)
         if down_part != self.part:
-            second = second.column_slice(slices, index)
+            second = second.column_slice(*place)
         return QuantizedExperts(first_weight, second)
 
     @abstractmethod
@@ -214,27 +220,37 @@ class _PerExpert(ExpertSource):
         self._dtypes = self._first_dtypes()
         hidden, inner = layout.shape.hidden_size, layout.shape.intermediate_size
         first = len(layout.linears[0]) - 1
-        of_gate_up, of_down = self.read_parts
+        (rows_before, rows), (columns_before, columns) = self.cuts
+        sizes = ((inner, hidden), (rows, hidden), (rows_before, hidden))
+        sizes_of_down = ((hidden, inner), (hidden, columns), (hidden, columns_before))
         self._blocks = (
-            self._block("gate_up", slice(0, first), first, (inner, hidden), (inner // of_gate_up.slices, hidden)),
-            self._block("down", slice(first, None), 1, (hidden, inner), (hidden, inner // of_down.slices)),
+            self._block("gate_up", slice(0, first), first, *sizes),
+            self._block("down", slice(first, None), 1, *sizes_of_down),
         )
 
-    def _block(self, name: str, linears: slice, count: int, stored: tuple[int, int], read: tuple[int, int]) -> _Block:
-        """``stored`` and ``read`` are the rows and columns of each linear."""
+    def _block(
+        self,
+        name: str,
+        linears: slice,
+        count: int,
+        stored: tuple[int, int],
+        read: tuple[int, int],
+        before: tuple[int, int],
+    ) -> _Block:
+        """Rows and columns of each linear: ``stored``, ``read``, and what lies ``before`` that."""
         tensors = self._tensors(*stored)
         parts = {
             suffix: part
-            for suffix, part in self._parts(stored, read).items()
+            for suffix, part in self._parts(stored, read, before).items()
             if not tensors[suffix].is_known and (suffix != "bias" or name != "down" or self.has_down_bias)
         }
         return _Block(name, linears, count, stored[0], *read, tensors, parts)
 
-    def _parts(self, stored: tuple[int, int], read: tuple[int, int]) -> dict[str, TensorPart]:
+    def _parts(self, stored: tuple[int, int], read: tuple[int, int], before: tuple[int, int]) -> dict[str, TensorPart]:
         """What is read of the tensors of a linear, by suffix."""
-        smaller = self._accepted_tensors(*read)
+        smaller, missed = self._accepted_tensors(*read), self._accepted_tensors(*before)
         return {
-            suffix: slice_of(tensor.shape, smaller[suffix].shape, self.part)
+            suffix: slice_of(tensor.shape, smaller[suffix].shape, missed[suffix].shape)
             for suffix, tensor in self._accepted_tensors(*stored).items()
         }
 

@@ -44,21 +44,29 @@ class _Fused(ExpertSource):
     @cached_property
     def _matrices(self) -> tuple[_Matrix, _Matrix]:
         """gate_up and down."""
-        shape, fused, (of_gate_up, of_down) = self.layout.shape, self.layout.fused, self.read_parts
+        shape, fused = self.layout.shape, self.layout.fused
         assert fused is not None
         hidden, inner, rows = shape.hidden_size, shape.intermediate_size, shape.gate_up_rows
         tensors = len(fused.gate_up.tensors)
         # In one tensor, gate rows come before up rows and each have a slice; where they alternate, slices are of pairs.
         blocks = 2 if rows == 2 * inner and tensors == 1 and not fused.gate_up.interleaved else 1
-        stored, read = (rows // tensors, hidden), (rows // tensors // of_gate_up.slices, hidden)
-        return (
-            self._matrix(fused.gate_up, stored, read, blocks),
-            self._matrix(fused.down, (hidden, inner), (hidden, inner // of_down.slices), 1),
-        )
+        each = rows // tensors // inner  # rows of a neuron in a tensor
+        (rows_before, read_rows), (columns_before, columns) = self.cuts
+        sizes = ((each * inner, hidden), (each * read_rows, hidden), (each * rows_before, hidden))
+        sizes_of_down = ((hidden, inner), (hidden, columns), (hidden, columns_before))
+        return self._matrix(fused.gate_up, blocks, *sizes), self._matrix(fused.down, 1, *sizes_of_down)
 
-    def _matrix(self, place: FusedMatrix, stored: tuple[int, int], read: tuple[int, int], row_blocks: int) -> _Matrix:
-        whole, smaller = self._tensors_of(place, *stored), self._tensors_of(place, *read)
-        parts = {name: slice_of(whole[name].shape, smaller[name].shape, self.part, row_blocks) for name in whole}
+    def _matrix(
+        self,
+        place: FusedMatrix,
+        row_blocks: int,
+        stored: tuple[int, int],
+        read: tuple[int, int],
+        before: tuple[int, int],
+    ) -> _Matrix:
+        """Rows and columns of an expert's tensors: ``stored``, ``read``, and what lies ``before`` that."""
+        whole, smaller, missed = (self._tensors_of(place, *size) for size in (stored, read, before))
+        parts = {n: slice_of(whole[n].shape, smaller[n].shape, missed[n].shape, row_blocks) for n in whole}
         return _Matrix(place, *read, whole, parts)
 
     def _tensors_of(self, place: FusedMatrix, rows: int, columns: int) -> dict[str, StoredTensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 import torch
 from torch import Tensor
@@ -14,7 +15,6 @@ from cpumoe.checkpoints.tensor_parts import TensorPart, slice_of
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.layers.packed_weights import packed_spec
-from cpumoe.layers.parallel_layout import ExpertsPart
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.scheme import INTEGERS
 
@@ -46,16 +46,25 @@ class LinearSource:
         if self.rows % slices != 0 or rows % unit != 0:
             return False
         try:
-            self._parts(ExpertsPart((0,), slices))
-        except (UnsupportedScheme, ValueError):
+            self._parts(slices, 0)
+        except UnsupportedScheme:
             return False
         return True
 
-    def _parts(self, part: ExpertsPart) -> dict[str, tuple[StoredTensor, TensorPart]]:
-        """The stored tensors by suffix, and what a slice of the rows takes of each."""
-        whole, smaller = (self.storage.tensors(self.rows // n, self.columns) for n in (1, part.slices))
+    def _parts(self, slices: int, index: int) -> dict[str, tuple[StoredTensor, TensorPart]]:
+        """The stored tensors by suffix, and what one of equal slices of the rows takes of each."""
+        rows = self.rows // slices
+        whole, smaller, before = (self.storage.tensors(n, self.columns) for n in (self.rows, rows, rows * index))
+        for suffix, stored in whole.items():
+            size, part = prod(stored.shape), prod(smaller[suffix].shape)
+            if size not in (part, slices * part):
+                raise UnsupportedScheme(
+                    f"a stored tensor {list(stored.shape)} does not divide into {slices} slices of "
+                    f"{list(smaller[suffix].shape)}; a number that divides it is accepted"
+                )
         return {
-            suffix: (stored, slice_of(stored.shape, smaller[suffix].shape, part)) for suffix, stored in whole.items()
+            suffix: (stored, slice_of(stored.shape, smaller[suffix].shape, before[suffix].shape))
+            for suffix, stored in whole.items()
         }
 
     def load(self, slices: int = 1, index: int = 0) -> QuantizedLinear:
@@ -67,7 +76,7 @@ class LinearSource:
     def read(self, slices: int = 1, index: int = 0) -> QuantizedWeight:
         """The weight [rows, columns], or one of equal parts of its rows, as packing takes it."""
         tensors, rows = {}, self.rows // slices
-        for suffix, (stored, part) in self._parts(ExpertsPart((0,), slices, index)).items():
+        for suffix, (stored, part) in self._parts(slices, index).items():
             name = f"{self.name}.{suffix}"
             if stored.is_known:
                 self._checkpoint.refuse_other_contents(name, stored)

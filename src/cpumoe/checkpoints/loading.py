@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -137,10 +136,13 @@ def experts_config(shape: ExpertsShape, scheme: Scheme, part: ExpertsPart, prefi
         whole = MoEConfig(scheme, *sizes, shape.activation, has_bias=shape.has_bias)
     if part.is_whole(shape.expert_count):
         return whole
-    _check_slices(shape, part, scheme, prefix)
     held = None if part.experts == tuple(range(shape.expert_count)) else len(part.experts)
+    try:
+        _, inner = part.cut(shape.intermediate_size, scheme.slice_unit)
+    except ValueError as problem:
+        raise UnsupportedScheme(f"{prefix}: {problem}") from None
     with naming(prefix):
-        return replace(whole, intermediate_size=shape.intermediate_size // part.slices, held_experts=held)
+        return replace(whole, intermediate_size=inner, held_experts=held)
 
 
 def _check_part(layout: ExpertsLayout, part: ExpertsPart) -> None:
@@ -149,22 +151,6 @@ def _check_part(layout: ExpertsLayout, part: ExpertsPart) -> None:
         raise ValueError(f"this rank holds no experts of {layout.prefix}; one or more of its {count} are accepted")
     if outside := [expert for expert in part.experts if not 0 <= expert < count]:
         raise ValueError(f"expert {outside[0]} of {layout.prefix}; 0 to {count - 1} are accepted")
-
-
-_CONFIG_MULTIPLE = 32  # of sizes in memory
-
-
-def _check_slices(shape: ExpertsShape, part: ExpertsPart, scheme: Scheme, prefix: str) -> None:
-    """Refuses slices that cut through a group or a block of weights that share a scale."""
-    size, group = shape.intermediate_size, scheme.weights.group
-    unit = math.lcm(_CONFIG_MULTIPLE, group.rows or 1, group.columns or 1)
-    if size % (part.slices * unit) == 0:
-        return
-    accepted = [str(n) for n in range(1, size // unit + 1) if size % (n * unit) == 0]
-    raise UnsupportedScheme(
-        f"{prefix}: the intermediate size {size} in {part.slices} slices; those of {scheme} are multiples of "
-        f"{unit}, so that {', '.join(accepted)} slices, or expert parallelism, are accepted"
-    )
 
 
 def _not_in_one_tensor(checkpoint: Checkpoint, layout: ExpertsLayout, storage: LinearStorage) -> UnsupportedScheme:

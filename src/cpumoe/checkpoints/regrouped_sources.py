@@ -50,17 +50,17 @@ class RegroupedPerExpert(QuantizedPerExpert):
         groups = [self._groups(self.linear_names(expert)[-1]) for expert in dict.fromkeys(self.part.experts)]
         return replace(self._config, intermediate_size=regrouped_size(torch.stack(groups), self._group_count))
 
-    def _parts(self, stored: tuple[int, int], read: tuple[int, int]) -> dict[str, TensorPart]:
+    def _parts(self, stored: tuple[int, int], read: tuple[int, int], before: tuple[int, int]) -> dict[str, TensorPart]:
         if stored[1] == read[1]:  # gate and up, whose rows are cut
-            return super()._parts(stored, read)
+            return super()._parts(stored, read, before)
         # What is cut with the inputs is what differs even where a row has one scale: weights, and groups of inputs.
         scheme = self.storage.scheme
         per_row = replace(scheme, weights=replace(scheme.weights, group=GroupShape.per_row()))
         one_group = replace(self.storage, scheme=per_row)
-        larger, smaller = one_group.tensors(*stored), one_group.tensors(*read)
+        larger, smaller, missed = (one_group.tensors(*size) for size in (stored, read, before))
         cut = {suffix for suffix, tensor in larger.items() if tensor.shape != smaller[suffix].shape}
         return {
-            suffix: slice_of(tensor.shape, smaller[suffix].shape, self.part)
+            suffix: slice_of(tensor.shape, smaller[suffix].shape, missed[suffix].shape)
             if suffix in cut
             else TensorPart(tensor.shape)
             for suffix, tensor in self._accepted_tensors(*stored).items()

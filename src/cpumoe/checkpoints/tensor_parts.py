@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from cpumoe.errors import UnsupportedScheme
-from cpumoe.layers.parallel_layout import ExpertsPart
 
 
 @dataclass(frozen=True)
@@ -41,24 +40,26 @@ class TensorPart:
         return f"{name}[{':, ' * self.axis}{ranges}]"
 
 
-def slice_of(whole: tuple[int, ...], smaller: tuple[int, ...], part: ExpertsPart, row_blocks: int = 1) -> TensorPart:
+def slice_of(
+    whole: tuple[int, ...], smaller: tuple[int, ...], before: tuple[int, ...], row_blocks: int = 1
+) -> TensorPart:
     """The part of a stored tensor that belongs to a slice.
 
     Args:
         whole: the shape that it has.
         smaller: the shape that it would have in a linear of the size of a slice: where the two differ, it is cut. What
             does not differ, such as a scale for all of a linear, every slice needs whole.
-        part: says which slice.
+        before: the shape that it would have in a linear of what lies before the slice.
         row_blocks: 2 where the dimension that is cut has gate rows before up rows, of which each has its slice.
     """
     cut = [axis for axis, sizes in enumerate(zip(whole, smaller, strict=True)) if sizes[0] != sizes[1]]
     if not cut:
         return TensorPart(whole)
-    if len(cut) > 1 or smaller[cut[0]] * part.slices != whole[cut[0]] or smaller[cut[0]] % row_blocks != 0:
+    (axis, *others) = cut
+    if others or before[axis] + smaller[axis] > whole[axis] or any(s[axis] % row_blocks for s in (smaller, before)):
         raise UnsupportedScheme(
-            f"a stored tensor {list(whole)} does not divide into {part.slices} slices of {list(smaller)}; expert "
-            "parallelism, which leaves experts whole, is accepted"
+            f"a stored tensor {list(whole)} has no slice of {list(smaller)} after {list(before)}; expert parallelism, "
+            "which leaves experts whole, is accepted"
         )
-    (axis,) = cut
-    each, size = whole[axis] // row_blocks, smaller[axis] // row_blocks
-    return TensorPart(smaller, axis, tuple(block * each + part.slice * size for block in range(row_blocks)))
+    each, first = (shape[axis] // row_blocks for shape in (whole, before))
+    return TensorPart(smaller, axis, tuple(block * each + first for block in range(row_blocks)))

@@ -10,7 +10,7 @@ from cpumoe.layers.activation import Activation
 from cpumoe.layers.parallel_layout import ParallelLayout
 from cpumoe.layers.routing import parse_method
 from cpumoe.layers.routing_methods import RoutingMethod
-from cpumoe.layers.scheme import Scheme
+from cpumoe.layers.scheme import SIZE_UNIT, Scheme
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class MoEConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "routing", parse_method(self.routing))
         for name, size in (("hidden_size", self.hidden_size), ("intermediate_size", self.intermediate_size)):
-            if size < 1 or size % 32 != 0:
+            if size < 1 or size % SIZE_UNIT != 0:
                 raise ValueError(f"{name}={size}; a positive multiple of 32 is accepted")
         if self.experts < 1:
             raise ValueError(f"experts={self.experts}; 1 or more is accepted")

@@ -278,10 +278,11 @@ class Experts(nn.Module):
             raise ValueError(f"{part}; one or more of {c.local_experts} are accepted")
         whole = self.quantized()
         regroups = part.slices > 1 and whole.down.input_order is not None
+        scheme = regrouped_scheme(c.scheme) if regroups else c.scheme
         held = part_of_experts(whole, part, gated=bool(c.activation.gated))
         config = replace(
             c,
-            scheme=regrouped_scheme(c.scheme) if regroups else c.scheme,
+            scheme=scheme,
             intermediate_size=held.down.plain().values.shape[-1],
             held_experts=None if part.experts == tuple(range(c.experts)) else len(part.experts),
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from cpumoe.layers.parallel_layout import ExpertsPart
 from cpumoe.layers.quantized_experts import QuantizedExperts, QuantizedWeight
 from cpumoe.layers.regrouping import Regrouping, regrouped_size
+from cpumoe.layers.scheme import SIZE_UNIT
 
 
 def part_of_experts(experts: QuantizedExperts, part: ExpertsPart, *, gated: bool) -> QuantizedExperts:
@@ -22,19 +24,28 @@ def part_of_experts(experts: QuantizedExperts, part: ExpertsPart, *, gated: bool
     if part.slices == 1:
         return held
     blocks = 2 if gated and not experts.interleaved else 1
-    gate_up, down = held.gate_up.row_slice(part.slices, part.slice, blocks), held.down
+    first, count = part.cut(held.down.columns, _slice_unit(held.down))
+    pairs = 2 if experts.interleaved else 1  # of gate and up rows, which alternate
+    gate_up, down = held.gate_up.row_slice(pairs * first, pairs * count, blocks), held.down
     if part.slice > 0:
         down = replace(down, bias=None)
     if down.input_order is not None:
-        return _regrouped(gate_up, down, part, blocks)
-    return replace(held, gate_up=gate_up, down=down.column_slice(part.slices, part.slice))
+        return _regrouped(gate_up, down, first, count, blocks)
+    return replace(held, gate_up=gate_up, down=down.column_slice(first, count))
 
 
-def _regrouped(gate_up: QuantizedWeight, down: QuantizedWeight, part: ExpertsPart, blocks: int) -> QuantizedExperts:
+def _slice_unit(down: QuantizedWeight) -> int:
+    """Inputs that slices have multiples of (``Scheme.slice_unit``)."""
+    groups = down.scales.shape[-1]
+    return math.lcm(SIZE_UNIT, 1 if groups <= 1 or down.input_order is not None else -(-down.columns // groups))
+
+
+def _regrouped(
+    gate_up: QuantizedWeight, down: QuantizedWeight, first: int, count: int, blocks: int
+) -> QuantizedExperts:
     groups, scales = _groups_of_inputs(down), down.scales.shape[-1]
-    each = groups.shape[1] // part.slices
-    groups = groups[:, part.slice * each : (part.slice + 1) * each]
-    columns = down.plain().values.narrow(-1, part.slice * each, each)
+    groups = groups[:, first : first + count]
+    columns = down.plain().values.narrow(-1, first, count)
     places = Regrouping.of(groups, scales, regrouped_size(groups, scales))
     return QuantizedExperts(places.rows_of(gate_up, blocks), places.columns_of(replace(down, values=columns)))
 

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
+from cpumoe.layers.scheme import SIZE_UNIT
+
 
 class Exchange(Enum):
     """How tokens get to the ranks that have their experts, and the sums back."""
@@ -46,7 +48,7 @@ class ExpertsPart:
 
     Attributes:
         experts: which of the layer's experts, in the order in which they are held; one may be there more than once.
-        slices, slice: the intermediate size is cut into ``slices`` equal parts, of which this is one.
+        slices, slice: the intermediate size is cut into ``slices`` parts, as equal as may be, of which this is one.
     """
 
     experts: tuple[int, ...]
@@ -65,6 +67,23 @@ class ExpertsPart:
     def is_whole(self, expert_count: int) -> bool:
         """Whether this is all of a layer with so many experts, in their order."""
         return self.slices == 1 and self.experts == tuple(range(expert_count))
+
+    def cut(self, size: int, unit: int) -> tuple[int, int]:
+        """Return the first of this slice's inputs out of ``size``, and how many there are.
+
+        Slices consist of whole units of inputs: those that share a scale or lie in one block in memory. Where the units
+        do not divide by the slices, the first slices have one more.
+        """
+        if self.slices == 1:
+            return 0, size
+        units = size // unit
+        if units < self.slices or size % unit != 0:
+            raise ValueError(
+                f"the intermediate size {size} of the experts in {self.slices} slices, which are multiples of {unit}; "
+                f"up to {units} slices, or expert parallelism, are accepted"
+            )
+        each, more = divmod(units, self.slices)
+        return (self.slice * each + min(self.slice, more)) * unit, (each + (self.slice < more)) * unit
 
     def __str__(self) -> str:
         first, count = self.experts[0] if self.experts else 0, len(self.experts)
@@ -193,8 +212,8 @@ class ParallelLayout:
         """What this rank holds of a layer's experts.
 
         With expert parallelism consecutive ones or every n-th, as ``expert_placement_strategy`` has it, and the first
-        ranks one more where they do not divide; there may be ranks without any. Otherwise a slice of each, which must
-        divide.
+        ranks one more where they do not divide; there may be ranks without any. Otherwise a slice of each
+        (:meth:`ExpertsPart.cut`).
         """
         if self.uses_ep and self.expert_placement_strategy is ExpertPlacement.ROUND_ROBIN:
             return ExpertsPart(tuple(range(self.ep_rank, expert_count, self.ep_size)))
@@ -202,13 +221,9 @@ class ParallelLayout:
             each, more = divmod(expert_count, self.ep_size)
             first = self.ep_rank * each + min(self.ep_rank, more)
             return ExpertsPart(tuple(range(first, first + each + (self.ep_rank < more))))
-        slices = self.experts_tp_size
-        if intermediate_size % slices != 0:
-            raise ValueError(
-                f"the intermediate size {intermediate_size} of the experts does not divide by {slices} ranks; a "
-                "divisor of it, or expert parallelism, is accepted"
-            )
-        return ExpertsPart(tuple(range(expert_count)), slices, self.experts_tp_rank)
+        part = ExpertsPart(tuple(range(expert_count)), self.experts_tp_size, self.experts_tp_rank)
+        part.cut(intermediate_size, SIZE_UNIT)  # refuses more slices than there can be in any scheme
+        return part
 
     # ---- what follows for the tokens ---------------------------------------------------------------------------------
 

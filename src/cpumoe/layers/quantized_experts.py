@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -43,6 +44,11 @@ class QuantizedWeight:
     bias: Tensor | None = None
     input_order: Tensor | None = None
     input_scales: Tensor | None = None
+
+    @property
+    def columns(self) -> int:
+        """How many inputs there are; two nibbles are a byte."""
+        return self.values.shape[-1] * (2 if self.values.dtype == torch.uint8 else 1)
 
     def each(self, function: Callable[[Tensor], Tensor]) -> QuantizedWeight:
         """The same with a function applied to every tensor."""
@@ -90,16 +96,17 @@ class QuantizedWeight:
 
         return part(True), part(False)
 
-    def row_slice(self, slices: int, index: int, blocks: int = 1) -> QuantizedWeight:
-        """One of equal parts of the rows; where there are two ``blocks`` of them, gate and up, that part of both."""
+    def row_slice(self, first: int, count: int, blocks: int = 1) -> QuantizedWeight:
+        """Neighbouring rows; where there are two ``blocks`` of them, gate and up, these rows of both."""
+        size = self.values.shape[-2] // blocks
 
         def of(tensor: Tensor | None, axis: int) -> Tensor | None:
-            return None if tensor is None else _slice(tensor, axis, slices, index, blocks)
+            return None if tensor is None else _slice(tensor, axis, first, count, size, blocks)
 
         return replace(
             self,
-            values=_slice(self.values, -2, slices, index, blocks),
-            scales=self.scales if self.scales.shape[-2] == 1 else _slice(self.scales, -2, slices, index, blocks),
+            values=_slice(self.values, -2, first, count, size, blocks),
+            scales=self.scales if self.scales.shape[-2] == 1 else _slice(self.scales, -2, first, count, size, blocks),
             zero_points=of(self.zero_points, -2),
             factors=of(self.factors, -1),
             bias=of(self.bias, -1),
@@ -158,17 +165,19 @@ class QuantizedWeight:
         joined: dict[str, Any] = {name: torch.cat(of_parts) for name, of_parts in tensors.items()}
         return replace(first, **joined)
 
-    def column_slice(self, slices: int, index: int) -> QuantizedWeight:
-        """One of equal parts of the inputs, with all rows and their biases."""
+    def column_slice(self, first: int, count: int) -> QuantizedWeight:
+        """Neighbouring inputs, with all rows and their biases."""
         if self.input_order is not None:
             raise ValueError("inputs in activation order cannot be cut by their places; regrouping.py has what can be")
 
+        size = self.columns
+
         def of(tensor: Tensor) -> Tensor:  # a scale for the whole row stays
-            return tensor if tensor.shape[-1] <= 1 else _slice(tensor, -1, slices, index)
+            return tensor if tensor.shape[-1] <= 1 else _slice(tensor, -1, first, count, size)
 
         return replace(
             self,
-            values=_slice(self.values, -1, slices, index),
+            values=_slice(self.values, -1, first, count, size),
             scales=of(self.scales),
             zero_points=None if self.zero_points is None else of(self.zero_points),
         )
@@ -188,13 +197,19 @@ class QuantizedWeight:
         return replace(parts[0], **joined)
 
 
-def _slice(tensor: Tensor, axis: int, slices: int, index: int, blocks: int = 1) -> Tensor:
-    """Part ``index`` of each of the ``blocks`` that a dimension, counted from the last, consists of."""
-    size = tensor.shape[axis]
-    if size % (blocks * slices) != 0:
-        raise ValueError(f"{size} of {list(tensor.shape)} do not divide into {blocks} x {slices} equal parts")
-    each, axis = size // (blocks * slices), axis + tensor.dim()
-    parts: list[Tensor] = [tensor.narrow(axis, (block * slices + index) * each, each) for block in range(blocks)]
+def _slice(tensor: Tensor, axis: int, first: int, count: int, size: int, blocks: int = 1) -> Tensor:
+    """The part of a dimension, counted from the last, that belongs to ``count`` of ``size`` rows or inputs.
+
+    The dimension has ``blocks`` times as many entries as belong to all of them, and that part of each block is taken.
+    """
+    each = tensor.shape[axis] // blocks
+    if first * each % size or count * each % size or tensor.shape[axis] % blocks:
+        raise ValueError(
+            f"{count} of {size} from {first} on, where {list(tensor.shape)} has {blocks} x {each} for them; multiples "
+            f"of {size // math.gcd(each, size)} are accepted"
+        )
+    first, count, axis = first * each // size, count * each // size, axis + tensor.dim()
+    parts: list[Tensor] = [tensor.narrow(axis, block * each + first, count) for block in range(blocks)]
     return parts[0] if blocks == 1 else torch.cat(parts, axis)
 
 

@@ -10,6 +10,7 @@ GroupShape(rows=1, columns=128)
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -23,6 +24,9 @@ _BITS = {
     **{"fp4": 4, "fp6-e3m2": 6, "fp6-e2m3": 6, "fp8": 8},
     **{"bf16": 16, "fp16": 16, "fp32": 32},
 }
+#: Sizes of layers in memory are multiples of this.
+SIZE_UNIT = 32
+
 INTEGERS, WHOLE_FLOATS = ("int4", "int8"), ("bf16", "fp16", "fp32")
 
 #: How scales are held: as floating point numbers, as powers of two (E8M0), or as 8-bit floats (e4m3) with a floating
@@ -306,6 +310,11 @@ class Scheme:
     def group_size(self) -> int | None:
         """Inputs that share a weight scale; None per channel."""
         return self.weights.group.group_size
+
+    @property
+    def slice_unit(self) -> int:
+        """Inputs of ``down`` that slices of experts have multiples of: those that share a scale, and 32 in memory."""
+        return math.lcm(SIZE_UNIT, self.weights.group.rows or 1, self.weights.group.columns or 1)
 
     def fits(self, in_features: int) -> bool:
         """Whether the group size divides an input size."""

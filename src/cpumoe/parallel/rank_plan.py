@@ -220,12 +220,11 @@ def _part(source: ExpertSource, layout: ParallelLayout) -> ExpertsPart:
 def part_bytes(source: ExpertSource, part: ExpertsPart) -> int:
     """Bytes of the packed experts that a rank holds of a layer. Refuses slices that the scheme cannot have."""
     config = source.config
-    inner = config.intermediate_size // part.slices
     try:
-        held = replace(config, intermediate_size=inner, held_experts=len(part.experts) or None)
+        _, inner = part.cut(config.intermediate_size, config.scheme.slice_unit)
     except ValueError as problem:
-        whole = f"an intermediate size of {config.intermediate_size} in {part.slices} slices of {inner}"
-        raise UnsupportedScheme(f"{source.prefix}: {whole}: {problem}; or whole experts on each rank") from None
+        raise UnsupportedScheme(f"{source.prefix}: {problem}") from None
+    held = replace(config, intermediate_size=inner, held_experts=len(part.experts) or None)
     return _packed_bytes(held, source.storage, source.input_scales) if part.experts else 0
 
 

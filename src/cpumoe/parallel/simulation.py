@@ -175,8 +175,7 @@ def _check(model: ModelShape, layout: ParallelLayout, costs: KernelCosts, trace:
         raise ValueError(f"tokens={tokens}; 1 or more is accepted")
     scheme = Scheme.parse(costs.scheme)
     inner = model.intermediate // layout.experts_tp_size
-    layout.part_of(model.experts, model.intermediate)  # refuses what does not divide
-    if inner % 32 or not scheme.fits(inner):
+    if inner * layout.experts_tp_size != model.intermediate or inner % 32 or not scheme.fits(inner):
         raise ValueError(
             f"an intermediate size of {model.intermediate} in {layout.experts_tp_size} slices of {inner} does not fit "
             f"{scheme}"

@@ -349,7 +349,7 @@ _NAME = re.compile(
 
 
 _QUANTIZED = ["w4a8", "w4a8-g32", "w4a8-g64", "w4a8-g128", "w8a8", "w8a8-g32", "w8a8-g128", "w8a8-static"]
-_QUANTIZED += ["w4afp8", "w4afp8-g128", "w4afp8-static", "w4afp8-g128-static"]
+_QUANTIZED += ["w4afp8", "w4afp8-g128", "w4afp8-static", "w4afp8-g32-static"]
 _A16 = ["w4a16", "w4a16-g32", "w4a16-g128", "w4a16-asym", "w4a16-g32-asym", "w4a16-g128-asym"]
 _A16 += ["w8a16", "w8a16-g32", "w8a16-g128", "w8a16-asym", "w8a16-g32-asym"]
 _ON_REQUEST = [name for name in (*_A16, "mxfp4a16", "nvfp4a16") if Scheme.parse(name).takes_int8_activations]

@@ -284,7 +284,7 @@ void run_team(int threads, void (*body)(void*, Worker&), void* context) {
     return;
   }
   if (const OpenMP* omp = usable_open_mp(); omp != nullptr) {
-    Region region{body, context, &t.barrier, omp};
+    Region region{body, context, &t.barrier, omp, {}};
     omp->parallel(region_entry, &region, static_cast<unsigned>(threads), 0);
     return;
   }

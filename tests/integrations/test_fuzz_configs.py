@@ -76,10 +76,22 @@ def first_that_runs(model: Any) -> tuple[tuple[int, ...], dict[str, torch.Tensor
         return _WHOLE, dict(results(model, _WHOLE))
 
 
-def far_rows(found: torch.Tensor, expected: torch.Tensor) -> int:
-    """Return how many rows differ, of those that transformers computes: NaN of padding spreads to others there."""
-    near = (found - expected).norm(dim=-1) <= _TOLERANCE * expected.norm(dim=-1).clamp(min=1e-6)
-    return int((~near & ~expected.isnan().any(-1)).sum())
+def unsettled_rows(model: Any, results_of_model: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return which rows change with noise in the last bits of the embeddings: near ties of experts or indexed tokens.
+
+    NaN and infinity count too: in transformers they spread from padding to other tokens.
+    """
+    weight = model.get_input_embeddings().weight.data
+    before, noise = weight.clone(), torch.randn(weight.shape, generator=torch.Generator().manual_seed(5))
+    weight *= 1 + 1e-6 * noise
+    changed = dict(results(model, _WHOLE))
+    weight.copy_(before)
+    return {case: ~near_rows(changed[case], rows) for case, rows in results_of_model.items()}
+
+
+def near_rows(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
+    """Return which rows agree; none that has NaN or infinity."""
+    return (found - expected).norm(dim=-1) <= _TOLERANCE * expected.norm(dim=-1).clamp(min=1e-6)
 
 
 @pytest.mark.full
@@ -95,6 +107,7 @@ def test_accelerated_models_follow_every_field(name, number):
         part: Any = getattr(model, FAMILIES[name].forward) if FAMILIES[name].forward else model
         with torch.no_grad():
             whole = dict(results(part, _WHOLE))
+            unsettled = unsettled_rows(part, whole)
     except Exception as problem:
         pytest.skip(f"its own classes do not run with it ({type(problem).__name__}: {problem})")
     cuts, in_chunks = first_that_runs(part)
@@ -105,5 +118,6 @@ def test_accelerated_models_follow_every_field(name, number):
     with torch.no_grad():
         for case, found in results(part, cuts):
             # transformers' own results may depend on the cuts: rotary scaling by length, Jamba's states.
-            far = min(far_rows(found, expected[case]) for expected in (in_chunks, whole))
+            near = [near_rows(found, expected[case]) | unsettled[case] for expected in (in_chunks, whole)]
+            far = min(int((~rows).sum()) for rows in near)
             assert not far, f"{field}={value}, {case}: {far} of {len(found)} rows differ"

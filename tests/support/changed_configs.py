@@ -13,7 +13,7 @@ _LEFT_OUT = {
     *("architectures", "dtype", "id2label", "label2id", "problem_type", "initializer_range", "vocab_size"),
     *("num_hidden_layers", "hidden_size", "return_dict", "is_encoder_decoder", "tie_word_embeddings", "vision_config"),
     *("audio_config", "chunk_size_feed_forward", "use_mamba_kernels", "transformers_version"),
-    # Indexers whose scores are exactly 0 for many tokens, or that leave a token none to attend to: what they choose then
+    # Indexers whose scores are exactly 0 for many tokens, or that leave a token none to attend to: their choice then
     # depends on the order of sums.
     *("index_head_dim", "index_n_heads", "index_topk", "index_kpool_always_select_tail"),
 }

@@ -18,6 +18,10 @@ def machine(root: Path, available: int, cgroup: str | None, files: dict[str, obj
     everything = {"proc/meminfo": f"MemTotal: {64 * GB // 1024} kB\nMemAvailable:   {available // 1024} kB\n"}
     if cgroup is not None:
         everything["proc/self/cgroup"] = cgroup
+        everything["proc/self/mountinfo"] = (
+            "31 23 0:28 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n"
+            "32 31 0:29 / /sys/fs/cgroup/memory rw - cgroup cgroup rw,memory"
+        )
     everything |= {f"sys/fs/cgroup/{name}": f"{text}\n" for name, text in files.items()}
     for name, text in everything.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)

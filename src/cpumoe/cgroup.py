@@ -1,4 +1,4 @@
-"""The CPU quota of the cgroup that a process runs in, as containers have one: ``docker run --cpus 2``.
+"""The cgroups that a process runs in, and their CPU quota, as containers have one: ``docker run --cpus 2``.
 
 The kernel gives the processes of a cgroup so much CPU time in every period (``cpu.max``; in version 1
 ``cpu.cfs_quota_us``) and then stops them until the next one, however many CPUs they may run on. More threads than that
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -18,18 +19,24 @@ def cpu_quota(root: Path = Path("/")) -> float | None:
     Args:
         root: where /proc and the mount points of cgroups are looked up.
     """
-    quotas = []
+    quotas = (_QUOTAS[version](folder) for folder, version in folders_of("cpu", root))
+    return min((quota for quota in quotas if quota is not None), default=None)
+
+
+def folders_of(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, int]]:
+    """Yield the folders of this process's cgroup and of its parents, each with the version of cgroups (1 or 2).
+
+    Version 2 has all controllers in one folder. A controller may be in either.
+    """
     try:
         paths = _paths((root / "proc/self/cgroup").read_text())
         mounts = (root / "proc/self/mountinfo").read_text()
-    except OSError:
-        return None
-    for controller, read in (("", _quota), ("cpu", _quota_of_version_1)):
-        if controller not in paths:
-            continue
-        for top, folder in _mounts(mounts, controller):
-            quotas += [read(place) for place in _with_parents(root, folder, top, paths[controller])]
-    return min((quota for quota in quotas if quota is not None), default=None)
+    except OSError:  # a kernel without cgroups
+        return
+    for name, version in (("", 2), (controller, 1)):
+        if name in paths:
+            for top, folder in _mounts(mounts, name):
+                yield from ((place, version) for place in _with_parents(root, folder, top, paths[name]))
 
 
 def cpus_of(quota: float | None) -> int:
@@ -96,3 +103,6 @@ def _ratio(quota: str, period: str) -> float | None:
     if not (quota.isdecimal() and period.isdecimal() and int(quota) > 0 and int(period) > 0):
         return None
     return int(quota) / int(period)
+
+
+_QUOTAS = {1: _quota_of_version_1, 2: _quota}

@@ -81,8 +81,7 @@ def test_every_form(form: str) -> None:
 def test_what_goes_together_is_one_matrix() -> None:
     for scheme, count in (("w4a8-g128", 1), ("fp8", 1), ("fp8-block", 1), ("w4a16-g32-asym", 1), ("nvfp4a16", 1)):
         assert len(_joined(scheme, [256, 128])) == count, scheme
-    # A scale for all tokens, and one for all of a linear: two linears cannot have one.
-    assert len(_joined("fp8-tensor-dynamic", [256, 128])) == 2
+    assert len(_joined("fp8-tensor-token", [256, 128])) == 1  # one scale each, which every row has in memory
     # Blocks of scales, of which the first linear has half a one at its end.
     assert len(_joined("fp8-block", [192, 128])) == 2
 

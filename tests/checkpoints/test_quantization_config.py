@@ -276,10 +276,11 @@ def test_activation_order_has_several_names(actorder):
     assert parse_quantization(config).storage_of("x").has_input_order
 
 
-def test_what_is_wrong_with_integers_per_tensor_is_their_group():
+def test_what_is_wrong_with_integers_in_blocks_is_their_group():
     config = base()
-    config["config_groups"]["group_0"]["weights"] |= {"strategy": "tensor", "group_size": None}
-    with pytest.raises(UnsupportedScheme, match="4-bit int per tensor.*: integers of 4 or 8 bits per channel or group"):
+    config["config_groups"]["group_0"]["weights"] |= {"strategy": "block", "group_size": None}
+    accepted = "integers of 4 or 8 bits per channel, group or tensor"
+    with pytest.raises(UnsupportedScheme, match=f"4-bit int per block.*: {accepted}"):
         parse_quantization(config)
 
 

@@ -30,6 +30,7 @@ from cpumoe.generation.responses_format import ResponsesFormat
 from cpumoe.generation.sampling import Sampling, Token
 from cpumoe.generation.schedule import Schedule
 from cpumoe.generation.session import Session
+from cpumoe.generation.stop_strings import StopAutomaton
 from cpumoe.generation.text import PlainMessage
 from cpumoe.generation.token_text import TokenTexts
 from cpumoe.integrations.transformers.tokenizer import load_tokenizer
@@ -92,7 +93,7 @@ def harmony(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 def read(tokenizer: Any, marks: AnswerMarks, text: str, tools: Any = ()) -> Choice:
     """What is read in an answer of this text, which ends by itself."""
     prompt = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_dict=False)
-    choice = Choice(0, tokenizer, (), marks.message(prompt, tools), marks.ends)
+    choice = Choice(0, tokenizer, StopAutomaton(()), marks.message(prompt, tools), marks.ends)
     for token in tokenizer.encode(text, add_special_tokens=False):
         choice.add(Token(token))
     choice.end("stop")
@@ -188,7 +189,7 @@ def test_items_are_what_was_written(
 
     async def answer() -> tuple[dict[str, Any], dict[str, Any]]:
         def answering() -> Answering:
-            choice = Choice(0, tokenizer, (), marks.message(prompt), marks.ends)
+            choice = Choice(0, tokenizer, StopAutomaton(()), marks.message(prompt), marks.ends)
             engine = Scripted(tokenizer.encode(text), finish)
             return Answering(engine, [choice], [prompt], [99], marks.ends, [Sampling()], n=1, on_end=lambda: None)
 
@@ -311,7 +312,7 @@ def test_log_probabilities_have_the_chosen_token(server: Server) -> None:
 
 
 def answered(tokenizer: Any, tokens: list[int], likeliest: tuple[tuple[int, float], ...] = ()) -> Choice:
-    choice = Choice(0, tokenizer, (), PlainMessage(), frozenset({3}))
+    choice = Choice(0, tokenizer, StopAutomaton(()), PlainMessage(), frozenset({3}))
     for token in tokens:
         choice.add(Token(token, -1.0, likeliest))
     choice.end("stop")

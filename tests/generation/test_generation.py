@@ -454,7 +454,7 @@ def test_other_connections_have_their_turn_while_many_tokens_wait(parts: tuple[A
 
         waiting = asyncio.create_task(other())
         choice = Choice(0, parts[1], StopAutomaton([]), PlainMessage(), frozenset())
-        options: dict[str, Any] = {"prompt_tokens": 1, "on_end": lambda: None}
+        options: dict[str, Any] = {"n": 1, "on_end": lambda: None}
         answering = Answering(Ready(), [choice], [[5]], [500], frozenset(), [Sampling()], **options)
         await answering.finished()
         waiting.cancel()

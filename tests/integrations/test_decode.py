@@ -317,7 +317,7 @@ def test_operators_are_complete():
         (lambda q, k: torch.ops.cpumoe.decode_attention(q, k[:, :, :0], k[:, :, :0], None, 1.0), "no tokens"),
         (lambda q, k: torch.ops.cpumoe.decode_attention(q, k, k, torch.zeros(1, 4), 1.0), "mask is"),
         (lambda q, k: torch.ops.cpumoe.rms_norm(q, torch.ones(15), 1e-6, True), "weight has 15"),
-        (lambda q, k: torch.ops.cpumoe.rms_norm(q, torch.ones(16).bfloat16(), 1e-6, True), "dtype"),
+        (lambda q, k: torch.ops.cpumoe.rms_norm(q, torch.ones(16).long(), 1e-6, True), "weight is"),
         (lambda q, k: torch.ops.cpumoe.router_logits(q[0], torch.ones(3, 15), None, True), "16 features"),
         (lambda q, k: torch.ops.cpumoe.router_logits(q[0], torch.ones(3, 16), torch.ones(2), True), "bias has 2"),
     ],

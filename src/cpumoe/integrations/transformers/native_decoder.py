@@ -276,7 +276,9 @@ class NativeDecoder:
                 continue
             if option is False and name == "is_causal":
                 return None
-            if option is not None and option is not False and not self._passes_by(base, head, name):
+            if option is None or option is False:
+                continue
+            if name in _PACKED or not self._passes_by(base, head, name):
                 return None
         if not getattr(base.config, "is_causal", True):
             return None

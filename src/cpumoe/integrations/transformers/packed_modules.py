@@ -71,9 +71,12 @@ def find_packed_modules(
     layout = describe_model(model, checkpoint)
     check = TensorCheck(checkpoint)
     quantized = quantized_linears(checkpoint, layout)
-    found: dict[str, PackedModule] = {}
     sources = [find_experts(checkpoint, experts, scheme) for experts in layout.experts]
     refuse_other_scheme({str(s.storage.scheme) for s in sources if s.storage is not None}, implementation)
+    # transformers does not check the shapes and dtypes of the tensors that it loads into a quantised model.
+    check_model(layout, sources, quantized, check)
+    check.raise_problems()
+    found: dict[str, PackedModule] = {}
     packed: dict[object, PackedModule] = {}  # tied experts are packed once
     for source in sources:
         if checkpoint.quantization is not None and source.storage is None:
@@ -96,9 +99,6 @@ def find_packed_modules(
             found[linear.module] = stored_linear(quantized[name])
         elif wanted is not None:
             found[linear.module] = quantized_linear(floats, wanted)
-    # transformers does not check the shapes and dtypes of the tensors that it loads into a quantised model.
-    check_model(layout, sources, quantized, check)
-    check.raise_problems()
     return layout, found
 
 

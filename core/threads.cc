@@ -56,10 +56,13 @@ void set_float_mode(std::uint64_t) {}
 
 bool differs_from_ieee(std::uint64_t mode) { return ((mode ^ kIeeeMode) & kModeBits) != 0; }
 
-// Spins of a thread that found others on cores of their own each time, and of one that never did. 20000 are 0.3 ms
-// on Zen 4 and 0.9 ms on Xeons, whose pause takes longer.
-constexpr int kMostSpins = 20000, kLeastSpins = 500;
-thread_local int spins_of_thread = kMostSpins;
+using Clock = std::chrono::steady_clock;
+
+// Seconds that a thread spins before it sleeps. A wait that ends while it spins makes it spin for longer the next time,
+// and so does one that is short all in all: sleeping costs about 50 us. After long waits it sleeps sooner.
+constexpr double kMostSpinning = 1e-3, kLeastSpinning = 1e-5, kShortWait = 3e-4;
+constexpr int kSpinsBeforeClock = 256, kSpinsBetweenClocks = 64;
+thread_local double spinning = kMostSpinning;
 thread_local double slept = 0.0;
 
 // std::atomic::wait would spin and yield first, in its own way.
@@ -235,21 +238,31 @@ IeeeArithmetic::~IeeeArithmetic() {
 }
 
 void Signal::wait_while(std::uint32_t value) {
-  for (int spins = spins_of_thread; spins > 0; --spins) {
-    if (value_.load(std::memory_order_acquire) != value) {
-      spins_of_thread = std::min(kMostSpins, spins_of_thread + spins_of_thread / 8);
+  const auto is_over = [&](int spins) {
+    for (; spins > 0; --spins) {
+      if (value_.load(std::memory_order_acquire) != value) return true;
+      relax();
+    }
+    return false;
+  };
+  if (is_over(kSpinsBeforeClock)) return;
+  const Clock::time_point began = Clock::now();
+  const auto passed = [&] { return std::chrono::duration<double>(Clock::now() - began).count(); };
+  double spun = 0.0;
+  do {
+    if (is_over(kSpinsBetweenClocks)) {
+      spinning = std::min(kMostSpinning, spinning * 1.125);
       return;
     }
-    relax();
-  }
-  spins_of_thread = std::max(kLeastSpins, spins_of_thread / 2);
-  using Clock = std::chrono::steady_clock;
-  const Clock::time_point began = Clock::now();
+    spun = passed();
+  } while (spun < spinning);
   // Sequentially consistent, here and in set: either this thread sees the new value, or the other one this sleeper.
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
   while (value_.load(std::memory_order_seq_cst) == value) sleep_while(value_, value);
   sleepers_.fetch_sub(1, std::memory_order_relaxed);
-  slept += std::chrono::duration<double>(Clock::now() - began).count();
+  const double waited = passed();
+  slept += waited - spun;
+  spinning = waited < kShortWait ? std::min(kMostSpinning, spinning * 2) : std::max(kLeastSpinning, spinning / 2);
 }
 
 void Signal::set(std::uint32_t value) {

@@ -51,12 +51,24 @@ def v1(folder: str, quota: int) -> dict[str, str]:
             2.5,
         ),
         ("3:cpuset:/\n2:memory:/", V1.format(top="/"), v1("", 100000), None),
+        (  # another cgroup's folder, mounted elsewhere too
+            "0::/y",
+            f"{V2}\n33 23 0:28 /x /mnt/x rw - cgroup2 cgroup2 rw",
+            {"sys/fs/cgroup/y/cpu.max": "300000 100000", "mnt/x/cpu.max": "100000 100000"},
+            3.0,
+        ),
         ("0::/", V2, {"sys/fs/cgroup/cpu.max": "nonsense"}, None),
         ("0::/", "nonsense\n" + V2, {"sys/fs/cgroup/cpu.max": "3 0"}, None),
     ],
 )
 def test_quota(tmp_path: Path, cgroup: str, mountinfo: str, files: dict[str, str], quota: float | None) -> None:
     assert cpu_quota(machine(tmp_path, cgroup, mountinfo, files)) == quota
+
+
+def test_mount_points_of_any_bytes(tmp_path: Path) -> None:
+    root = machine(tmp_path, "0::/", V2, {"sys/fs/cgroup/cpu.max": "200000 100000"})
+    (root / "proc/self/mountinfo").write_bytes(b"33 23 0:9 / /mnt/caf\xe9 rw - ext4 /dev/x rw\n" + V2.encode())
+    assert cpu_quota(root) == 2.0
 
 
 def test_no_proc(tmp_path: Path) -> None:

@@ -52,6 +52,19 @@ def test_the_operators_exist_in_either_order(order: str) -> None:
     assert done.stdout.strip() == "cpumoe.pack cpumoe.ops cpumoe.numa", done.stderr
 
 
+def test_an_import_that_failed_can_be_tried_again() -> None:
+    done = run(
+        "import importlib, sys, torch\n"
+        "sys.modules['cpumoe.ops'] = None\n"
+        "try:\n    import cpumoe\nexcept ImportError as problem:\n    print('ops' in str(problem))\n"
+        "del sys.modules['cpumoe.ops']\n"
+        "import cpumoe\n"
+        "importlib.reload(cpumoe)\n"
+        "print(torch.ops.cpumoe.pack)\n"
+    )
+    assert done.stdout.splitlines() == ["True", "cpumoe.pack"], done.stderr
+
+
 def test_neither_transformers_nor_the_quantiser_is_imported() -> None:
     done = run(
         "import sys, cpumoe\n"

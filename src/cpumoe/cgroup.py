@@ -29,14 +29,20 @@ def folders_of(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, 
     Version 2 has all controllers in one folder. A controller may be in either.
     """
     try:
-        paths = _paths((root / "proc/self/cgroup").read_text())
-        mounts = (root / "proc/self/mountinfo").read_text()
+        # Names of cgroups and mount points may be any bytes.
+        paths = _paths((root / "proc/self/cgroup").read_text(errors="surrogateescape"))
+        mounts = (root / "proc/self/mountinfo").read_text(errors="surrogateescape")
     except OSError:  # a kernel without cgroups
         return
     for name, version in (("", 2), (controller, 1)):
-        if name in paths:
-            for top, folder in _mounts(mounts, name):
-                yield from ((place, version) for place in _with_parents(root, folder, top, paths[name]))
+        if name not in paths:
+            continue
+        shown = _mounts(mounts, name)
+        # In a container the path may be that on the host: then its own cgroup is the top of what it sees.
+        found = [_with_parents(root, folder, top, paths[name]) for top, folder in shown]
+        if not any(found):
+            found = [[root / folder.lstrip("/")] for _, folder in shown]
+        yield from ((place, version) for places in found for place in places)
 
 
 def cpus_of(quota: float | None) -> int:
@@ -71,13 +77,16 @@ def _mounts(text: str, controller: str) -> list[tuple[str, str]]:
 
 
 def _with_parents(root: Path, folder: str, top: str, path: str) -> list[Path]:
-    """Return the folders of a cgroup and its parents under a mount point that shows ``top`` and what is below it."""
+    """Return the folders of a cgroup and its parents under a mount point that shows ``top`` and what is below it.
+
+    There are none if the cgroup is not below ``top``.
+    """
     mounted = root / folder.lstrip("/")
     inside = Path("/", path)
     try:
         below = inside.relative_to(Path("/", top))
-    except ValueError:  # the path is that on the host, and the container sees its own cgroup as the top
-        return [mounted]
+    except ValueError:
+        return []
     parts = below.parts
     return [mounted.joinpath(*parts[:count]) for count in range(len(parts), -1, -1)]
 

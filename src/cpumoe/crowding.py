@@ -88,8 +88,12 @@ def make_room() -> None:
 
 def _seconds_without_core() -> dict[int, float]:
     """Return how long each thread of this process has waited for a core while it could run; empty if unknown."""
-    found = {}
-    for task in _TASKS.iterdir():
+    found: dict[int, float] = {}
+    try:
+        tasks = list(_TASKS.iterdir())
+    except OSError:
+        return found
+    for task in tasks:
         try:
             found[int(task.name)] = int((task / "schedstat").read_text().split()[1]) * 1e-9
         except (OSError, ValueError, IndexError):  # the thread has ended, or the kernel does not count

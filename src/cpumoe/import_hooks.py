@@ -12,12 +12,13 @@ _waiting: dict[str, Callable[[ModuleType], None]] = {}
 
 
 def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
-    """Call ``action`` with a module: at once if it was imported before, else when it is. One action per module."""
+    """Call ``action`` with a module: at once if it was imported before, else when it is.
+
+    A module has one action, the last that was given: an import of this package may have failed and be tried again.
+    """
     if name in sys.modules:
         action(sys.modules[name])
         return
-    if name in _waiting:
-        raise ValueError(f"an action for {name} is registered already")
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Finder())
     _waiting[name] = action

@@ -206,6 +206,22 @@ def test_groups_that_are_none_are_named(tmp_path: Path, value: int | None, said:
     assert f"{name}[192:384] {said}" in str(refused.value)
 
 
+def test_an_order_that_was_never_set_is_that_of_the_inputs(tmp_path: Path) -> None:
+    """Tools fill an index with -1 before calibration, which whole layers and slices take for the inputs' own order."""
+
+    def unset(tensors: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            if name.endswith("g_idx"):
+                tensor.fill_(-1)
+
+    layer = damaged(written(tmp_path, "GPTQ"), tmp_path / "unset", unset)
+    whole, _ = layer.load()
+    inputs, total = routed(), torch.zeros(5, HIDDEN)
+    for index in range(2):
+        total += exact_sum(layer.load(ExpertsPart(ALL, 2, index))[0], inputs)
+    assert_close(total, exact_sum(whole, inputs))
+
+
 def test_a_missing_order_is_found_by_the_check(tmp_path: Path) -> None:
     name = f"{PREFIX}.1.down_proj.g_idx"
     layer = damaged(written(tmp_path, "GPTQ"), tmp_path / "damaged", lambda tensors: tensors.pop(name))

@@ -19,6 +19,7 @@ import cpumoe
 #: Configurations of all families together; `make fuzz` asks for more.
 EXAMPLES = int(os.environ.get("CPUMOE_FUZZ_EXAMPLES", "60"))
 _REFUSED = (ValueError, cpumoe.CpumoeError)  # what models of sizes that we do not support raise
+_LEAST_ROWS = 10  # of some 80 that must be left to compare
 _TOLERANCE = 1e-3  # relative, of a token's row; everything is in fp32
 
 #: Those whose forward takes tokens and a cache, and gives hidden states or logits.
@@ -108,6 +109,8 @@ def test_accelerated_models_follow_every_field(name, number):
         with torch.no_grad():
             whole = dict(results(part, _WHOLE))
             unsettled = unsettled_rows(part, whole)
+            if any(int((~rows).sum()) < _LEAST_ROWS for rows in unsettled.values()):
+                pytest.skip(f"{field}={value}: hardly a row is settled")
     except Exception as problem:
         pytest.skip(f"its own classes do not run with it ({type(problem).__name__}: {problem})")
     cuts, in_chunks = first_that_runs(part)

@@ -169,6 +169,30 @@ def test_norms_that_stay_in_fp32_in_a_model_in_fp16(loaded):
     assert errors.median() < 3e-2
 
 
+def test_options_of_an_attention_that_others_registered_reach_it(loaded):
+    from transformers import AttentionInterface
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    def biased(*arguments, my_bias=0.0, **options):
+        out, weights = sdpa_attention_forward(*arguments, **options)
+        return out + my_bias, weights
+
+    model, inputs = loaded("qwen3_moe"), prompt(1, 9, 0)
+    AttentionInterface.register("biased", biased)
+    before = model.config._attn_implementation
+    try:
+        model.set_attn_implementation("biased")
+        with torch.no_grad():
+            found, plain = model(**inputs, my_bias=1.0).logits, model(**inputs).logits
+            with own_code(model):
+                expected = model(**inputs, my_bias=1.0).logits
+    finally:
+        model.set_attn_implementation(before)
+        AttentionInterface._global_mapping.pop("biased")
+    assert torch.equal(found, expected)
+    assert relative_error(found, plain) > 0.1
+
+
 @pytest.mark.parametrize("keep", [0, 1])
 def test_autocast_to_another_dtype_runs_the_models_own_code(loaded, keep):
     model, inputs = loaded("qwen3_moe"), prompt(1, 9, 0)

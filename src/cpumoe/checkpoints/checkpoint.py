@@ -144,9 +144,10 @@ class Checkpoint(NamedTensors):
         """Which modules are quantised and how; None for a float checkpoint."""
         section = self.quantization_section
         try:
-            return None if section is None else parse_quantization(section).fitted_to(self)
+            parsed = None if section is None else parse_quantization(section)
         except (CheckpointError, UnsupportedScheme) as problem:
             raise type(problem)(f"{self.folder}: quantization_config in config.json: {problem}") from None
+        return None if parsed is None else parsed.fitted_to(self)
 
     @cached_property
     def kv_cache_scales(self) -> Mapping[str, StoredTensor]:

@@ -29,7 +29,7 @@ from cpumoe.checkpoints.tensor_file import TensorFile, TensorFileWriter, bytes_o
 from cpumoe.errors import CheckpointError
 
 _log = logging.getLogger("cpumoe")
-_FORMAT = "2"  # of this file; the packed weights have a version of their own in their headers
+_FORMAT = "3"  # of this file; the packed weights have a version of their own in their headers
 
 _READ_ONLY = 0o444  # a file that is mapped must not be written to; a new one takes its name instead
 _MOST_THREADS = 8  # one reads 10 GB/s from memory

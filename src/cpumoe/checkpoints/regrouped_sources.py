@@ -76,7 +76,8 @@ class RegroupedPerExpert(QuantizedPerExpert):
     def read(self, first: int, count: int, buffers: Buffers) -> QuantizedExperts:
         (of_gate_up, of_down), tensors = self._blocks, self._read_blocks(first, count, buffers)
         gate_up = self._held(of_gate_up, tensors[0])
-        groups = tensors[1].pop(self._group_index)[:, 0]  # [count, inputs of the slice]
+        stored = tensors[1].pop(self._group_index)[:, 0]  # [count, inputs of the slice]
+        groups = torch.stack([self._set_groups(found) for found in stored])
         for expert, found in zip(self.part.experts[first : first + count], groups, strict=True):
             self._check_groups(f"{self.linear_names(expert)[-1]}.{self._group_index}", found)
         down = self.storage.without_order().decode(tensors[1], of_down.rows, of_down.columns)
@@ -95,8 +96,16 @@ class RegroupedPerExpert(QuantizedPerExpert):
         if info is None or info.shape != stored.shape or info.dtype not in stored.dtypes:
             return groups  # a check of the tensors has more to say of it
         self._read_tensor(name, stored, part, groups)
+        groups = self._set_groups(groups)
         self._check_groups(name, groups)
         return groups
+
+    def _set_groups(self, groups: Tensor) -> Tensor:
+        """Return the groups of the slice's inputs where the index was never set: then they are in their own order."""
+        if not bool((groups == -1).all()):
+            return groups
+        first, count = self.cuts[1]
+        return (torch.arange(first, first + count) // self._group_size).to(groups.dtype).reshape(groups.shape)
 
     def _check_groups(self, name: str, groups: Tensor) -> None:
         """Refuses groups that there are not, and more inputs of one than there may be."""

@@ -128,7 +128,8 @@ def run(arguments: argparse.Namespace) -> int:
     conversation = Conversation(tokenizer, context_length(arguments.model), arguments.max_new_tokens)
     conversation.set_system(arguments.system)  # also finds a missing chat template before the model is loaded
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that is not UTF-8 gets "?"
-    history = None if arguments.no_history else state_folder() / "chat_history"
+    folder = None if arguments.no_history else state_folder()
+    history = None if folder is None else folder / "chat_history"
     _talk(Session(load_chosen_model(arguments), tokenizer, options, arguments.stop or ()), conversation, history)
     return 0
 

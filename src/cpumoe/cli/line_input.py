@@ -164,8 +164,13 @@ def _unescaped(line: str) -> str:
     return re.sub(r"\\(.)", lambda match: {"n": "\n", "r": "\r"}.get(match[1], match[1]), line)
 
 
-def state_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """Return the folder for what cpumoe remembers between runs, by the XDG base directory specification."""
+def state_folder(environment: Mapping[str, str] = os.environ) -> Path | None:
+    """Return the folder for what cpumoe remembers between runs, by the XDG base directory specification, if any."""
     given = environment.get("XDG_STATE_HOME", "")
     # The specification has relative paths ignored.
-    return (Path(given) if Path(given).is_absolute() else Path.home() / ".local" / "state") / "cpumoe"
+    if Path(given).is_absolute():
+        return Path(given) / "cpumoe"
+    try:
+        return Path.home() / ".local" / "state" / "cpumoe"
+    except RuntimeError:  # a user without a home folder
+        return None

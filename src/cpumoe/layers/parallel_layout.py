@@ -77,7 +77,12 @@ class ExpertsPart:
         if self.slices == 1:
             return 0, size
         units = size // unit
-        if units < self.slices or size % unit != 0:
+        if size % unit != 0:
+            raise ValueError(
+                f"the intermediate size {size} of the experts is no multiple of {unit}, of which slices consist; "
+                "expert parallelism is accepted"
+            )
+        if units < self.slices:
             raise ValueError(
                 f"the intermediate size {size} of the experts in {self.slices} slices, which are multiples of {unit}; "
                 f"up to {units} slices, or expert parallelism, are accepted"

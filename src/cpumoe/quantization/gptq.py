@@ -31,7 +31,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from cpumoe.crowding import make_room
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.rounding import grouped_weight, quantize_weight, search_scales
@@ -251,7 +250,6 @@ def _compensated_values(
     values = torch.empty(inputs, outputs, dtype=torch.int8)
     errors = torch.empty(min(block, inputs), outputs)
     for start in range(0, inputs, block):
-        make_room()
         end = min(start + block, inputs)
         for i in range(start, end):
             step = steps[step_of[i]]

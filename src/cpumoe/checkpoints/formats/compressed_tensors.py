@@ -107,7 +107,7 @@ class QuantizationConfig(Quantization):
                 raise UnsupportedScheme(f"{name} {part} changes the weights in a way that is not served")
         groups = [
             cls._parse_group(name, _mapping(group, name), top.get("format"))
-            for name, group in _mapping(top.get("config_groups"), "config_groups").items()
+            for name, group in _mapping(top.get("config_groups") or {}, "config_groups").items()
         ]
         kv_cache = read_kv_cache(top)
         if not groups and kv_cache is None:

@@ -31,7 +31,6 @@ def passes_by(module_class: type, name: str) -> bool:
     return _passes_by(module_class, name)
 
 
-@lru_cache(maxsize=1024)
 def _passes_by(module_class: type, name: str) -> bool:
     return (
         _takes_any_option(module_class.forward)  # type: ignore[attr-defined]
@@ -40,6 +39,7 @@ def _passes_by(module_class: type, name: str) -> bool:
     )
 
 
+@cache
 def _takes_any_option(forward: Callable[..., Any]) -> bool:
     return any(p.kind is p.VAR_KEYWORD for p in inspect.signature(forward).parameters.values())
 
@@ -51,16 +51,23 @@ def names_in_files_of(module_class: type) -> frozenset[str]:
     return frozenset(name for file in files if file in sys.modules for name in _names_in_file(sys.modules[file]))
 
 
-@cache
 def names_of_attention_functions() -> frozenset[str]:
-    """Return the names that transformers' attention functions mention: what any of them may be asked for."""
-    from transformers import modeling_flash_attention_utils
+    """Return the names that attention functions mention, those that others have registered too."""
     from transformers.modeling_utils import AttentionInterface
 
-    functions = [inspect.unwrap(function) for function in AttentionInterface._global_mapping.values()]
-    own = [function for function in functions if function.__module__.startswith("transformers.")]
-    files = [modeling_flash_attention_utils, *(sys.modules[function.__module__] for function in own)]
-    return frozenset(name for file in files for name in _names_in_file(file))
+    return _names_of(tuple(AttentionInterface._global_mapping.values()))
+
+
+@lru_cache(maxsize=8)
+def _names_of(functions: tuple[Any, ...]) -> frozenset[str]:
+    from transformers import modeling_flash_attention_utils
+
+    others = [f for f in map(inspect.unwrap, functions) if not getattr(f, "__module__", "").startswith("cpumoe.")]
+    names = set(names_in(others))
+    files = {sys.modules[f.__module__] for f in others if getattr(f, "__module__", None) in sys.modules}
+    for file in {modeling_flash_attention_utils, *files}:
+        names.update(_names_in_file(file))
+    return frozenset(names)
 
 
 def _names_in_file(file: ModuleType) -> Iterator[str]:

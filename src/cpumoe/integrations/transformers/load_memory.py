@@ -113,16 +113,18 @@ def refuse_too_large(
             may be dropped and read again.
         ranks: that the model is spread over.
     """
+    is_on = _is_on()
     reserve = 0 if reserve_bytes is None else reserve_bytes
     needed = reserve + weights.whole - (weights.mapped if reserve_bytes is None else 0)
     free = available_bytes()
     together = ""
     if ranks is not None:
-        numbers = ranks.gather_numbers([_host(), needed, free])
-        here = [(theirs, left) for host, theirs, left in numbers if host == _host()]
+        numbers = ranks.gather_numbers([_host(), needed, free, int(is_on)])
+        here = [(theirs, left) for host, theirs, left, _ in numbers if host == _host()]
+        is_on = all(checks for *_, checks in numbers)  # all ranks load, or none
         needed, free = sum(theirs for theirs, _ in here), min(left for _, left in here)
         together = f", {size_text(needed)} for the {len(here)} ranks of this host" if len(here) > 1 else ""
-    if needed <= free or not _is_on():
+    if needed <= free or not is_on:
         return
     mapped = f"; {size_text(weights.mapped)} of these are mapped from files" if weights.mapped else ""
     left = f", and {size_text(reserve)} have to be left for the KV cache" if reserve else ""

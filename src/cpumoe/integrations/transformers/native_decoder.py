@@ -230,7 +230,7 @@ class NativeDecoder:
             if layer.attention is not None and layer.attention.ranks > 1 and layer.attention.latent is None
         )
         self._described: Decoder | None = Decoder(model)
-        self._known_options: frozenset[str] | None = None
+        self._known_options: dict[bool, frozenset[str]] = {}  # with a head or without
         self._dtype, self._hidden = model.embedding.dtype, model.embedding.shape[1]
         forms = [cache_form(*pair, self._dtype, self.records) for pair in zip(base.layers, model.layers, strict=True)]
         if not any(isinstance(form, CacheForm) for form in forms):
@@ -310,13 +310,14 @@ class NativeDecoder:
 
     def _passes_by(self, base: Any, head: Any, name: str) -> bool:
         """Return whether a step may ignore an option: no code of the model and no attention mentions its name."""
-        if self._known_options is None:
-            owners = (base,) if head is None else (base, head)
+        owners = (base,) if head is None else (base, head)
+        known = self._known_options.get(head is not None)
+        if known is None:
             forwards = names_in(vars(c).get("forward") for owner in owners for c in type(owner).__mro__)
             classes: set[type] = {type(module) for module in base.layers.modules()}
-            files = (names_in_files_of(module_class) for module_class in classes)
-            self._known_options = names_of_attention_functions().union(forwards, *files)
-        return name not in self._known_options
+            known = frozenset().union(forwards, *(names_in_files_of(module_class) for module_class in classes))
+            self._known_options[head is not None] = known
+        return name not in known and name not in names_of_attention_functions()
 
     def _named(self, arguments: tuple[Any, ...], options: dict[str, Any], head: Any) -> dict[str, Any]:
         if not arguments:

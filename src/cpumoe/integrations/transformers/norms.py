@@ -78,7 +78,8 @@ def find_form(module: Any) -> NormForm | None:
     if module.weight.dtype == torch.float32:  # models in fp16 and bf16 may keep the weights of norms in fp32
         flags = _find_flags(module, epsilon, torch.bfloat16)
         if flags is not None:
-            return NormForm(epsilon, *flags, keeps_dtype=True)
+            exact = _find_flags(module, epsilon, torch.float32)  # where the rounding of bf16 hides no difference
+            return NormForm(epsilon, *flags, keeps_dtype=True) if exact is not None and exact[1] == flags[1] else None
     flags = _find_flags(module, epsilon, module.weight.dtype)
     return None if flags is None else NormForm(epsilon, *flags)
 

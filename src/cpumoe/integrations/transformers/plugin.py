@@ -30,7 +30,7 @@ from cpumoe.checkpoints.formats.compressed_tensors import QuantizationConfig
 from cpumoe.checkpoints.named_tensors import listed
 from cpumoe.checkpoints.packed_cache import PackedCache
 from cpumoe.crowding import fewer_threads_when_crowded, make_room
-from cpumoe.errors import CheckpointError, UnsupportedScheme
+from cpumoe.errors import CheckpointError, NotEnoughMemory, UnsupportedScheme
 from cpumoe.integrations.transformers.attention import ATTENTION, register_attention
 from cpumoe.integrations.transformers.decode import speed_up
 from cpumoe.integrations.transformers.expert_modules import marks_of
@@ -240,7 +240,11 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         self._cache = self._packed_cache(self._checkpoint)
         is_cached = self._cache is not None and self._cache.is_current()
         self._weights = weight_bytes(model, self._checkpoint, layout, self._packed.values(), is_cached=is_cached)
-        refuse_too_large(folder, self._weights, options.reserve_bytes, options.ranks)
+        try:
+            refuse_too_large(folder, self._weights, options.reserve_bytes, options.ranks)
+        except NotEnoughMemory:
+            self._checkpoint.close()
+            raise
         self._refuse_incomplete(model)
 
     def _activations(self) -> str | None:

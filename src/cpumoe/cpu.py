@@ -153,21 +153,4 @@ class _GuardState:
 
 _state = _GuardState()
 
-_SPINS = "GOMP_SPINCOUNT"
-# Waits of 0.3 ms on Zen 4, 1 ms on Xeons. The default is 15 times as long: a thread that shares its core has used up
-# its turn by then, before it has anything to do. Fewer are slower on idle cores: 5000 cost 10 % where every operator of
-# a decode step is PyTorch's.
-_SPINS_VALUE = "20000"
-
-
-def bound_spinning() -> None:
-    """Let the threads of PyTorch's OpenMP runtime sleep sooner when they wait, unless the user chose how they wait.
-
-    The runtime reads this when it is loaded: it has no effect if PyTorch was imported before cpumoe.
-    """
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault(_SPINS, _SPINS_VALUE)
-
-
-bound_spinning()  # now, before PyTorch is imported
 guard_onednn()  # now, before PyTorch runs its first product

@@ -90,7 +90,7 @@ def test_sampled_tokens_are_those_of_one_rank(folder: Path) -> None:
         [
             (1, ["--tp", "2"], "has 2 ranks, and this is one process; torchrun --nproc-per-node 2"),
             (1, ["--ep"], "--ep has no effect with one rank"),
-            (2, ["--tp", "2"], "in 2 slices; those of w4a8-g32 are multiples of 32"),
+            (2, ["--tp", "2"], "in 2 slices, which are multiples of 32"),
             (2, ["--scheme", "float", "--ep"], "does not spread them over ranks"),
         ],
         1,

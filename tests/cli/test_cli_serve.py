@@ -529,7 +529,7 @@ def test_keys_and_values_in_int8(folder: Path, tmp_path: Path) -> None:
             lines.append(server.lines[0])
             assert server.stop()[0] == 0
     floats, records = (int(line.split()[1]) for line in lines)  # cache: N blocks of ..
-    assert records > 1.5 * floats
+    assert records > 1.4 * floats  # each has a place in the page table too
     tokens = write_tiny_tokenizer(tmp_path)
     write_family(tmp_path, "granitemoe", vocab_size=tokens, logits_scaling=4.0)  # it divides its logits
     with serve(str(tmp_path), "--scheme", "w4a8-g32", "--kv-cache", "int8") as server:

@@ -177,8 +177,8 @@ def test_garbage_in_shared_memory() -> None:
                 "CPUMOE_KV_CACHE=int8",
                 "the way of loading of rank 1 is 'kv_cache=int8', and that of rank 0 is 'kv_cache=None'",
             ),
-            ("layout", "the version and layout of rank 1 is 'layout "),
-            ("size", "the version and layout of rank 1 is 'layout "),
+            ("layout", 'the version and layout of rank 1 is "layout '),
+            ("size", 'the version and layout of rank 1 is "layout '),
             ("timeout", "the version and layout of rank 1 is 'timeout 7.0'"),
             ("tiles", "the version and layout of rank 1 is 'bf16 products with AMX tiles (CPUMOE_ISA)'"),
             (

@@ -39,7 +39,7 @@ _SIZES: dict[str, Any] = {"hidden_size": 128, "moe_intermediate_size": 128, "hea
 
 
 def slug(name: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return re.sub(r"[^a-z0-9]+", "-", name.lower().replace(", ", " with ")).strip("-")
 
 
 def _with_ignored(section: dict[str, Any]) -> dict[str, Any]:

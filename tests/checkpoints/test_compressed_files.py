@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -154,8 +155,9 @@ def test_an_unknown_kv_cache_is_refused_by_name(change: Config, tmp_path: Path) 
     assert f"kv_cache_scheme {FP8_CACHE | change} is not served; 8-bit int" in refusal(folder, UnsupportedScheme)
 
 
-def test_the_kv_cache_alone_may_be_quantised(tmp_path: Path) -> None:
-    cache = {"quant_method": "compressed-tensors", "kv_cache_scheme": FP8_CACHE, "config_groups": {}}
+@pytest.mark.parametrize("groups", [{"config_groups": {}}, {}])
+def test_the_kv_cache_alone_may_be_quantised(tmp_path: Path, groups: dict[str, Any]) -> None:
+    cache = {"quant_method": "compressed-tensors", "kv_cache_scheme": FP8_CACHE, **groups}
     float_copy(tmp_path, PACKED)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": cache}))

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import cpumoe
-from cpumoe import cli
+from cpumoe import UnsupportedScheme, cli
 from cpumoe.layers.experts import Experts
 
 IDS = torch.randint(0, 128, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -80,6 +80,13 @@ def test_check_knows_that_the_smallest_numbers_are_packed_as_zero(tmp_path: Path
     tensors["model.layers.0.mlp.experts.3.down_proj.weight"][0, :3] = torch.tensor([2.0**-51, -1e-30, 2.0**-50])
     save_tensors(source, tensors)
     assert cli.main(["check", str(source), "--scheme", "bf16"]) == 0
+
+
+def test_schemes_that_no_file_can_hold_run_and_cannot_be_saved(tmp_path: Path) -> None:
+    model = cpumoe.load_model(write_float(tmp_path / "float", "mixtral"), scheme="mxfp4a6-e3m2")
+    assert bool(logits(model).isfinite().all())
+    with pytest.raises(UnsupportedScheme, match="compressed-tensors has no format for fp6-e3m2 activations"):
+        model.save_pretrained(tmp_path / "saved")
 
 
 def test_scheme_float_leaves_them_to_transformers(tmp_path: Path) -> None:

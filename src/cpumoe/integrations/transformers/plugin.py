@@ -302,7 +302,10 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         elif (
             self.quantization_config.section is None or self._options.linears is not None
         ) and not self._options.ranks:
-            self.describe(model)
+            try:
+                self.describe(model)
+            except UnsupportedScheme as problem:  # no file can hold it, but it runs
+                _log.warning("this model cannot be saved: %s", problem)
         self._packed, self._checkpoint, self._cache = (
             {},
             None,

@@ -29,7 +29,10 @@ def check() -> None:
 
 def of_results() -> list[str]:
     """Return the settings that results depend on, each with its name."""
-    return [f"{name}={os.environ.get(name)}" for name in _NAMES]
+    values = {name: os.environ.get(name) for name in _NAMES}
+    if values.get("CPUMOE_BACKEND") in ("", "auto"):  # the same as no choice
+        values["CPUMOE_BACKEND"] = None
+    return [f"{name}={value}" for name, value in values.items()]
 
 
 def as_text() -> str:

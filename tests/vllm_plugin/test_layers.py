@@ -281,7 +281,7 @@ def test_reasons(config: VllmConfig, folder: Path) -> None:
     layer, storage = runner.routed_experts, _quant_config(folder)._storage_of(f"{_PREFIX}.0.up_proj")
     parallel = layer.moe_config.moe_parallel_config
     layer.moe_config.moe_parallel_config = replace(parallel, tp_size=8)
-    with pytest.raises(cpumoe.UnsupportedScheme, match="the intermediate size 128 in 8 slices"):
+    with pytest.raises(cpumoe.UnsupportedScheme, match="the intermediate size 128 of the experts in 8 slices"):
         ServedExperts(layer, storage)
     layer.moe_config.moe_parallel_config = parallel
     layer.moe_config.is_lora_enabled = True

@@ -305,6 +305,8 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
             try:
                 self.describe(model)
             except UnsupportedScheme as problem:  # no file can hold it, but it runs
+                if not self._packed:
+                    raise
                 _log.warning("this model cannot be saved: %s", problem)
         self._packed, self._checkpoint, self._cache = (
             {},

@@ -643,6 +643,29 @@ def test_a_linear_of_any_width(tmp_path, columns, scheme, form):
     assert held.zero_points is None or torch.equal(held.zero_points, expected.zero_points)
 
 
+@pytest.mark.parametrize(("rows", "slices"), [(28, (2, 4)), (60, (2, 3, 5)), (48, (2, 3, 6)), (20, (5,))])
+def test_parts_of_a_linear_are_rows_of_the_whole(tmp_path, rows, slices):
+    """Zero points of eight rows share a word, which no two slices may have."""
+    stored, _ = quantized_tensors({"proj.weight": torch.randn(rows, 64)}, "w4a16-g32-asym", "pack-quantized")
+    write_tensors(tmp_path, stored)
+    (tmp_path / "config.json").write_text("{}")
+    storage = storage_for(Scheme.parse("w4a16-g32-asym"), "pack-quantized")
+    with Checkpoint.open(tmp_path) as checkpoint:
+        source = LinearSource(checkpoint, "proj", rows, 64, storage, False)
+        whole = source.read()
+        for count in slices:
+            each = rows // count
+            assert source.divides(count) == (each % 8 == 0)
+            if not source.divides(count):
+                with pytest.raises(UnsupportedScheme, match=f"does not divide into {count} slices"):
+                    source.load(count, 1)
+                continue
+            for index in range(count):
+                part, expected = source.read(count, index), slice(index * each, (index + 1) * each)
+                assert torch.equal(part.values, whole.values[expected])
+                assert torch.equal(part.zero_points, whole.zero_points[expected])
+
+
 # ---- storages of any kind ------------------------------------------------------------------------------------------
 
 

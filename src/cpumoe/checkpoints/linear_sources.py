@@ -46,7 +46,8 @@ class LinearSource:
         if self.rows % slices != 0 or rows % unit != 0:
             return False
         try:
-            self._parts(slices, 0)
+            for index in range(slices):
+                self._parts(slices, index)
         except UnsupportedScheme:
             return False
         return True
@@ -54,10 +55,14 @@ class LinearSource:
     def _parts(self, slices: int, index: int) -> dict[str, tuple[StoredTensor, TensorPart]]:
         """The stored tensors by suffix, and what one of equal slices of the rows takes of each."""
         rows = self.rows // slices
-        whole, smaller, before = (self.storage.tensors(n, self.columns) for n in (self.rows, rows, rows * index))
+        whole, smaller, before, one_more = (
+            self.storage.tensors(n, self.columns) for n in (self.rows, rows, rows * index, rows * index + 1)
+        )
         for suffix, stored in whole.items():
-            size, part = prod(stored.shape), prod(smaller[suffix].shape)
-            if size not in (part, slices * part):
+            size, part, missed = (prod(tensors[suffix].shape) for tensors in (whole, smaller, before))
+            # A row that needs no more than the rows before it shares its last word or block with them.
+            shares = index > 0 and size != part and prod(one_more[suffix].shape) == missed
+            if size not in (part, slices * part) or shares:
                 raise UnsupportedScheme(
                     f"a stored tensor {list(stored.shape)} does not divide into {slices} slices of "
                     f"{list(smaller[suffix].shape)}; a number that divides it is accepted"

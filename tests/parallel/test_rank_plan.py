@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from changed_checkpoints import CHECKPOINTS, changed_copy, float_copy
+from rank_checkpoints import COUNT, ORDERED, per_expert_layout, write_layer
 from rank_processes import run_ranks
 from tiny_models import write_dense_model
 
@@ -18,11 +19,12 @@ import cpumoe
 from cpumoe import ParallelLayout, cpu
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.inspection import Survey
+from cpumoe.checkpoints.loading import find_experts
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.integrations.transformers.describing import describe
-from cpumoe.layers.parallel_layout import Exchange
+from cpumoe.layers.parallel_layout import Exchange, ExpertsPart
 from cpumoe.layers.scheme import Scheme
-from cpumoe.parallel.rank_plan import ModelPlan, Traffic, chance_of_use, plan_ranks, token_bytes
+from cpumoe.parallel.rank_plan import ModelPlan, Traffic, chance_of_use, part_bytes, plan_ranks, token_bytes
 
 PACKED = CHECKPOINTS / "qwen3moe-w4a8-g32-packed"  # 8 experts in 2 layers, 2 per token, H 128, I 64
 HIDDEN, INNER, TOKEN, SUMS = 128, 64, 128 + 8, 128 * 4
@@ -195,6 +197,23 @@ def test_groups_that_a_slice_would_cut(tmp_path: Path) -> None:
     folder = float_copy(tmp_path, PACKED.name)
     with pytest.raises(UnsupportedScheme, match="2 slices, which are multiples of 64; up to 1"):
         plan(ParallelLayout(tp_size=2), folder=folder, scheme="w4a8-g64")
+
+
+@pytest.mark.parametrize("slices", [3, 5, 12])
+def test_slices_in_activation_order_are_planned_as_they_are_loaded(tmp_path: Path, slices: int) -> None:
+    """Slices have groups of 32, whatever the file has; which of them are filled up depends on values."""
+    section, store, _ = ORDERED["GPTQ"]
+    layer = write_layer(tmp_path / "layer", section, store, per_expert_layout(384))
+    for index in range(slices):
+        part = ExpertsPart(tuple(range(COUNT)), slices, index)
+        with Checkpoint.open(layer.folder) as checkpoint:
+            planned = part_bytes(find_experts(checkpoint, layer.layout, None), part)
+        loaded, _ = layer.load(part)
+        inner = part.cut(384, 32)[1]
+        assert loaded.config.intermediate_size >= inner
+        if loaded.config.intermediate_size == inner:
+            assert planned == loaded.packed_bytes
+        assert planned <= loaded.packed_bytes
 
 
 def test_checkpoints_that_cannot_be_spread(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from cpumoe import cpu
 from cpumoe.checkpoints.contents import experts_bytes, total
 from cpumoe.checkpoints.expert_sources import ExpertSource
 from cpumoe.checkpoints.inspection import Survey
+from cpumoe.checkpoints.loading import experts_config, experts_scheme
 from cpumoe.checkpoints.named_tensors import naming
-from cpumoe.errors import CheckpointError, UnsupportedScheme
+from cpumoe.errors import CheckpointError
 from cpumoe.layers.parallel_layout import Exchange, ExpertsPart, ParallelLayout
 from cpumoe.layers.scheme import PER_TOKEN_INT8, Scheme
 from cpumoe.parallel.linear import is_split
@@ -219,13 +220,13 @@ def _part(source: ExpertSource, layout: ParallelLayout) -> ExpertsPart:
 
 def part_bytes(source: ExpertSource, part: ExpertsPart) -> int:
     """Bytes of the packed experts that a rank holds of a layer. Refuses slices that the scheme cannot have."""
-    config = source.config
-    try:
-        _, inner = part.cut(config.intermediate_size, config.scheme.slice_unit)
-    except ValueError as problem:
-        raise UnsupportedScheme(f"{source.prefix}: {problem}") from None
-    held = replace(config, intermediate_size=inner, held_experts=len(part.experts) or None)
-    return _packed_bytes(held, source.storage, source.input_scales) if part.experts else 0
+    if not part.experts:
+        return 0
+    config, storage, layout = source.config, source.storage, source.layout
+    scheme = config.scheme if storage is None else experts_scheme(storage, part.slices, layout.fused is not None)
+    cut = experts_config(layout.shape, scheme, part, source.prefix)
+    held = replace(config, scheme=scheme, intermediate_size=cut.intermediate_size, held_experts=len(part.experts))
+    return _packed_bytes(held, storage, source.input_scales)
 
 
 _packed_bytes = lru_cache(experts_bytes)  # layers and ranks have the same few sizes

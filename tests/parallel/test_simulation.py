@@ -218,8 +218,9 @@ def test_scaling_says_what_cannot_be() -> None:
     assert [(each.layout, each.ranks) for each in found][:4] == [("tp", 1), ("tp", 2), ("tp", 32), ("ep", 1)]
     refused = [each for each in found if each.prediction is None]
     assert [(each.layout, each.ranks) for each in refused] == [("tp", 32)]
-    assert refused[0].refusal is not None and "512 in 32 slices of 16 does not fit" in refused[0].refusal
-    with pytest.raises(ValueError, match="slices of 16"):
+    assert refused[0].refusal is not None
+    assert "512 of the experts in 32 slices, which are multiples of 32; up to 16" in refused[0].refusal
+    with pytest.raises(ValueError, match="up to 16 slices"):
         scaling(MODEL, ("tp",), (32,), costs(), network, RoutingTrace.zipf(16, 2, 256), 64)
 
 
@@ -230,7 +231,7 @@ def test_scaling_says_what_cannot_be() -> None:
         ({"trace": RoutingTrace.zipf(8, 2, 64)}, "trace has 2 of 8 experts a token; small has 2 of 16"),
         ({"tokens": 0}, "tokens=0"),
         ({"tokens": 65}, "a step of 65 tokens, where the trace has 64"),
-        ({"layout": ParallelLayout(tp_size=3)}, "512 in 3 slices of 170 does not fit"),
+        ({"layout": ParallelLayout(tp_size=32)}, "512 of the experts in 32 slices, which are multiples of 32"),
         ({"layout": ParallelLayout(tp_size=2, dp_size=2, expert_parallel=True)}, "one kind of them"),
         ({"placements": [Placement(16, (tuple(range(16)),) * 2)]}, "16 experts on 2 ranks"),
         ({"placements": []}, "0 placements for the 1 layers"),

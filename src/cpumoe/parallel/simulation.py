@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cpumoe.layers.parallel_layout import Exchange, ParallelLayout
+from cpumoe.layers.parallel_layout import Exchange, ExpertsPart, ParallelLayout
 from cpumoe.layers.scheme import Scheme
 from cpumoe.parallel.balance import plan_placement
 from cpumoe.parallel.exchange_costs import ExchangeCosts, Network
@@ -173,13 +173,15 @@ def _check(model: ModelShape, layout: ParallelLayout, costs: KernelCosts, trace:
         raise ValueError(f"the layout {layout} has tensor parallel groups beside others; one kind of them is accepted")
     if tokens < 1:
         raise ValueError(f"tokens={tokens}; 1 or more is accepted")
-    scheme = Scheme.parse(costs.scheme)
-    inner = model.intermediate // layout.experts_tp_size
-    if inner * layout.experts_tp_size != model.intermediate or inner % 32 or not scheme.fits(inner):
-        raise ValueError(
-            f"an intermediate size of {model.intermediate} in {layout.experts_tp_size} slices of {inner} does not fit "
-            f"{scheme}"
-        )
+    _largest_slice(model, layout, costs)
+
+
+def _largest_slice(model: ModelShape, layout: ParallelLayout, costs: KernelCosts) -> int:
+    """Return the neurons of the largest slice of an expert. Raise ValueError if there cannot be as many slices."""
+    _, neurons = ExpertsPart((0,), layout.experts_tp_size).cut(
+        model.intermediate, Scheme.parse(costs.scheme).slice_unit
+    )
+    return neurons
 
 
 def _placements(
@@ -206,7 +208,7 @@ def _sliced(
     """Every rank has a slice of every expert: all compute the same rows, each its share of them."""
     tokens, n = len(ids), layout.flat_size
     rows = torch.bincount(ids.flatten().long(), minlength=model.experts).numpy().astype(np.float64)
-    experts = costs.layer_seconds(tokens, rows, model.intermediate // n) * network.waiting(n)
+    experts = costs.layer_seconds(tokens, rows, _largest_slice(model, layout, costs)) * network.waiting(n)
     exchange = ExchangeCosts.of(network, costs, n, model.topk)
     moved = exchange.share_ranges(tokens)
     if layout.chosen_exchange is Exchange.ALLGATHER_REDUCESCATTER:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -403,6 +404,21 @@ def test_only_the_end_of_a_turn_ends_an_answer(harmony: tuple[Any, Any]) -> None
     other.chat_template = HARMONY.replace("<|return|>", "<|end|>")
     other.eos_token = "<|endoftext|>"
     assert {other.decode([end]) for end in AnswerMarks(model, other).ends} == {"<|im_end|>", "<|endoftext|>"}
+
+
+def test_another_transformers_generates_text_and_reads_no_chats(
+    harmony: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, tokenizer = harmony
+    plain = copy.deepcopy(tokenizer)
+    plain.chat_template = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    monkeypatch.setitem(sys.modules, "transformers.cli.serving.utils", None)
+    monkeypatch.setitem(sys.modules, "transformers.utils.chat_parsing.response_templates", None)
+    for each in (tokenizer, plain):
+        marks = AnswerMarks(model, each)
+        assert each.eos_token_id in marks.ends
+    with pytest.raises(RuntimeError, match="reading answers needs transformers 5.22, this is"):
+        marks.message([1])
 
 
 class Script:

@@ -81,11 +81,7 @@ class AnswerMarks:
         try:
             from transformers.cli.serving.utils import get_response_template
         except ImportError as problem:
-            import transformers
-
-            raise RuntimeError(
-                f"reading answers needs transformers {_TESTED_WITH}, this is {transformers.__version__}: {problem}"
-            ) from None
+            raise _other_transformers(problem) from None
         found: Mapping[str, Any] | None = get_response_template(self._tokenizer, self._model)
         return found
 
@@ -122,14 +118,28 @@ class AnswerMarks:
             str(token): number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special
         }
         found = max((token for token in special if rest.startswith(token)), key=len, default=None)
-        return None if found is None or self._goes_on_after(found) else special[found]
+        try:
+            return None if found is None or self._goes_on_after(found) else special[found]
+        except RuntimeError as problem:  # text that nobody reads as a chat can be generated all the same
+            _log.info("%r is not known to end answers: %s", found, problem)
+            return None
 
     def _goes_on_after(self, token: str) -> bool:
         """Whether the token only ends a part of an answer, such as its reasoning."""
-        from transformers.utils.chat_parsing.response_templates import load_response_template
-
+        try:
+            from transformers.utils.chat_parsing.response_templates import load_response_template
+        except ImportError as problem:
+            raise _other_transformers(problem) from None
         if self.template is None:
             return False
         fields = load_response_template(dict(self.template)).fields
         patterns = [p for name, field in fields.items() if name != "content" for p in (field.open_re, field.close_re)]
         return any(pattern is not None and pattern.fullmatch(token) for pattern in patterns)
+
+
+def _other_transformers(problem: ImportError) -> RuntimeError:
+    import transformers
+
+    return RuntimeError(
+        f"reading answers needs transformers {_TESTED_WITH}, this is {transformers.__version__}: {problem}"
+    )

@@ -216,3 +216,21 @@ print(seen)
     done = run(code + _PATCHED, "0")
     found = ["{'first': True, 'second': True, 'outside': False}", "transformers transformers transformers False"]
     assert done.stdout.splitlines() == found, done.stderr
+
+
+def test_finders_that_ask_each_other_do_so_once() -> None:
+    """Another tool's finder may delegate to all others, as ours does."""
+    code = """
+import sys, cpumoe
+
+class Delegating:
+    def find_spec(self, name, path=None, target=None):
+        others = (finder for finder in sys.meta_path if finder is not self)
+        return next((s for s in (f.find_spec(name, path, target) for f in others) if s is not None), None)
+
+sys.meta_path.insert(0, Delegating())
+import torch
+print(torch.ops.cpumoe.rms_norm)
+"""
+    done = run(code)
+    assert done.stdout.startswith("cpumoe.rms_norm"), done.stderr

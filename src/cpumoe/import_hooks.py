@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
 
@@ -27,12 +28,19 @@ def after_import(name: str, action: Callable[[ModuleType], None]) -> None:
 class _Finder(importlib.abc.MetaPathFinder):
     """Finds the modules that are waited for as usual, and calls their action after they were executed."""
 
+    def __init__(self) -> None:
+        self._asking = threading.local()  # `module`: the one that the other finders are asked for
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in _waiting:
-            return None
-        spec = self._found_by_others(fullname, path, target)
+        if fullname not in _waiting or getattr(self._asking, "module", None) == fullname:
+            return None  # the latter where another finder asks all finders too
+        self._asking.module = fullname
+        try:
+            spec = self._found_by_others(fullname, path, target)
+        finally:
+            self._asking.module = None
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 

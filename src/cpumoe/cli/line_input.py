@@ -138,7 +138,7 @@ class History:
             lines = self.path.read_text("utf-8", errors="replace").split("\n")
         except FileNotFoundError:
             return []
-        entries = [line for line in lines if line]
+        entries = [line for line in lines if line and "\0" not in line]  # a crash may leave zeros; readline takes none
         kept = entries[-_MAX_ENTRIES:]
         if len(entries) > 2 * _MAX_ENTRIES:
             shorter = self.path.with_name(f"{self.path.name}.{os.getpid()}")

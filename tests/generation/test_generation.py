@@ -605,6 +605,34 @@ def test_a_process_without_files_logs_one_line_and_accepts_again(
     assert told == ["no connection can be accepted: Too many open files; those that are open are served"]
 
 
+def test_connections_whose_protocol_fails_leave_their_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+
+    class Echo(asyncio.Protocol):
+        def __init__(self, on_lost: Callable[[], None]) -> None:
+            made.append(self)
+            if len(made) <= 2:
+                raise RuntimeError("no protocol")
+
+        def connection_made(self, transport: Any) -> None:
+            transport.write(b"here")
+
+    async def serve() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+        with connections.listen("127.0.0.1", 0) as listener, ExitStack() as opened:
+            acceptor = connections.Acceptor(listener, 2, Echo)
+            try:
+                for expected in (b"", b"", b"here"):
+                    client = opened.enter_context(socket.create_connection(listener.getsockname()))
+                    client.setblocking(False)
+                    found = await asyncio.wait_for(asyncio.get_running_loop().sock_recv(client, 10), SECONDS)
+                    assert found == expected
+            finally:
+                acceptor.close()
+
+    asyncio.run(serve())
+
+
 def test_a_slow_template_does_not_stop_the_others(parts: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
 

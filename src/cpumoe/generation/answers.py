@@ -8,7 +8,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
 from cpumoe.generation.api_requests import ApiError
@@ -246,7 +245,7 @@ class CompletionFormat:
         if not self._logprobs:
             return None
         texts = [self._texts.of(token.id) for token in tokens]
-        pieces = islice(choice.pieces, len(choice.tokens) - len(tokens), None) if tokens else ()
+        pieces = choice.pieces[-len(tokens) :] if tokens else []
         return {
             "tokens": [text.key for text in texts],
             "token_logprobs": [token.logprob for token in tokens],

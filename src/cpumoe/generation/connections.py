@@ -138,10 +138,12 @@ class Acceptor:
 
         try:
             await self._loop.connect_accepted_socket(lambda: self._make_protocol(lost), connection)
-        except OSError as problem:  # the client has left, or nothing is free to serve it
-            _log.info("a connection failed: %s", problem)
+        except BaseException as problem:
             connection.close()
             lost()
+            if not isinstance(problem, OSError):
+                raise
+            _log.info("a connection failed: %s", problem)  # the client has left, or nothing is free to serve it
 
     def _tell(self, sentence: str) -> None:
         """Log a line, but the same one only once a minute: every connection may be a reason for it."""

@@ -338,11 +338,14 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
     def _load_packed(self, model: PreTrainedModel, checkpoint: Checkpoint) -> None:
         cache = self._cache
         modules = {} if cache is None else self._restored(cache)
-        if not modules and self._weights.cached:  # the cache is damaged, and what it has would not be mapped
-            refuse_too_large(checkpoint.folder, WeightBytes(self._weights.packed), self._options.reserve_bytes)
+        ranks = self._options.ranks or Ranks.alone()
+        # What a damaged cache has is packed anew instead of mapped. All ranks check, because they share memory.
+        is_damaged = not modules and self._weights.cached > 0
+        if any(damaged for (damaged,) in ranks.gather_numbers([int(is_damaged)])):
+            again = WeightBytes(self._weights.packed if is_damaged else 0)
+            refuse_too_large(checkpoint.folder, again, self._options.reserve_bytes, self._options.ranks)
         made: dict[str, Tensor] = {}
         native = True
-        ranks = self._options.ranks or Ranks.alone()
         with ranks.long_work(), fewer_threads_when_crowded():
             for name, packed in tqdm(self._packed.items(), desc="Packing", unit="module", disable=None):
                 ranks.check()

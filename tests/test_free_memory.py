@@ -56,6 +56,7 @@ CASES = {
     "version 1": ("4:cpu,cpuacct:/x\n5:memory:/job", v1("job/", 8 * GB, 6 * GB, files=GB), 3 * GB),
     "version 1 in a container": ("5:memory:/docker/abc\n0::/", v1("", 8 * GB, 6 * GB), 2 * GB),
     "version 1 without a limit": ("5:memory:/job", v1("job/", UNLIMITED_V1, 6 * GB), 32 * GB),
+    "nothing says what can be dropped": ("0::/", {"memory.max": 8 * GB, "memory.current": 3 * GB}, 5 * GB),
     "all used": ("0::/", v2("", 8 * GB, 9 * GB), 0),
 }
 

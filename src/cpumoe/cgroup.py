@@ -8,6 +8,7 @@ are stopped in the middle of a step, and all others wait for them.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,8 +47,8 @@ def folders_of(controller: str, root: Path = Path("/")) -> Iterator[tuple[Path, 
 
 
 def cpus_of(quota: float | None) -> int:
-    """Return the number of threads that a quota has time for, at least one; 0 without a quota."""
-    return 0 if quota is None else max(1, math.floor(quota))
+    """Return the number of threads that a quota has time for, from one to the CPUs there are; 0 without a quota."""
+    return 0 if quota is None else max(1, min(math.floor(quota), os.cpu_count() or 1))
 
 
 def _paths(text: str) -> dict[str, str]:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -76,7 +77,9 @@ def test_no_proc(tmp_path: Path) -> None:
 
 
 def test_threads_of_a_quota() -> None:
-    assert [cpus_of(quota) for quota in (None, 0.2, 1.0, 1.9, 2.0, 7.5)] == [0, 1, 1, 1, 2, 7]
+    with patch("os.cpu_count", return_value=64):
+        assert [cpus_of(quota) for quota in (None, 0.2, 1.0, 1.9, 2.0, 7.5)] == [0, 1, 1, 1, 2, 7]
+        assert cpus_of(2.0**33) == 64  # a quota may be of more CPUs than there are
 
 
 def test_a_quota_limits_the_default_and_nothing_that_was_asked_for() -> None:
@@ -103,6 +106,7 @@ def test_more_threads_than_cpus_are_a_warning(
 ) -> None:
     for name in cpu.OWN_PLACEMENT:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(cpu, "_warned", set())
     cpus = _core.available_cpus()
 
     def said(threads: int) -> list[str]:
@@ -116,6 +120,7 @@ def test_more_threads_than_cpus_are_a_warning(
         (line,) = said(cpus + 1)
         assert line.startswith(f"num_threads={cpus + 1}: this process may use {len(os.sched_getaffinity(0))} CPU")
         assert line.endswith(f"Use {cpus}")
+        assert said(cpus + 1) == []  # it was said
         monkeypatch.setattr(cpu, "QUOTA", 0.5)
         _core.set_cpu_quota(1)
         if cpus > 1:

@@ -28,6 +28,8 @@ _THREADS = "CPUMOE_NUM_THREADS"
 QUOTA = cpu_quota()
 _core.set_cpu_quota(cpus_of(QUOTA))
 
+_warned: set[str] = set()  # numbers of threads, as they were given
+
 _GUARD = "ONEDNN_MAX_CPU_ISA"
 _GUARD_VALUE = "AVX512_CORE_BF16"
 # Values of ONEDNN_MAX_CPU_ISA with which oneDNN has no bf16 products.
@@ -81,10 +83,16 @@ def warn_of_environment() -> None:
 
 
 def warn_of_threads(given: str, threads: int) -> None:
-    """Log a warning if these are more threads than the process has CPUs; ``given`` is how the user asked for them."""
+    """Log a warning if these are more threads than the process has CPUs; ``given`` is how the user asked for them.
+
+    The same request is warned of once.
+    """
     # Where OpenMP binds threads, the mask of this thread says nothing about the others.
     if threads <= (cpus := _core.available_cpus()) or any(name in os.environ for name in OWN_PLACEMENT):
         return
+    if given in _warned:
+        return
+    _warned.add(given)
     mask = len(os.sched_getaffinity(0))
     why = f"this process may use {mask} CPU{'' if mask == 1 else 's'}"
     if QUOTA is not None and cpus < mask:

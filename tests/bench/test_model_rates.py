@@ -13,7 +13,7 @@ from tiny_models import write_tiny_model
 pytest.importorskip("transformers")
 
 import cpumoe
-from cpumoe.bench.model_rates import ModelRow, StepBytes, Workload, list_tests, measure_model
+from cpumoe.bench.model_rates import ModelRow, StepBytes, Workload, cache_bytes, list_tests, measure_model
 
 SHIPPED = Path(cpumoe.__file__).parent / "data" / "python-stdlib-w4a8-g128"
 
@@ -57,8 +57,8 @@ def test_a_step_must_read_the_chosen_experts_the_other_weights_and_the_cache(
     tokens, heads, depth = 12 + 8 / 2, 2, 16
     head_bytes = depth * embedding.itemsize if kv_cache is None else depth + 4
     full = 2 * heads * head_bytes * tokens
-    # gpt-oss sees 16 tokens in every other layer; the last step leaves 15 of them for the next one.
-    seen = [full, full] if architecture == "qwen3_moe" else [full, full * 15 / 20]
+    # gpt-oss sees 16 tokens in every other layer; a step leaves 15 of them for the next one.
+    seen = [full, full] if architecture == "qwen3_moe" else [full, full * 15 / 16]
     assert read.cache == pytest.approx(sum(seen))
     assert row.dram_share == pytest.approx(row.rate * read.total / row.dram)
 
@@ -71,6 +71,30 @@ def test_a_head_that_is_the_embedding_is_read_whole(tmp_path: Path) -> None:
     every = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     own = sum(tensor.nbytes for module in experts for tensor in (*module.parameters(), *module.buffers()))
     assert row.step_bytes is not None and row.step_bytes.other_weights == every - own
+
+
+def test_layers_with_states_count_them_whole(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, "qwen3_next")
+    model = cpumoe.load_model(tmp_path, scheme="w4a8-g32")
+    short, long = measure_model(model, [Workload("decode", 2), Workload("decode", 2, depth=32)], 1)
+    assert short.step_bytes is not None and long.step_bytes is not None
+    caches = []
+    for tokens in (1, 33):
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=model.config)
+        with torch.inference_mode():
+            model(torch.ones(1, tokens, dtype=torch.long), past_key_values=cache)
+        caches.append(cache_bytes(cache))
+    assert [short.step_bytes.cache, long.step_bytes.cache] == caches
+
+
+def test_a_context_that_the_counted_steps_would_leave(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path, max_position_embeddings=64)
+    sizes = ["--prompt", "0", "--depth", "0", "--repetitions", "1", "--scheme", "w4a8-g32"]
+    refused = run_command("bench", str(tmp_path), *sizes, "--generate", "63")
+    assert "--generate 63 take 65 positions (with the steps whose experts are counted)" in refused.stderr
+    assert run_command("bench", str(tmp_path), *sizes, "--generate", "62").returncode == 0
 
 
 def test_rates() -> None:

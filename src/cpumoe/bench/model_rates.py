@@ -38,6 +38,11 @@ class Workload:
     batch: int = 1
 
     @property
+    def positions(self) -> int:
+        """Tokens that a sequence gets in all: after decode tests, there are further steps whose experts are counted."""
+        return self.depth + self.tokens + (_COUNTED_STEPS if self.kind == "decode" else 0)
+
+    @property
     def name(self) -> str:
         """llama-bench's name: pp512, tg128 @ d4096."""
         depth = f" @ d{self.depth}" if self.depth else ""
@@ -154,17 +159,17 @@ class _ModelBench:
         rates = []
         for _ in range(repetitions):
             limits.probe(self._memory)
-            seconds, cache = self._run(test)
+            seconds, cache, held = self._run(test)
             rates.append(test.tokens * test.batch / seconds)
         limits.probe(self._memory)
-        step_bytes = self._step_bytes(cache, test) if test.kind == "decode" else None
+        step_bytes = self._step_bytes(cache, test, held) if test.kind == "decode" else None
         dram = max(limits.bytes_per_second)  # a slow moment of the probe must not flatter the model
         return ModelRow(
             test, tuple(rates), _core.thread_count(), _core.isa(), dram, step_bytes, from_memory=self._from_memory
         )
 
-    def _run(self, test: Workload) -> tuple[float, Any]:
-        """Fill the cache and run the test. Return its seconds and the cache."""
+    def _run(self, test: Workload) -> tuple[float, Any, int]:
+        """Fill the cache and run the test. Return its seconds, the cache, and its bytes in the middle of the test."""
         from transformers import DynamicCache
 
         cache = DynamicCache(config=self._model.config)
@@ -172,13 +177,15 @@ class _ModelBench:
             self._step(cache, self._ids(test.batch, test.depth))
         calls, each = (1, test.tokens) if test.kind == "prefill" else (test.tokens, 1)
         inputs = [self._ids(test.batch, each) for _ in range(calls)]
-        start = time.perf_counter()
-        for ids in inputs:
+        start, held = time.perf_counter(), 0
+        for index, ids in enumerate(inputs):
             logits = self._step(cache, ids)
+            if index == (calls - 1) // 2:
+                held = cache_bytes(cache)
         seconds = time.perf_counter() - start
         if not logits.isfinite().all():  # such a model would choose experts in another way
             raise RuntimeError("the model gives logits that are not finite, so its speed means nothing")
-        return seconds, cache
+        return seconds, cache, held
 
     def _step(self, cache: Any, ids: Tensor) -> Tensor:
         with torch.inference_mode():
@@ -189,13 +196,11 @@ class _ModelBench:
         drawn = torch.randint(0, len(self._tokens), (batch, tokens), generator=self._generator)
         return self._tokens[drawn]
 
-    def _step_bytes(self, cache: Any, test: Workload) -> StepBytes | None:
-        """Return what the median step of a test read, from the cache that its last step left."""
+    def _step_bytes(self, cache: Any, test: Workload, held: int) -> StepBytes | None:
+        """Return what a step in the middle of a test read, where the cache had ``held`` bytes."""
         layers = experts_modules(self._model)
         if not layers:
             return None
-        # The cache grows while a test runs; half of what was generated is there in the middle.
-        held = cache_bytes(cache) * (test.depth + test.tokens / 2) / (test.depth + test.tokens)
         sizes = {name: _bytes(module) / (expert_count(module) or 1) for name, module in layers.items()}
         experts = 0.0
         for _ in range(_COUNTED_STEPS):
@@ -212,8 +217,9 @@ def _plain_tokens(model: Any) -> Tensor:
     named = {
         value
         for part in (config, config.get_text_config())
-        for name, value in part.to_dict().items()
-        if name.endswith("token_id") and isinstance(value, int)
+        for name, values in part.to_dict().items()
+        if name.endswith("token_id")
+        for value in (values if isinstance(values, list) else [values])
     }
     return torch.tensor([token for token in range(config.get_text_config().vocab_size) if token not in named])
 

@@ -60,12 +60,12 @@ def _tests(arguments: argparse.Namespace) -> list[Workload]:
 
 
 def _check_context(tests: Sequence[Workload], context: int | None) -> None:
-    longest = max(tests, key=lambda test: test.depth + test.tokens)
-    if context is not None and longest.depth + longest.tokens > context:
+    longest = max(tests, key=lambda test: test.positions)
+    if context is not None and longest.positions > context:
         option = "prompt" if longest.kind == "prefill" else "generate"
         raise ValueError(
-            f"--depth {longest.depth} and --{option} {longest.tokens} make {longest.depth + longest.tokens} tokens; "
-            f"the model's context is {context}"
+            f"--depth {longest.depth} and --{option} {longest.tokens} take {longest.positions} positions (with "
+            f"the steps whose experts are counted); the model's context is {context}"
         )
 
 

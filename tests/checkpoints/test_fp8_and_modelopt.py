@@ -117,6 +117,17 @@ DYNAMIC = {"is_dynamic": True}
 GROUPS = {"qscheme": "per_group", "group_size": 32, "ch_axis": -1, "scale_format": "e8m0"}
 
 
+def quark_kv_cache(weight: Config, inputs: Config) -> Config:
+    """What Quark adds for a KV cache in fp8: the projections' configurations, once more by themselves."""
+    linear = quark(weight, inputs)["global_quant_config"] | {"output_tensors": PER_TENSOR}
+    cached = {"*k_proj": linear, "*v_proj": linear}
+    return {
+        "export": {"kv_cache_group": list(cached), "pack_method": "reorder", "weight_format": "real_quantized"},
+        "kv_cache_quant_config": cached,
+        "layer_quant_config": {**cached, "*q_proj": linear},
+    }
+
+
 def quark_mx(weight: Tensor, bits: int, has_inputs: bool = False) -> tuple[Tensors, Tensor]:
     """Codes of e2m1 or e2m3 and E8M0 scales, in the same bytes as compressed-tensors has them."""
     stored, truth = compressed(weight, f"mxfp{bits}-pack-quantized", (FP4 if bits == 4 else FP6) | MX)
@@ -278,6 +289,12 @@ def test_modelopt_may_have_a_file_of_its_own(source: Path, tmp_path: Path) -> No
             "kv_cache_quant_algo (FP8",
         ),
         ("AutoFP8, static", {"kv_cache_scheme": "static"}, ("kv_scale",), "kv_cache_scheme (static 8-bit float"),
+        (
+            "Quark FP8, static",
+            quark_kv_cache(PER_TENSOR, PER_TENSOR),
+            ("k_proj.output_scale", "v_proj.output_scale", "q_proj.output_scale"),
+            "kv_cache_group (fp8_e4m3 per_tensor)",
+        ),
     ],
 )
 def test_scales_of_a_quantised_kv_cache_are_known(
@@ -410,7 +427,25 @@ def test_damaged_tensors_are_named(
             UnsupportedScheme,
             "fp8 weights with fp4 activations",
         ),
-        (quark(PER_ROW, None), {"export": {"kv_cache_group": ["*k_proj"]}}, UnsupportedScheme, "a quantised cache"),
+        (
+            quark(PER_ROW, None),
+            {"export": {"kv_cache_group": ["*k_proj"]}},
+            UnsupportedScheme,
+            "kv_cache_group '.k_proj': a KV cache in float is not served",
+        ),
+        (
+            quark(PER_ROW, None),
+            {"kv_cache_quant_config": {"*k_proj": {"output_tensors": {"dtype": "uint4", "qscheme": "per_group"}}}},
+            UnsupportedScheme,
+            "a KV cache uint4 per_group is not served; fp8_e4m3 and int8 per_tensor are",
+        ),
+        (quark(PER_ROW, None), {"export": {"kv_cache_group": "*k_proj"}}, CheckpointError, "kv_cache_group is"),
+        (
+            quark(PER_ROW, None),
+            {"layer_quant_config": {"*k_proj": {"weight": PER_ROW, "output_tensors": PER_TENSOR}}},
+            UnsupportedScheme,
+            "quantised output_tensors are not served",
+        ),
         (quark(PER_ROW, None), {"algo_config": [{"name": "rotation"}]}, UnsupportedScheme, "algo_config 'rotation'"),
         (quark(PER_ROW, None), {"layer_type_quant_config": {"a": {}}}, UnsupportedScheme, "layer_type_quant_config"),
         (quark(PER_ROW, None), {"exclude": [1]}, CheckpointError, r"exclude is \[1\]"),

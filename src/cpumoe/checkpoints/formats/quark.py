@@ -9,7 +9,7 @@ that a pattern of ``layer_quant_config`` or ``exclude`` matches.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from cpumoe.checkpoints.formats.by_tensors import read_names
 from cpumoe.checkpoints.formats.float_storages import Fp4Storage, Fp6Storage, Fp8Storage
+from cpumoe.checkpoints.formats.kv_cache_scheme import KvCacheScheme
 from cpumoe.checkpoints.formats.name_patterns import NamePatterns, TimeBudget
 from cpumoe.checkpoints.storage import PER_TOKEN_INSTEAD, LinearStorage, Quantization, StoredTensor
 from cpumoe.errors import CheckpointError, UnsupportedScheme
@@ -104,18 +105,31 @@ class QuarkQuantization(Quantization):
     def parse(cls, section: object) -> QuarkQuantization:
         assert isinstance(section, Mapping)  # its quant_method was read
         export = _mapping(section.get("export"), "export")
-        if cache := export.get("kv_cache_group") or section.get("kv_cache_quant_config"):
-            raise UnsupportedScheme(f"a quantised cache ({cache!r:.80}) is not served; one in float is")
         if types := section.get("layer_type_quant_config"):
             raise UnsupportedScheme(f"layer_type_quant_config {types!r:.80} is not served; layer_quant_config is")
         _refuse_rotations(section.get("algo_config"))
         budget = TimeBudget()
+        layers = _mapping(section.get("layer_quant_config"), "layer_quant_config")
+        of_cache = _mapping(section.get("kv_cache_quant_config"), "kv_cache_quant_config")
+        groups = read_names(export, "kv_cache_group") if export.get("kv_cache_group") else list(of_cache)
+        # Outputs of these projections are what the KV cache holds; queries may be quantised like keys.
+        unquantised = {"output_tensors": None}
+        plain = (*groups, "*q_proj") if groups else ()
         rules = [
-            (_patterns([name], budget), _storage(f"layer_quant_config {name!r:.80}", part))
-            for name, part in _mapping(section.get("layer_quant_config"), "layer_quant_config").items()
+            (
+                _patterns([name], budget),
+                _storage(
+                    f"layer_quant_config {name!r:.80}",
+                    {**_mapping(part, name), **unquantised} if name in plain else part,
+                ),
+            )
+            for name, part in layers.items()
         ]
         default = _storage("global_quant_config", section.get("global_quant_config"))
-        return cls(default, rules, _patterns(read_names(section, "exclude"), budget))
+        found = cls(default, rules, _patterns(read_names(section, "exclude"), budget))
+        if groups:
+            found.kv_cache = _kv_cache(groups, {**layers, **of_cache})
+        return found
 
     def storage_of(self, module: str) -> LinearStorage | None:
         if self._left.match(module):
@@ -126,6 +140,21 @@ class QuarkQuantization(Quantization):
     def schemes(self) -> tuple[Scheme, ...]:
         found = (self._default, *(storage for _, storage in self._rules))
         return tuple(dict.fromkeys(storage.scheme for storage in found if storage is not None))
+
+
+def _kv_cache(groups: Sequence[str], configs: Mapping[str, Any]) -> KvCacheScheme:
+    """Return the KV cache whose keys and values are the outputs of these linears, of which ``configs`` tell."""
+    specs = []
+    for name in groups:
+        place = f"kv_cache_group {name!r:.80}"
+        spec = _single(place, _mapping(configs.get(name), place).get("output_tensors"))
+        kind = None if spec is None else (spec.get("dtype"), spec.get("qscheme"), spec.get("symmetric") is not False)
+        if kind not in (("fp8_e4m3", "per_tensor", True), ("int8", "per_tensor", True)):
+            raise UnsupportedScheme(
+                f"{place}: a KV cache {_describe(spec)} is not served; fp8_e4m3 and int8 per_tensor are"
+            )
+        specs.append(_describe(spec))
+    return KvCacheScheme("kv_cache_group", " and ".join(dict.fromkeys(specs)))
 
 
 def _refuse_rotations(algorithms: object) -> None:

@@ -203,8 +203,9 @@ class Ranks:
         """Raise RankError on every rank if these texts are not the same on all of them; it names those that differ."""
         if self.exchange is None:
             return
-        own = torch.frombuffer(bytearray(as_one_text(settings).encode() or b" "), dtype=torch.uint8)
-        texts = [bytes(text.numpy().tobytes()).decode().strip() for text in self.gather(own)]
+        text = bytearray(f"{as_one_text(settings)}\n".encode())  # with an end, so that there is a message
+        own = torch.frombuffer(text, dtype=torch.uint8)
+        texts = [text.numpy().tobytes().decode().removesuffix("\n") for text in self.gather(own)]
         refuse_differences(what, texts)
 
     def _carry(self, message: Callable[..., None], *arguments: Any) -> None:
@@ -296,7 +297,7 @@ def _keep_to_this_host() -> None:
     the address that the host's name resolves to.
     """
     if os.environ.get("LOCAL_WORLD_SIZE", "") == os.environ.get("WORLD_SIZE"):
-        os.environ.setdefault(GLOO_INTERFACE, LOOPBACK)
+        os.environ.setdefault(GLOO_INTERFACE, LOOPBACK)  # it stays: groups that are made later read it too
 
 
 def _leave() -> None:

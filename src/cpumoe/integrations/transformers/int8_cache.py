@@ -16,7 +16,7 @@ from cpumoe.ops.cache_records import check_kv_cache
 
 
 def chosen_kv_cache(kv_cache: str | None) -> tuple[str, str | None]:
-    """Return what the KV cache is stored as, and the setting it comes from: the caller's, else the environment's."""
+    """Return the setting that says how the KV cache is stored, the caller's or the environment's, and its value."""
     name, asked = "kv_cache", kv_cache
     if asked is None:
         name, asked = "CPUMOE_KV_CACHE", os.environ.get("CPUMOE_KV_CACHE")

@@ -48,7 +48,10 @@ def test_a_line_for_every_layout_and_number_of_ranks(costs: str) -> None:
     table = [line.split() for line in lines[heading + 1 : heading + 7]]
     assert [row[:2] for row in table] == [[name, n] for name in ("tp", "ep", "ep-balanced") for n in ("2", "8")]
     assert table[1][2:] == ["-"] * 7
-    assert lines[-1] == "tp on 8 ranks: an intermediate size of 128 in 8 slices of 16 does not fit w4a8-g32"
+    assert lines[-1] == (
+        "tp on 8 ranks: the intermediate size 128 of the experts in 8 slices, which are multiples of 32; up to 4 slices, "
+        "or expert parallelism, are accepted"
+    )
 
 
 def test_json_and_a_plot(costs: str, tmp_path: Path) -> None:
@@ -87,8 +90,8 @@ def test_recorded_routing_and_a_faster_rank(costs: str, tmp_path: Path) -> None:
         ([*SHAPE, "--costs", "COSTS", "--layout", "ep", "--spare", "2"], "--spare has no effect without"),
         ([*SHAPE, "--costs", "COSTS", "--routing", "none"], "--routing none; uniform, zipf, demo, or a file"),
         (
-            [*SHAPE, "--costs", "COSTS", "--layout", "tp", "--ranks", "3"],
-            "an intermediate size of 128 in 3 slices of 42 does not fit",
+            [*SHAPE, "--costs", "COSTS", "--layout", "tp", "--ranks", "5"],
+            "the intermediate size 128 of the experts in 5 slices",
         ),
         ([*SHAPE, "--costs", "COSTS", "--plot", "nowhere/x.png"], "there is no folder"),
         (["--shape", "256,128,16,2"], "five whole numbers H,I,E,K,LAYERS are accepted"),

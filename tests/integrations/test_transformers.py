@@ -1296,13 +1296,21 @@ def test_gradients_are_refused_and_not_lost(tmp_path):
         stock(ids)
 
 
-def test_an_acceleration_that_fails_names_the_layer_and_leaves_a_model_that_describes_itself(tmp_path):
+@pytest.mark.parametrize("name", ["model.layers.1.mlp.experts.down_proj", "model.layers.1.self_attn.q_proj.weight"])
+def test_acceleration_that_fails_names_the_module_and_changes_nothing(tmp_path, name):
     model = AutoModelForCausalLM.from_pretrained(write_float(tmp_path / "float", "qwen3_moe"), dtype=torch.float32)
+    state = {key: tensor.clone() for key, tensor in model.state_dict().items()}
     with torch.no_grad():
-        model.model.layers[1].mlp.experts.down_proj[0, 0, 0] = torch.nan
-    with pytest.raises(CheckpointError, match="model.layers.1.mlp.experts"):
-        cpumoe.accelerate(model, "w4a8-g32")
-    assert model.config.quantization_config.to_dict()["quant_method"] == "compressed-tensors"
+        model.get_parameter(name).view(-1)[0] = torch.nan
+    with pytest.raises(CheckpointError, match=name.rpartition(".")[0]):
+        cpumoe.accelerate(model, "w4a8-g32", linears="w8a8")
+    with torch.no_grad():
+        model.get_parameter(name).copy_(state[name])
+    assert model.state_dict().keys() == state.keys()
+    assert not getattr(model, "is_quantized", False) and not hasattr(model.config, "quantization_config")
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    cpumoe.accelerate(model, "w4a8-g32", linears="w8a8")  # as if nothing had happened
+    assert model.is_quantized
 
 
 def test_a_model_from_the_cache_is_pickled_once(tmp_path):

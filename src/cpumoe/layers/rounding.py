@@ -62,7 +62,7 @@ _DTYPES: dict[ElementType, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch
 
 def _cast_weight(weight: Tensor, element: ElementType, name: str) -> QuantizedWeight:
     """[..., out, in] floats, each as the nearest of its kind; without scales."""
-    _check_floats(weight, name)
+    check_floats(weight, name)
     values = weight.to(_DTYPES[element])
     if values.dtype != weight.dtype and not _is_finite(values):
         largest = torch.finfo(values.dtype).max
@@ -148,14 +148,15 @@ def scale_dtype_of(weights: torch.dtype) -> torch.dtype:
 
 def grouped_weight(weight: Tensor, scheme: Scheme, name: str) -> tuple[Tensor, torch.dtype]:
     """Checks [..., out, in] float weights; returns them as fp32 [..., out, groups, group] and the dtype of scales."""
-    _check_floats(weight, name)
+    check_floats(weight, name)
     group = scheme.group_size or weight.shape[-1]
     scheme.check_inputs(weight.shape[-1], name)
     grouped: Tensor = weight.to(torch.float32).unflatten(-1, (-1, group))
     return grouped, scale_dtype_of(weight.dtype)
 
 
-def _check_floats(weight: Tensor, name: str) -> None:
+def check_floats(weight: Tensor, name: str) -> None:
+    """Raise ValueError for weights that are not finite floats [..., out, in]."""
     if not weight.is_floating_point():
         raise ValueError(f"{name} is {weight.dtype}; a floating point dtype is accepted")
     if weight.ndim == 0 or weight.shape[-1] == 0:

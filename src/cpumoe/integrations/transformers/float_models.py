@@ -25,10 +25,11 @@ from cpumoe.integrations.transformers.module_sources import pack_float_linear
 from cpumoe.integrations.transformers.packed_modules import refuse_other_scheme, replace_module
 from cpumoe.integrations.transformers.plugin import DEFAULT_SCHEME, PackedConfig, PackedQuantizer
 from cpumoe.integrations.transformers.special_experts import experts_name, put_packed, wrapped
+from cpumoe.layers.backends import select_backend
 from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.quantized_experts import QuantizedExperts
-from cpumoe.layers.rounding import quantize_weight, scale_dtype_of
+from cpumoe.layers.rounding import check_floats, quantize_weight, scale_dtype_of
 from cpumoe.layers.scheme import Scheme
 
 _log = logging.getLogger("cpumoe")
@@ -46,6 +47,8 @@ def accelerate(
 
     Returns:
         The same model. ``save_pretrained`` writes it as a compressed-tensors checkpoint.
+
+    Raises ValueError for weights that cannot be quantised. The model is unchanged then.
     """
     scheme, packed_linears = Scheme.parse(scheme), None if linears is None else Scheme.parse(linears)
     for one in (scheme, packed_linears):
@@ -54,7 +57,12 @@ def accelerate(
     kinds = {name: describe_experts(module) for name, module in expert_modules(model)}
     if not kinds and packed_linears is None:
         raise ValueError("this model has no float experts to accelerate; linears='w8a8' quantises its other linears")
-    chosen = [] if packed_linears is None else list(packable_linears(model, _shapes(model)))
+    chosen = [] if packed_linears is None else list(_fitting_linears(model, packed_linears))
+    for name, kind in kinds.items():
+        _refuse_experts(name, model.get_submodule(name), kind, scheme)
+    for name in chosen:
+        with naming(name):
+            check_floats(_linear_of(model, name).weight, "weight")
     quantized = False
     try:
         for name, kind in tqdm(kinds.items(), desc="Quantising", unit="layer", disable=None):
@@ -78,13 +86,34 @@ def _shapes(model: PreTrainedModel) -> dict[str, int]:
     return found | packed
 
 
+def _linear_of(model: PreTrainedModel, name: str) -> nn.Linear:
+    linear = model.get_submodule(name)
+    assert isinstance(linear, nn.Linear)  # they were found as such
+    return linear
+
+
+def _fitting_linears(model: PreTrainedModel, scheme: Scheme) -> Iterator[str]:
+    """Yield the linears that the scheme fits."""
+    for name in packable_linears(model, _shapes(model)):
+        inputs = _linear_of(model, name).in_features
+        if scheme.fits(inputs):
+            yield name
+        else:
+            _log.warning("left in float: %s has %d inputs", name, inputs)
+
+
+def _refuse_experts(name: str, module: nn.Module, kind: ExpertsModule, scheme: Scheme) -> None:
+    """Raise the error of packing these experts if they cannot be packed."""
+    with naming(name):
+        matrices = kind.matrices(module)
+        select_backend(_config_of(kind, scheme, matrices[0].dtype))
+        for matrix, called in zip(matrices, ("gate_up", "down"), strict=True):
+            check_floats(matrix, called)
+
+
 def _accelerate_linears(model: PreTrainedModel, names: list[str], scheme: Scheme) -> None:
     for name in names:
-        linear = model.get_submodule(name)
-        assert isinstance(linear, nn.Linear)  # they were found as such
-        if not scheme.fits(linear.in_features):
-            _log.warning("left in float: %s has %d inputs", name, linear.in_features)
-            continue
+        linear = _linear_of(model, name)
         bias = None if linear.bias is None else linear.bias.detach()
         rows = partial(_rows, linear.weight.detach())
         with naming(name):
@@ -112,9 +141,6 @@ def pack_float_experts(module: nn.Module, kind: ExpertsModule, scheme: Scheme) -
     """Packs the weights of one layer's float experts, a few experts at a time."""
     refuse_stored_input_scales(scheme)
     shape, (gate_up, down), biases = kind.shape, kind.matrices(module), kind.biases(module)
-    sizes = (shape.expert_count, shape.hidden_size, shape.intermediate_size)
-    scale_dtype = scale_dtype_of(gate_up.dtype)
-    layer = MoEConfig(scheme, *sizes, shape.activation, has_bias=shape.has_bias, scale_dtype=scale_dtype)
 
     def chunks() -> Iterator[QuantizedExperts]:
         step = max(1, (64 << 20) // (gate_up[0].numel() * 16))
@@ -127,7 +153,14 @@ def pack_float_experts(module: nn.Module, kind: ExpertsModule, scheme: Scheme) -
                 interleaved=kind.interleaved,
             )
 
-    return Experts.from_chunks(chunks(), layer)
+    return Experts.from_chunks(chunks(), _config_of(kind, scheme, gate_up.dtype))
+
+
+def _config_of(kind: ExpertsModule, scheme: Scheme, dtype: torch.dtype) -> MoEConfig:
+    """Return what float experts of a dtype become."""
+    shape, scale_dtype = kind.shape, scale_dtype_of(dtype)
+    sizes = (shape.expert_count, shape.hidden_size, shape.intermediate_size)
+    return MoEConfig(scheme, *sizes, shape.activation, has_bias=shape.has_bias, scale_dtype=scale_dtype)
 
 
 def experts_forward(

@@ -58,14 +58,13 @@ class RoutedTokens(nn.Module):
     def __init__(self, block: nn.Module) -> None:
         super().__init__()
         parts: Any = block
-        self.top_k: int = parts.top_k
         self.experts, self.router, self.shared_expert = parts.experts, parts.router, parts.shared_expert
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         x = hidden_states.reshape(-1, hidden_states.shape[-1])  # [tokens, H]
-        logits = nn.functional.linear(x, self.router.weight)
-        values, ids = torch.topk(logits, self.top_k, dim=-1)
-        routed = self.experts(x, ids, torch.sigmoid(values.float()), apply_router_weight_on_input=True)
+        scores, logits = self.router(x)  # [tokens, experts], zeros for experts that were not chosen
+        weights, ids = scores.float().topk(self.router.top_k, dim=-1)
+        routed = self.experts(x, ids, weights, apply_router_weight_on_input=True)
         return self.shared_expert(x) + routed, logits
 
 
@@ -93,8 +92,12 @@ class RoutingBlock(nn.Module):
     def forward(self, layer_input: Tensor) -> Tensor:
         """[B, T, H] -> [B, T, H]."""
         x = layer_input.reshape(-1, layer_input.shape[-1])
-        values, ids = self.router.layer(x).float().topk(self.router.top_k, dim=1)
-        out: Tensor = self.packed(x, ids, torch.softmax(values, 1).type_as(x))
+        order, _, gates, counts, _ = self.router(x)  # of all tokens' choices, sorted by experts
+        experts = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+        ids, weights = torch.empty_like(experts), torch.empty_like(gates)
+        ids[order], weights[order] = experts, gates
+        per_token = (-1, self.router.top_k)
+        out: Tensor = self.packed(x, ids.view(per_token), weights.view(per_token))
         total: Tensor = out.view(layer_input.shape) + self.bias
         return total
 

@@ -308,7 +308,10 @@ REFUSED: list[tuple[list[str], str]] = [
     (["bench", QUANTISED, "--prompt", "0", "--generate", "0"], "--prompt 0 and --generate 0 leave nothing to measure"),
     (["bench", QUANTISED, "--prompt", "-1"], "argument --prompt: '-1'; whole numbers from 0 separated by commas"),
     (["bench", QUANTISED, "--batch", "1,0"], "argument --batch: '1,0'; positive numbers separated by commas"),
-    (["bench", QUANTISED, "--depth", "2000", "--generate", "64"], "--depth 2000 and --prompt 512 take 2512 positions ("),
+    (
+        ["bench", QUANTISED, "--depth", "2000", "--generate", "64"],
+        "--depth 2000 and --prompt 512 take 2512 positions (",
+    ),
     (["bench", QUANTISED, "--json", "no/such/rows.json"], "--json no/such/rows.json: there is no folder "),
     (["bench", "--seconds", "nan"], "argument --seconds: 'nan'; a number above 0 is accepted"),
     (["demo", "--layer", "--tokens", "5"], "--tokens has no effect with --layer"),

@@ -49,8 +49,8 @@ def test_a_line_for_every_layout_and_number_of_ranks(costs: str) -> None:
     assert [row[:2] for row in table] == [[name, n] for name in ("tp", "ep", "ep-balanced") for n in ("2", "8")]
     assert table[1][2:] == ["-"] * 7
     assert lines[-1] == (
-        "tp on 8 ranks: the intermediate size 128 of the experts in 8 slices, which are multiples of 32; up to 4 slices, "
-        "or expert parallelism, are accepted"
+        "tp on 8 ranks: the intermediate size 128 of the experts in 8 slices, which are multiples of 32; "
+        "up to 4 slices, or expert parallelism, are accepted"
     )
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,8 +13,13 @@ import torch
 from native_models import counted_steps, own_code
 from random_layers import relative_error
 from torch import nn
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForImageTextToText
 
 import cpumoe
+from cpumoe.integrations.transformers import native_decoder
+from cpumoe.integrations.transformers.replaced_forward import ReplacedForward
+
+NATIVE = (native_decoder.forward, native_decoder.forward_to_logits)
 
 Load = Callable[..., Any]
 
@@ -136,6 +142,43 @@ def test_a_forward_that_is_put_back(load: Load) -> None:
         assert torch.equal(logits(model), before) and steps
 
 
+@pytest.mark.parametrize("way", ["hook", "forward"])
+def test_code_around_the_base_model(load: Load, way: str) -> None:
+    """It is called by the model with the head too."""
+    model = load()
+    before, seen = logits(model, 5), []
+    own = model.model.forward
+
+    def forward(*arguments: Any, **options: Any) -> Any:
+        seen.append(way)
+        return own(*arguments, **options)
+
+    if way == "hook":
+        hook = model.model.register_forward_hook(lambda *_: seen.append(way))
+    else:
+        model.model.forward = forward
+    assert relative_error(logits(model, 5), before) < 1e-5 and len(seen) == 1
+    if way == "hook":
+        hook.remove()
+    else:
+        model.model.forward = own
+    with counted_steps(model) as steps:
+        assert torch.equal(logits(model, 5), before) and len(steps) == 1 and len(seen) == 1
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_autocast(load: Load, name: str, tokens: int) -> None:
+    """As transformers: products of linears in bf16, and so logits in bf16."""
+    model = load(name)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = logits(model, tokens)
+        with class_code(model):
+            expected = logits(model, tokens)
+    assert found.dtype == expected.dtype == torch.bfloat16
+    assert relative_error(found.float(), expected.float()) < 0.1  # routers compute in fp32 here
+
+
 def test_another_dtype(load: Load) -> None:
     model = load()
     logits(model)
@@ -196,6 +239,103 @@ def test_corrections_of_routers(load: Load) -> None:
     assert relative_error(found, expected) < 3e-3 and relative_error(found, before) > 1e-3
 
 
+def test_more_tokens_in_a_model_with_a_packed_head_inside(family_folder: Any) -> None:
+    """The outer model's method calls that of the inner one, after it has changed the embedding."""
+    folder = family_folder("qwen3_vl_moe")
+    model = cpumoe.load_model(
+        folder, dtype=torch.float32, scheme="w8a8", linears="w8a8", auto_class=AutoModelForImageTextToText
+    )
+    sizes = [tuple(tensor.shape) for tensor in model.state_dict().values()]
+    with pytest.raises(ValueError, match="is packed for"):
+        model.resize_token_embeddings(model.get_input_embeddings().num_embeddings + 8)
+    assert [tuple(tensor.shape) for tensor in model.state_dict().values()] == sizes
+
+
+# ---- layer by layer: parts whose forward was replaced by one operator -----------------------------------------------
+
+
+@contextmanager
+def class_code(model: Any) -> Iterator[None]:
+    """Let every module run the forward of its class, except for those that were given another one as a part."""
+    replaced = {
+        module: forward
+        for module in model.modules()
+        if (forward := vars(module).get("forward")) is not None
+        and (isinstance(forward, ReplacedForward) or getattr(forward, "func", None) in NATIVE)
+    }
+    for module in replaced:
+        del module.forward
+    try:
+        yield
+    finally:
+        for module, forward in replaced.items():
+            module.forward = forward
+
+
+def set_all(attribute: str, value: Any) -> Callable[[Any], None]:
+    """Return a change that sets an attribute of every module that has it."""
+
+    def change(model: Any) -> None:
+        kind = type(value)
+        found = [module for module in model.modules() if isinstance(vars(module).get(attribute), kind)]
+        assert found, attribute
+        for module in found:
+            setattr(module, attribute, value)
+
+    change.__name__ = f"{attribute}={value}"
+    return change
+
+
+def hook_a_part(name: str) -> Callable[[Any], None]:
+    """Return a change that triples the first result of the modules of a name, in a hook."""
+
+    def change(model: Any) -> None:
+        found = [module for path, module in model.named_modules() if path.endswith("." + name)]
+        assert found, name
+        for module in found:
+            module.register_forward_hook(
+                lambda _, arguments, out: (out[0] * 3, *out[1:]) if isinstance(out, tuple) else out * 3
+            )
+
+    change.__name__ = f"hook of {name}"
+    return change
+
+
+REPLACED = [
+    ("qwen3_moe", set_all("variance_epsilon", 5.0)),
+    ("qwen3_moe", set_all("top_k", 1)),
+    ("qwen3_moe", set_all("norm_topk_prob", True)),
+    ("deepseek_v3", set_all("variance_epsilon", 5.0)),
+    ("deepseek_v3", set_all("routed_scaling_factor", 9.0)),
+    ("deepseek_v3", set_all("top_k", 1)),
+    ("deepseek_v3", hook_a_part("kv_a_layernorm")),
+    ("qwen3_next", set_all("variance_epsilon", 5.0)),
+    ("qwen3_next", hook_a_part("linear_attn.norm")),
+    ("qwen3_next", hook_a_part("linear_attn.out_proj")),
+    ("granitemoehybrid", set_all("activation", "tanh")),
+    ("granitemoehybrid", hook_a_part("mamba.in_proj")),
+    ("minimax", hook_a_part("self_attn.norm")),
+    ("llama4_text", set_all("top_k", 2)),
+    ("llama4_text", hook_a_part("router")),
+    ("jetmoe", set_all("top_k", 1)),
+]
+
+
+@pytest.mark.parametrize(("name", "change"), REPLACED)
+@torch.no_grad()
+def test_changes_are_followed_layer_by_layer(load: Load, name: str, change: Callable[[Any], None]) -> None:
+    """Calls that ask for hidden states are for the model's own code, in which some forwards are replaced by ours."""
+    model = load(name)
+    options = {"output_hidden_states": True}
+    cache = model(input_ids=torch.arange(3, 9).unsqueeze(0), use_cache=True, **options).past_key_values
+    before = logits(model, past_key_values=copy.deepcopy(cache), **options)
+    change(model)
+    found = logits(model, past_key_values=copy.deepcopy(cache), **options)
+    with class_code(model):
+        expected = logits(model, past_key_values=copy.deepcopy(cache), **options)
+    assert relative_error(found, expected) < 3e-3 and relative_error(found, before) > 1e-2
+
+
 # ---- attention that is more than causal attention over one sequence --------------------------------------------------
 
 
@@ -223,17 +363,41 @@ def test_borders_of_packed_sequences_take_the_models_own_code(load: Load, option
     assert not steps
 
 
-@pytest.mark.parametrize("way", ["argument", "config"])
-def test_attention_that_is_not_causal(load: Load, way: str) -> None:
-    model = load()
-    before = logits(model, 9)
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("way", ["argument", "config", "module"])
+@torch.no_grad()
+def test_attention_that_is_not_causal(load: Load, name: str, way: str) -> None:
+    stock = AutoModelForCausalLM.from_pretrained(
+        load(name).config.name_or_path, dtype=torch.float32, quantization_config=None
+    )
+    before = logits(stock, 9)
     options = {"is_causal": False} if way == "argument" else {}
     if way == "config":
-        model.config.is_causal = False
-    found = logits(model, 9, **options)
-    with own_code(model):
-        expected = logits(model, 9, **options)
-    assert torch.equal(found, expected) and relative_error(found, before) > 1e-2
+        stock.config.is_causal = False
+    elif way == "module":
+        for layer in stock.model.layers:
+            layer.self_attn.is_causal = False
+    expected = logits(stock, 9, **options)
+    model = cpumoe.accelerate(stock, "fp32")
+    assert relative_error(logits(model, 9, **options), expected) < 1e-5 and relative_error(expected, before) > 1e-2
+
+
+def test_attention_of_the_users_own(load: Load) -> None:
+    model = load()
+    seen = []
+
+    def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> Any:
+        seen.append(module)
+        return query.transpose(1, 2), None
+
+    AttentionInterface.register("of_a_test", attend)
+    try:
+        before = logits(model, 5)
+        model.set_attn_implementation("of_a_test")
+        found = logits(model, 5)
+        assert len(seen) == len(model.model.layers) and relative_error(found, before) > 1e-2
+    finally:
+        AttentionInterface._global_mapping.pop("of_a_test")
 
 
 def test_negative_positions_of_padding(load: Load) -> None:
@@ -263,3 +427,38 @@ def test_one_model_in_several_threads(load: Load) -> None:
     with ThreadPoolExecutor(4) as pool:
         found = list(pool.map(generate, prompts * 8))
     assert found == expected * 8
+
+
+def test_a_thread_that_needs_longer_tables(load: Load) -> None:
+    """The decoder is built again while other threads use the one before."""
+    model = load()
+
+    def ask(last: int) -> torch.Tensor:
+        positions = torch.arange(last - 5, last + 1).unsqueeze(0)
+        return logits(model, 6, position_ids=positions, attention_mask=torch.ones(1, 6, dtype=torch.long))
+
+    lasts = [5, 200, 5000, 5, 9000, 77, 20000, 5]
+    expected = {last: ask(last) for last in sorted(set(lasts))}
+    model = load()
+    with ThreadPoolExecutor(4) as pool:
+        for last, found in zip(lasts * 4, pool.map(ask, lasts * 4), strict=True):
+            assert torch.equal(found, expected[last])
+
+
+def test_a_thread_that_changes_the_model(load: Load) -> None:
+    """Every answer is that of the model before or after, whichever code gives it."""
+    model = load()
+    answers = [logits(model)]
+    gate = model.model.layers[0].mlp.gate
+    gate.top_k = 1
+    answers.append(logits(model))
+
+    def change(_: int) -> None:
+        gate.top_k = 3 - gate.top_k
+
+    with ThreadPoolExecutor(4) as pool:
+        for index in range(40):
+            asked = [pool.submit(logits, model) for _ in range(3)]
+            pool.submit(change, index).result()
+            errors = [[relative_error(future.result(), answer) for answer in answers] for future in asked]
+            assert max(map(min, errors)) < 1e-5

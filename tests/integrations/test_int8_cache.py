@@ -88,7 +88,7 @@ def test_attention_is_that_over_floats_which_hold_what_comes_back(loaded, name, 
     """The keys and values of the rows themselves are zeros, which both kinds of caches hold as they are."""
     described = native_in(loaded(name, "int8", dtype)).decoder.model
     attention = described.layers[0].attention
-    names, width = ("key", "value"), sum(native_in(loaded(name, "int8", dtype))._caches.forms[0].depths)
+    names, width = ("key", "value"), sum(native_in(loaded(name, "int8", dtype))._last.caches.forms[0].depths)
     if attention.latent is not None:
         latent = Matrix(torch.zeros_like(attention.latent.latent.weight))
         attention = replace(attention, latent=replace(attention.latent, latent=latent))
@@ -359,7 +359,7 @@ def test_caches_that_do_not_belong_together_are_refused_by_name(loaded):
     step = native.decoder.step
 
     def caches(keys: torch.Tensor, values: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor, int]]:
-        return [(keys.clone(), values.clone(), 0) for _ in native._caches.forms]
+        return [(keys.clone(), values.clone(), 0) for _ in native._last.caches.forms]
 
     records, floats = torch.zeros(1, 2, 8, 20, dtype=torch.int8), torch.zeros(1, 2, 8, 16)
     assert step(tokens(1, 2), caches(records, records), 0).isfinite().all()

@@ -17,13 +17,14 @@ from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
 from cpumoe.integrations.transformers import lightning_attention, replacement_check, state_space
 from cpumoe.integrations.transformers.decode import speed_up
+from cpumoe.integrations.transformers.replaced_forward import ReplacedForward
 
 
 def replaced(model: torch.nn.Module) -> list[str]:
     """Names of the layers that have the one-step form."""
     ours = (state_space.mixer_forward, lightning_attention.lightning_forward)
     forwards = {name: vars(module).get("forward") for name, module in model.named_modules()}
-    return [name for name, f in forwards.items() if isinstance(f, functools.partial) and f.func in ours]
+    return [name for name, f in forwards.items() if isinstance(f, ReplacedForward) and f.function in ours]
 
 
 def cache_of(out: object) -> dict[str, object]:
@@ -145,7 +146,7 @@ def test_copies_and_pickles_keep_it():
     expected = steps(fast, None, [7, 8])
     for other in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
         layer = other.get_submodule(replaced(other)[0])
-        assert layer.forward.args[0] is layer
+        assert layer.forward.module is layer
         assert torch.equal(steps(other, None, [7, 8]), expected)
 
 

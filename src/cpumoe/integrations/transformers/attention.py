@@ -53,6 +53,16 @@ def asks_for_something(module_class: type, name: str, option: object) -> bool:
     return option is not None and option is not False and name not in PASSED_OVER and not passes_by(module_class, name)
 
 
+def is_known_attention(name: str | None) -> bool:
+    """Return whether an attention implementation is transformers' or ours: what somebody registered may be anything."""
+    if name in (None, "eager"):  # that of the model's file
+        return True
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    function = ALL_ATTENTION_FUNCTIONS.get(name)
+    return getattr(function, "__module__", "").partition(".")[0] in ("transformers", "cpumoe")
+
+
 # Most elements of a mask that has a column for the sinks; longer inputs are computed in parts.
 _MASK_ELEMENTS = 1 << 24
 
@@ -84,6 +94,7 @@ def attention_forward(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     shared_mask = attention_mask is None or attention_mask.shape[1:3] == (1, 1)
     ours = query.shape[2] == 1 and shared_mask and query.device.type == "cpu" and not module.training
+    ours = ours and query.dtype == key.dtype == value.dtype  # autocast leaves a cache in another one
     ours = ours and position_bias is None and cache is None and not wants_gradient(query, key, value, s_aux)
     if ours:
         mask = None if attention_mask is None else _additive(attention_mask, query.shape[0], key.shape[2])

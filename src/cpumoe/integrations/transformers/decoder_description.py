@@ -455,14 +455,15 @@ def _block(
     experts: Any = children[packed[0]]
     if not isinstance(experts.backend, NativeBackend) or experts.config.held_experts is not None:
         raise NotDescribed("its experts are not all here, or not served by the native kernels")
-    found = [child for child in children.values() if routers.form_of(child) is not None]
-    if len(found) != 1:
+    found = [child for child in children.values() if routers.is_replaced(child)]
+    form = routers.form_of(found[0], block) if len(found) == 1 else None
+    if form is None:
         raise NotDescribed(f"{type(block).__name__} has a router that is none we know")
     correction = routers.correction_of(found[0], block)
     parts.take_all_of(experts, found[0])
     parts.take(correction)
     routed = decoder.RoutedExperts(
-        _router(found[0], correction),
+        _router(found[0], form, correction),
         getattr(experts, "gate_up_packed", None),
         getattr(experts, "down_packed", None),
         _activation(experts.config.activation),
@@ -489,9 +490,7 @@ def _block(
     return routed, dense
 
 
-def _router(module: Any, correction: Tensor | None) -> decoder.Router:
-    form = routers.form_of(module)
-    assert form is not None
+def _router(module: Any, form: routers.RouterForm, correction: Tensor | None) -> decoder.Router:
     linear = routers.linear_of(module)
     bias = getattr(linear, "bias", None)
     return decoder.Router(

@@ -30,6 +30,7 @@ from cpumoe.integrations.transformers.attention import (
 from cpumoe.integrations.transformers.latent_check import first_difference, kind_of
 from cpumoe.integrations.transformers.module_view import ModuleView
 from cpumoe.integrations.transformers.norms import find_form, rms_norm
+from cpumoe.integrations.transformers.replaced_forward import ReplacedForward
 from cpumoe.integrations.transformers.roomy_cache import make_roomy
 from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.layers.packed_weights import unpack_weight
@@ -84,7 +85,7 @@ def _replace(module: Any) -> None:
         if type(child).forward is nn.Linear.forward:
             child.forward = partial(_linear, child)
         elif (form := find_form(child)) is not None:
-            child.forward = partial(rms_norm, child, form)
+            child.forward = ReplacedForward(rms_norm, child, form)
 
 
 def _is_latent_attention(module: nn.Module) -> bool:
@@ -236,9 +237,12 @@ def attend_latents(
     *,
     indices: Tensor | None = None,
     s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention interface: query [B, heads, T, D] over latents -> [B, T, heads, V].
+
+    Without a mask attention is causal unless ``is_causal``, or the module's attribute of that name, says otherwise.
 
     ``indices`` [B, T, K] are the tokens that an indexer chose; the others are not looked at. ``s_aux`` [heads] are
     attention sinks.
@@ -250,6 +254,7 @@ def attend_latents(
     weight = module.weight(query.dtype)
     if indices is not None and indices.shape[-1] >= tokens:  # all of them
         indices = None
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     few = query.shape[2] <= module.few_tokens and (attention_mask is None or attention_mask.shape[1] == 1)
     if few and indices is not None and query.shape[2] == 1:
         chosen = indices[:, 0].long()
@@ -257,20 +262,20 @@ def attend_latents(
         if attention_mask is not None:
             attention_mask = attention_mask.expand(len(chosen), -1, -1, -1).take_along_dim(chosen[:, None, None], -1)
     elif indices is not None:
-        attention_mask = _without_others(attention_mask, indices, query.shape[2], tokens)
+        attention_mask = _without_others(attention_mask, indices, query.shape[2], tokens, causal)
     if few:
-        mask = _additive(attention_mask, query, latents.shape[2])
+        mask = _additive(attention_mask, query, latents.shape[2], causal)
         sinks = s_aux if s_aux is None or s_aux.dtype == torch.float32 else s_aux.to(torch.float32)
         return ops.latent_attention(query, latents, rotated, weight, mask, scale, sinks), None
-    return _expanded(query, latents, rotated, weight, attention_mask, scale, s_aux), None
+    return _expanded(query, latents, rotated, weight, attention_mask, scale, s_aux, causal), None
 
 
-def _without_others(mask: Tensor | None, indices: Tensor, queries: int, tokens: int) -> Tensor:
+def _without_others(mask: Tensor | None, indices: Tensor, queries: int, tokens: int, causal: bool) -> Tensor:
     """A mask that hides, besides what ``mask`` does, all tokens that are not in ``indices`` [B, T, K]: booleans."""
     seen = torch.zeros((len(indices), queries, tokens), dtype=torch.bool, device=indices.device)
     seen = seen.scatter_(-1, indices.long(), True).unsqueeze(1)
     if mask is None:
-        return seen if queries == 1 else seen & _causal(queries, tokens)
+        return seen & _causal(queries, tokens) if causal and queries > 1 else seen
     mask = mask[..., :tokens]
     if mask.dtype == torch.bool:
         return mask & seen
@@ -278,15 +283,15 @@ def _without_others(mask: Tensor | None, indices: Tensor, queries: int, tokens: 
 
 
 def _causal(queries: int, tokens: int) -> Tensor:
-    """What no mask means for several tokens: they are the first ones."""
+    """Return what no mask means for several tokens of causal attention: they are the first ones."""
     return torch.ones((queries, tokens), dtype=torch.bool).tril()
 
 
-def _additive(mask: Tensor | None, query: Tensor, tokens: int) -> Tensor | None:
+def _additive(mask: Tensor | None, query: Tensor, tokens: int, causal: bool) -> Tensor | None:
     """A mask [B or 1, 1, T or 1, S] of booleans (True: look) or numbers to add -> fp32 [B, T, S]."""
     batch, _, queries, _ = query.shape
     if mask is None:
-        if queries == 1:
+        if queries == 1 or not causal:
             return None
         mask = _causal(queries, tokens)[None, None]
     return additive_mask(mask[:, 0, :, :tokens].expand(batch, queries, tokens))
@@ -300,6 +305,7 @@ def _expanded(
     mask: Tensor | None,
     scale: float,
     sinks: Tensor | None,
+    causal: bool,
 ) -> Tensor:
     """Attention of many tokens, [B, T, heads, V]: keys and values of some heads are made, used and forgotten."""
     batch, heads, queries, depth = query.shape
@@ -319,11 +325,12 @@ def _expanded(
         own_mask = mask if mask is None or mask.shape[1] == 1 else mask[:, some]
         if sinks is not None:
             out[:, :, some] = attention_with_sinks(
-                query[:, some], key, value, own_mask, sinks[some], dropout=0.0, scale=scale, causal=True
+                query[:, some], key, value, own_mask, sinks[some], dropout=0.0, scale=scale, causal=causal
             )
             continue
-        causal = own_mask is None and queries > 1
-        part = F.scaled_dot_product_attention(query[:, some], key, value, own_mask, is_causal=causal, scale=scale)
+        part = F.scaled_dot_product_attention(
+            query[:, some], key, value, own_mask, is_causal=causal and own_mask is None and queries > 1, scale=scale
+        )
         out[:, :, some] = part.transpose(1, 2)
     return out
 
@@ -333,7 +340,12 @@ def _linear(module: nn.Linear, x: Tensor) -> Tensor:
     weight, bias = module.weight, module.bias
     rows = x.numel() // max(x.shape[-1], 1)
     plain = x.is_cpu and x.dtype == weight.dtype and weight.is_contiguous() and 0 < rows <= _FEW_ROWS
-    if not plain or wants_gradient(x, weight, bias) or torch.compiler.is_compiling():
+    if (
+        not plain
+        or torch.is_autocast_enabled("cpu")
+        or wants_gradient(x, weight, bias)
+        or torch.compiler.is_compiling()
+    ):
         return F.linear(x, weight, bias)
     bias32 = None if bias is None else bias.to(torch.float32)
     out = ops.router_logits(x.reshape(rows, x.shape[-1]), weight, bias32, False)

@@ -39,7 +39,8 @@ class LightningLayer:
 
 def speed_up_lightning_attention(model: nn.Module) -> None:
     """Gives the layers of lightning attention of a model their one-step form, where it computes what they compute."""
-    replace_forwards(model, describe, lightning_forward, _difference)
+    called = frozenset(("qkv_proj", "out_proj", "output_gate", "norm", "act_fn"))
+    replace_forwards(model, describe, lightning_forward, _difference, called)
 
 
 def describe(module: Any) -> LightningLayer | None:

@@ -12,18 +12,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from cpumoe import ops
+from cpumoe.integrations.transformers.replaced_forward import ReplacedForward
 from cpumoe.integrations.transformers.replacement_check import empty_cache, wants_gradient_through
 
 _log = logging.getLogger("cpumoe")
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_ONE_OR_TWO = ("", "_a", "_b")  # a projection, or the two in its place
 _MOST_TAPS = 16  # of a convolution, as the core has it
 
 #: How far the outputs and states of the two forwards may differ, relative to their norm. In 16 bits transformers rounds
@@ -42,7 +43,11 @@ def speed_up_linear_attention(model: nn.Module) -> None:
         if key not in verdicts:
             verdicts[key] = _agrees(name, module, form)
         if verdicts[key]:
-            module.forward = partial(form.forward, module)  # not a closure: models are pickled and copied with it
+            module.forward = ReplacedForward(_forward, module, form, form.called)
+
+
+def _forward(module: Any, form: Form, *arguments: Any, **options: Any) -> Tensor:
+    return form.forward(module, *arguments, **options)
 
 
 def _code_of(module: Any) -> list[object]:
@@ -74,6 +79,13 @@ class DeltaForm:
     out: str
     sigmoid_gate: bool
     decay_bound: float
+
+    @property
+    def called(self) -> frozenset[str]:
+        """Names of the modules in a layer that ``forward`` calls."""
+        linears = ("in_proj_qkvz", "in_proj_ba", "in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+        apart = ("q_proj", "k_proj", "v_proj", "b_proj", *(f"g{part}_proj" for part in _ONE_OR_TWO))
+        return frozenset((*linears, *apart, *(f"forget_gate.f{part}_proj" for part in _ONE_OR_TWO), self.out))
 
     @property
     def channels(self) -> int:
@@ -158,6 +170,8 @@ class ConvolutionForm:
     channels: int
     taps: int
 
+    called = frozenset(("in_proj", "out_proj"))  # by ``forward``
+
     def dtype_in(self, module: Any) -> torch.dtype:
         dtype: torch.dtype = module.conv.weight.dtype
         return dtype
@@ -241,6 +255,8 @@ def _project(linear: Any, x: Tensor) -> Tensor:
 def _is_plain_linear(linear: Any, dtype: torch.dtype) -> bool:
     """Whether nothing but the product would happen in a call."""
     if type(linear) is not nn.Linear or linear.weight.dtype != dtype or "forward" in vars(linear):
+        return False
+    if torch.is_autocast_enabled("cpu"):
         return False
     return not (linear._forward_hooks or linear._forward_pre_hooks) and linear.weight.is_contiguous()
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Hashable, Sequence
-from dataclasses import replace
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from cpumoe import _core
 from cpumoe.errors import RankError
-from cpumoe.integrations.transformers.attention import PASSED_OVER
+from cpumoe.integrations.transformers.attention import PASSED_OVER, is_known_attention
 from cpumoe.integrations.transformers.call_options import names_in, names_in_files_of, names_of_attention_functions
 from cpumoe.integrations.transformers.decoder_check import find_choices, output_class
 from cpumoe.integrations.transformers.decoder_description import (
@@ -34,9 +35,17 @@ from cpumoe.integrations.transformers.decoder_description import (
     with_own_heads,
 )
 from cpumoe.integrations.transformers.described_parts import NotDescribed, describe_matrix
+from cpumoe.integrations.transformers.replacement_check import copy_of
 from cpumoe.integrations.transformers.roomy_cache import CacheForm
 from cpumoe.integrations.transformers.step_caches import StepCaches
-from cpumoe.integrations.transformers.watched_modules import is_foreign, kind_of, watched_entries, watched_modules
+from cpumoe.integrations.transformers.watched_modules import (
+    Entry,
+    is_foreign,
+    kind_of,
+    kind_of_owner,
+    watched_entries,
+    watched_owner,
+)
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.ops.decoder import Decoder
@@ -154,105 +163,171 @@ def forward_to_logits(model: Any, native: NativeDecoder, output: type[Any], *arg
     return output(logits=found[0], past_key_values=found[1])
 
 
+@dataclass(frozen=True)
+class _Built:
+    """A decoder and what it was built from; never changed, so that threads may use it while another one is built.
+
+    Attributes:
+        positions: that its rotary tables have.
+        has_head: whether steps can go on to logits.
+        own_heads: layers whose caches have the heads of this rank alone. Latents are those of all heads.
+        hooks: of the modules that a step does not call, two dicts for each.
+        has_foreign_forward: whether one of these has another forward than its class or this package gave it.
+        watched: entries for ``_core.has_changed``.
+        known_options: names that the code of the model mentions, without the head and with it.
+    """
+
+    decoder: Decoder
+    positions: int
+    has_head: bool
+    caches: StepCaches
+    dtype: torch.dtype
+    hidden: int
+    own_heads: tuple[int, ...]
+    hooks: tuple[dict[int, Any], ...]
+    has_foreign_forward: bool
+    watched: tuple[Entry, ...]
+    known_options: tuple[frozenset[str], frozenset[str]]
+
+    def serves(self, last: int, with_head: bool) -> bool:
+        """Return whether this is the decoder for positions up to ``last`` of a model that has not changed."""
+        return last < self.positions and (self.has_head or not with_head) and not _core.has_changed(self.watched)
+
+    def is_watched(self) -> bool:
+        """Return whether other code's hooks or forwards are inside, which a step would leave out."""
+        return self.has_foreign_forward or _has_hooks(self.hooks)
+
+
+def _has_hooks(hooks: Iterable[dict[int, Any]]) -> bool:
+    """Return whether there are hooks; transformers' own are for calls that ask for more results."""
+    return any(
+        any(getattr(hook, "__module__", None) != _CAPTURING for hook in found.values()) for found in hooks if found
+    )
+
+
 class NativeDecoder:
     """A base model's decoder in the core. Raises NotDescribed if there is none."""
 
     def __init__(self, base: Any) -> None:
         refuse_other_parts(base)
-        self._choices = self._found_choices(base)
+        self._choices: dict[str, Choices] = {}  # by the kind of a layer
+        self._heads: dict[str, bool] = {}  # by the kind of a model: whether it does no more than call its head
         self.output = output_class(base)
-        self._positions = FIRST_POSITIONS
         self.reason: str | None = None  # why it is no longer used
-        self._has_head = False
         self.records = False  # whether caches are held in int8
         self._arguments = [tuple(inspect.signature(type(base).forward).parameters)[1:]]  # and those of the model
-        self._describe(base)
+        self._lock = threading.Lock()
+        self._built: _Built | None = self._build(base, None, FIRST_POSITIONS)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy, or what is read from a file, builds its decoder of the model that it finds itself in."""
+        return {**vars(self), "_built": None, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
 
     def take_head(self, model: Any) -> type[Any] | None:
         """Lets steps go on to logits if a model's own code does no more than call its head.
 
-        Gives the class of the model's results then. Its base model is replaced by made-up hidden states to find out.
+        Gives the class of the model's results then.
         """
-        base, head = model.model, model.get_output_embeddings()
-        hidden = torch.randn((1, 3, self._hidden), generator=torch.Generator().manual_seed(5)).to(self._dtype)
-        forward = vars(base).pop("forward")
-        base.forward = lambda *_, **__: self.output(last_hidden_state=hidden)
-        try:
-            with torch.no_grad():
-                found = type(model).forward(model, input_ids=torch.zeros((1, 3), dtype=torch.long), logits_to_keep=1)
-                expected = head(hidden[:, -1:])
-            describe_matrix(head, "head")
-            self._has_head = torch.equal(found.logits, expected)
-        except Exception:  # it is called in another way, or is no linear
-            self._has_head = False
-        finally:
-            base.forward = forward
-        if not self._has_head:
-            return None
         self._arguments.append(tuple(inspect.signature(type(model).forward).parameters)[1:])
-        self._describe(base, model)
-        return type(found)
+        if not self._calls_its_head(model):
+            return None
+        self._built = self._build(model.model, model, FIRST_POSITIONS)
+        return type(self._results(model))
 
-    @staticmethod
-    def _found_choices(base: Any) -> tuple[Choices, ...]:
-        """Return the choices of each layer. Layers of the same type, parts and settings are tried once."""
-        found: dict[Hashable, Choices] = {}
-        out = []
-        for index, layer in enumerate(base.layers):
-            key = (layer_type(base, index), kind_of(layer, index))
-            if key not in found:
-                found[key] = find_choices(base, index)
-            out.append(found[key])
-        return tuple(out)
+    def _calls_its_head(self, model: Any) -> bool:
+        """Return whether a model's logits are what its head gives, with made-up hidden states of its base model."""
+        key = repr((kind_of_owner(model), kind_of_owner(model.model)))
+        if key not in self._heads:
+            head = model.get_output_embeddings()
+            try:
+                describe_matrix(head, "head")
+                with torch.no_grad():
+                    expected = head(_made_up_hidden(model.model.embed_tokens))
+                self._heads[key] = torch.equal(self._results(model).logits, expected)
+            except Exception:  # it is called in another way, or is no linear
+                self._heads[key] = False
+        return self._heads[key]
 
-    def __getstate__(self) -> dict[str, Any]:
-        """A copy, or what is read from a file, describes the model anew that it finds itself in."""
-        return {**vars(self), "_described": None, "_hooks": (), "_watched": ()}
+    def _results(self, model: Any) -> Any:
+        """Return what a model's own code makes of made-up hidden states of its base model."""
+        copied = copy_of(model)
+        copied._modules = {**model._modules, "model": _MadeUp(self.output, model.model)}
+        with torch.no_grad():
+            return type(model).forward(copied, input_ids=torch.zeros((1, 1), dtype=torch.long), logits_to_keep=1)
 
     @property
     def decoder(self) -> Decoder:
         """What computes steps; of a model that has been copied, not before the first of them."""
-        assert self._described is not None
-        return self._described
+        return self._last.decoder
 
-    def _describe(self, base: Any, owner: Any = None) -> None:
-        """``owner``: the model whose head the steps go on to, if they do."""
-        head = owner.get_output_embeddings() if self._has_head and owner is not None else None
-        model = describe_decoder(base, self._choices, torch.arange(self._positions))
+    @property
+    def _last(self) -> _Built:
+        assert self._built is not None
+        return self._built
+
+    def _build(self, base: Any, owner: Any, positions: int) -> _Built:
+        """Build the decoder of a model as it is; ``owner`` has the head that steps may go on to."""
+        head = owner.get_output_embeddings() if owner is not None and self._calls_its_head(owner) else None
+        others = (norm_of(base), base.embed_tokens, rotary_of(base), head)
+        modules = [*base.layers.modules(), *(m for m in others if m is not None)]
+        owners = [m for m in (base, owner) if m is not None]
+        watched = (  # first: what another thread changes from here on is noticed in the next call
+            *(entry for m in modules for entry in watched_entries(m)),
+            *(entry for m in owners for entry in watched_owner(m)),
+        )
+        model = describe_decoder(base, self._choices_of(base), torch.arange(positions))
         if head is not None:
             model = replace(model, head=describe_matrix(head, "head"))
         if (group := model.group) is not None:
             model = with_own_heads(model, group.rank, group.ranks)
-        # Layers whose caches have the heads of this rank alone. Latents are those of all heads.
-        self._own_heads = tuple(
+        own_heads = tuple(
             index
             for index, layer in enumerate(model.layers)
             if layer.attention is not None and layer.attention.ranks > 1 and layer.attention.latent is None
         )
-        self._described: Decoder | None = Decoder(model)
-        self._known_options: dict[bool, frozenset[str]] = {}  # with a head or without
-        self._dtype, self._hidden = model.embedding.dtype, model.embedding.shape[1]
-        forms = [cache_form(*pair, self._dtype, self.records) for pair in zip(base.layers, model.layers, strict=True)]
+        dtype, hidden = model.embedding.dtype, model.embedding.shape[1]
+        forms = [cache_form(*pair, dtype, self.records) for pair in zip(base.layers, model.layers, strict=True)]
         if not any(isinstance(form, CacheForm) for form in forms):
             raise NotDescribed("none of its layers has attention, whose cache would count the tokens")
-        self._caches = StepCaches(forms, self._dtype)
-        others = (norm_of(base), base.embed_tokens, rotary_of(base), head)
-        modules = [*base.layers.modules(), *(m for m in others if m is not None)]
-        self._hooks = tuple(hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks))
-        self._has_foreign_forward = any(is_foreign(vars(m).get("forward")) for m in modules)
-        self._watched = (
-            *(entry for m in modules for entry in watched_entries(m)),
-            *(entry for m in (base, owner) if m is not None for entry in watched_modules(m)),
+        classes: set[type] = {type(module) for module in base.layers.modules()}
+        known = frozenset().union(_names_in_forward(base), *(names_in_files_of(each) for each in classes))
+        return _Built(
+            Decoder(model),
+            positions,
+            head is not None,
+            StepCaches(forms, dtype),
+            dtype,
+            hidden,
+            own_heads,
+            tuple(hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)),
+            any(is_foreign(vars(m).get("forward")) for m in modules),
+            watched,
+            (known, known if owner is None else known | _names_in_forward(owner)),
         )
+
+    def _choices_of(self, base: Any) -> tuple[Choices, ...]:
+        """Return the choices of each layer. Layers of the same type, parts and settings are tried once."""
+        out, of_base = [], kind_of_owner(base)
+        for index, layer in enumerate(base.layers):
+            key = repr((of_base, layer_type(base, index), kind_of(layer, index)))
+            if key not in self._choices:
+                self._choices[key] = find_choices(base, index)
+            out.append(self._choices[key])
+        return tuple(out)
 
     def describe_anew(self, model: Any) -> None:
         """Follows what has been put into ``model``, which has the head, without waiting for the next longer call."""
-        self._describe(model.model, model)
+        with self._lock:
+            self._built = self._build(model.model, model, self._last.positions)
 
     def hold_records(self) -> None:
         """Holds keys and values of caches in int8 from here on."""
-        self.records = True
-        self._caches = self._caches.in_records()
+        with self._lock:
+            self.records = True
+            self._built = replace(self._last, caches=self._last.caches.in_records())
 
     def run(
         self, base: Any, arguments: tuple[Any, ...], options: dict[str, Any], head: Any = None
@@ -261,13 +336,12 @@ class NativeDecoder:
 
         Results are hidden states [B, T, H] or, with a model that has the ``head``, logits [B, tokens to keep, V].
         """
-        if self.reason is not None or torch.is_grad_enabled() or base.training:
+        if self.reason is not None or torch.is_grad_enabled() or base.training or torch.compiler.is_compiling():
             return None
-        if torch.compiler.is_compiling() or (
-            torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") != self._dtype
-        ):
+        built = self._ready(base, 0, head)
+        if built is None or self._is_left(built, base, head):
             return None
-        if not self._is_ready(base, 0, head) or self._has_foreign_forward or self._is_watched():
+        if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") != built.dtype:
             return None
         given = self._named(arguments, options, head)
         keep = given.get("logits_to_keep", 0) if head is not None else 0
@@ -278,10 +352,9 @@ class NativeDecoder:
                 return None
             if option is None or option is False:
                 continue
-            if name in _PACKED or not self._passes_by(base, head, name):
+            known = built.known_options[head is not None]
+            if name in _PACKED or name in known or name in names_of_attention_functions():
                 return None
-        if not getattr(base.config, "is_causal", True):
-            return None
         if any(given.get(name, getattr(base.config, name, False)) for name in _MORE_RESULTS):
             return None
         if given.get("return_dict", True) is False:
@@ -292,7 +365,7 @@ class NativeDecoder:
         x: Any = tokens if embeds is None else embeds
         if not x.is_cpu or x.dim() != (2 if embeds is None else 3) or x.numel() == 0:
             return None
-        if x.dtype != (torch.int64 if embeds is None else self._dtype):
+        if x.dtype != (torch.int64 if embeds is None else built.dtype):
             return None
         use_cache = given.get("use_cache")
         if use_cache is None:
@@ -303,21 +376,24 @@ class NativeDecoder:
             cache = DynamicCache(config=base.config)
         if head is not None and not self._keeps(head, x, keep):
             return None
-        out = self._step(base, x, cache, given.get("attention_mask"), given.get("position_ids"), keep, head)
+        out = self._step(built, base, x, cache, given.get("attention_mask"), given.get("position_ids"), keep, head)
         if out is None:
             return None
         return out, cache if use_cache or given.get("past_key_values") is not None else None
 
-    def _passes_by(self, base: Any, head: Any, name: str) -> bool:
-        """Return whether a step may ignore an option: no code of the model and no attention mentions its name."""
-        owners = (base,) if head is None else (base, head)
-        known = self._known_options.get(head is not None)
-        if known is None:
-            forwards = names_in(vars(c).get("forward") for owner in owners for c in type(owner).__mro__)
-            classes: set[type] = {type(module) for module in base.layers.modules()}
-            known = frozenset().union(forwards, *(names_in_files_of(module_class) for module_class in classes))
-            self._known_options[head is not None] = known
-        return name not in known and name not in names_of_attention_functions()
+    def _is_left(self, built: _Built, base: Any, head: Any) -> bool:
+        """Return whether steps are left to the model's own code, because of hooks, other forwards or its attention.
+
+        ``head``: the model whose base model is not called; None for calls of the base model.
+        """
+        config = base.config
+        if built.is_watched() or not getattr(config, "is_causal", True):
+            return True
+        if not is_known_attention(getattr(config, "_attn_implementation", None)):
+            return True
+        if head is None:
+            return False
+        return _has_hooks((base._forward_hooks, base._forward_pre_hooks)) or native_of(base) is not self
 
     def _named(self, arguments: tuple[Any, ...], options: dict[str, Any], head: Any) -> dict[str, Any]:
         if not arguments:
@@ -327,20 +403,13 @@ class NativeDecoder:
     def refuse_own_heads(self, arguments: tuple[Any, ...], options: dict[str, Any], head: Any = None) -> None:
         """Refuses to leave a call to the model's own code whose cache has the keys and values of one rank's heads."""
         cache = self._named(arguments, options, head).get("past_key_values")
-        if not any(self._caches.has_heads_of(cache, index) for index in self._own_heads):
+        built = self._built
+        if built is None or not any(built.caches.has_heads_of(cache, index) for index in built.own_heads):
             return
         raise ValueError(
             "past_key_values hold the heads of this rank alone, and this call goes through all of them, layer by layer "
             "(it asks for hidden states, attentions, gradients or another mask than padding); make it without "
             "past_key_values, from the first token on, or load the model on one rank"
-        )
-
-    def _is_watched(self) -> bool:
-        """Whether somebody else's hooks wait inside; transformers' own are for calls that ask for more results."""
-        return any(
-            any(getattr(hook, "__module__", None) != _CAPTURING for hook in hooks.values())
-            for hooks in self._hooks
-            if hooks
         )
 
     def _keeps(self, head: Any, x: Tensor, keep: Any) -> bool:
@@ -352,6 +421,7 @@ class NativeDecoder:
 
     def _step(
         self,
+        built: _Built,
         base: Any,
         x: Tensor,
         cache: Any,
@@ -361,7 +431,7 @@ class NativeDecoder:
         head: Any,
     ) -> Tensor | None:
         batch, count = x.shape[:2]
-        past = self._caches.past(cache, batch)
+        past = built.caches.past(cache, batch)
         if past is None:
             return None
         padding = None
@@ -383,14 +453,19 @@ class NativeDecoder:
                 positions = positions.where(mask[:, past:].bool(), 0)
             positions = positions.contiguous()
             last = int(positions.max())
-        if last >= self._positions and not self._is_ready(base, last, head):
-            return None
-        room = self._caches.reserve(cache, batch, count)
+        if last >= built.positions:
+            longer = self._ready(base, last, head)
+            if longer is None:
+                return None
+            built = longer
+        room = built.caches.reserve(cache, batch, count)
         if room is None:
             return None
         x = x.contiguous()
-        out = self.decoder.step(x, room, past, positions=positions, padding=padding, keep=keep, logits=head is not None)
-        self._caches.advance(cache, count)
+        out = built.decoder.step(
+            x, room, past, positions=positions, padding=padding, keep=keep, logits=head is not None
+        )
+        built.caches.advance(cache, count)
         return out
 
     def new_pages(self, pages: int, page_tokens: int, sequences: int) -> list[tuple[Tensor, ...]]:
@@ -399,17 +474,17 @@ class NativeDecoder:
         Keys and values in pages, [pages, kv_heads, page_tokens, depth]; of latent attention they are one tensor, given
         twice. In int8 they are records. Of layers with states those of each sequence, [sequences, ..].
         """
-        return self._caches.new_pages(pages, page_tokens, sequences)
+        return self._last.caches.new_pages(pages, page_tokens, sequences)
 
     @property
     def token_bytes(self) -> int:
         """Bytes of keys and values that a token takes in all layers."""
-        return self._caches.token_bytes
+        return self._last.caches.token_bytes
 
     @property
     def state_bytes(self) -> int:
         """Bytes of states that a sequence takes in all layers, however long it is."""
-        return self._caches.state_bytes
+        return self._last.caches.state_bytes
 
     def step_rows(
         self,
@@ -428,34 +503,72 @@ class NativeDecoder:
         their own, a rank takes part in the steps of others by computing no tokens.
         Raises NotDescribed if the model has become another one.
         """
-        last = int(places.max()) if len(places) else 0
-        if not self._is_ready(model.model, last, model):
+        built = self._ready(model.model, int(places.max()) if len(places) else 0, model)
+        if built is None:
             raise NotDescribed(self.reason)
-        return self.decoder.step_rows(tokens, sequences, places, pages, page_tokens, caches, wanted)
+        hooks = (model._forward_hooks, model._forward_pre_hooks)
+        if self._is_left(built, model.model, model) or _has_hooks(hooks) or native_with_head(model) is not self:
+            raise NotDescribed("hooks, other forwards or attention that is not causal are in the model")
+        return built.decoder.step_rows(tokens, sequences, places, pages, page_tokens, caches, wanted)
 
-    def _is_ready(self, base: Any, last: int, head: Any) -> bool:
-        """Rebuilds the decoder if the model has changed; makes rotary tables for positions up to ``last``.
+    def _ready(self, base: Any, last: int, head: Any) -> _Built | None:
+        """Return the decoder for positions up to ``last``, built again if the model has changed.
 
-        Returns False if the native decoder cannot run the model any more.
+        Returns None if the native decoder cannot run the model any more, or does not have the ``head`` that is wanted.
         """
-        try:
-            described = self._described
-            lacks_head = described is not None and head is not None and described.model.head is None
-            while self._positions <= last:
-                self._positions *= 2
-                described = None
-            if described is None or lacks_head or _core.has_changed(self._watched):
-                self._describe(base, head)
-        except RankError:
-            raise
-        except Exception as problem:  # a part that was put into the model may be anything
-            reason = problem if isinstance(problem, NotDescribed) else _unexpected(problem)
-            if self.records:
-                raise ValueError(f"keys and values in int8 are for steps in one call of the core; {reason}") from None
-            _log.warning("%s runs layer by layer from here on: %s", type(base).__name__, reason)
-            self.reason = base._cpumoe_reason = str(reason)
-            return False
-        return True
+        built = self._built
+        if built is None or not built.serves(last, head is not None):
+            built = self._rebuilt(base, last, head)
+        return None if built is None or (head is not None and not built.has_head) else built
+
+    def _rebuilt(self, base: Any, last: int, head: Any) -> _Built | None:
+        with self._lock:
+            built = self._built
+            if built is not None and built.serves(last, head is not None):  # another thread has built it
+                return built
+            positions = FIRST_POSITIONS if built is None else built.positions
+            while positions <= last:
+                positions *= 2
+            try:
+                self._built = self._build(base, head, positions)
+            except RankError:
+                raise
+            except Exception as problem:  # a part that was put into the model may be anything
+                reason = problem if isinstance(problem, NotDescribed) else _unexpected(problem)
+                if self.records:
+                    raise ValueError(
+                        f"keys and values in int8 are for steps in one call of the core; {reason}"
+                    ) from None
+                _log.warning("%s runs layer by layer from here on: %s", type(base).__name__, reason)
+                self.reason = base._cpumoe_reason = str(reason)
+            return None if self.reason is not None else self._built
+
+
+def _names_in_forward(module: nn.Module) -> frozenset[str]:
+    """Return the names that the forwards of a module's classes mention."""
+    return frozenset(names_in(vars(each).get("forward") for each in type(module).__mro__))
+
+
+class _MadeUp(nn.Module):
+    """Stands for a base model inside of the one with the head: gives made-up hidden states."""
+
+    def __init__(self, output: type[Any], base: Any) -> None:
+        super().__init__()
+        self._output, self._base = output, (base,)  # not a child
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        return self._output(last_hidden_state=_made_up_hidden(self._base[0].embed_tokens))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in vars(type(self)):
+            return super().__getattr__(name)
+        return getattr(self._base[0], name)
+
+
+def _made_up_hidden(embedding: Any) -> Tensor:
+    weight = embedding.weight
+    made: Tensor = torch.randn((1, 1, weight.shape[1]), generator=torch.Generator().manual_seed(5))
+    return made.to(weight.dtype)
 
 
 def _left_padding(mask: Tensor) -> Tensor | None:

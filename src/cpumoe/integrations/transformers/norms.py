@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Hashable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cpumoe import ops
+from cpumoe.integrations.transformers.replaced_forward import ReplacedForward, replaced_forward
 from cpumoe.ops import wants_gradient
 
 #: How far a norm may be from ours to be the same: the last bit, and what another order of sums does to fp32.
@@ -51,7 +51,7 @@ def speed_up_norms(model: nn.Module) -> None:
         if key not in known:
             known[key] = find_form(module)
         if (form := known[key]) is not None:
-            module.forward = partial(rms_norm, module, form)
+            module.forward = ReplacedForward(rms_norm, module, form)
 
 
 def rms_norm(module: Any, form: NormForm, hidden_states: Tensor) -> Tensor:
@@ -65,9 +65,12 @@ def rms_norm(module: Any, form: NormForm, hidden_states: Tensor) -> Tensor:
 
 
 def form_of(module: Any) -> NormForm | None:
-    """The form of a norm that has been given one operator."""
-    forward = vars(module).get("forward")
-    return forward.args[1] if isinstance(forward, partial) and forward.func is rms_norm else None
+    """Return the form of a norm whose forward was replaced by one operator; a changed norm's is found anew."""
+    replaced = replaced_forward(module, rms_norm)
+    if replaced is None:
+        return None
+    found: NormForm | None = replaced.facts if replaced.is_current() else find_form(module)
+    return found
 
 
 def find_form(module: Any) -> NormForm | None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cpumoe.integrations.transformers.replaced_forward import ReplacedForward
 from cpumoe.ops import wants_gradient
 
 _log = logging.getLogger("cpumoe")
@@ -34,6 +35,7 @@ def replace_forwards(
     describe: Callable[[nn.Module], Hashable | None],
     forward: Callable[..., Any],
     difference: Callable[[nn.Module, Any], str],
+    called: frozenset[str],
 ) -> None:
     """Gives the layers of a model that ``describe`` knows another forward, where it computes what theirs computes.
 
@@ -41,6 +43,7 @@ def replace_forwards(
         describe: the facts of a layer; None for a module of another kind.
         forward: is called with the layer, its facts and what the layer is called with.
         difference: what ``forward`` does differently from a layer's own code, empty if nothing.
+        called: names of the modules in a layer that ``forward`` calls.
     """
     for name, module in model.named_modules():
         layer = describe(module)
@@ -49,7 +52,7 @@ def replace_forwards(
         if reason := reason_against((type(module), layer), functools.partial(difference, module, layer)):
             _log.warning("%s (%s) keeps its own code: with one operator %s", name, type(module).__name__, reason)
         else:
-            module.forward = functools.partial(forward, module, layer)
+            module.forward = ReplacedForward(forward, module, layer, called)
 
 
 def wants_gradient_through(module: nn.Module, hidden_states: Tensor) -> bool:

@@ -12,7 +12,6 @@ import logging
 import math
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from cpumoe import ops
+from cpumoe.integrations.transformers.replaced_forward import ReplacedForward, replaced_forward
 from cpumoe.integrations.transformers.replacement_check import twin_of
 from cpumoe.layers.experts import Experts
 from cpumoe.ops import SCORING, wants_gradient
@@ -71,13 +71,21 @@ def speed_up_routers(model: nn.Module) -> None:
                 if forms[key] is None:
                     _log.info("%s.%s (%s) keeps its own code", name, child_name, type(router).__name__)
             if (form := forms[key]) is not None:
-                router.forward = partial(route, router, form)
+                router.forward = ReplacedForward(route, router, form)
 
 
-def form_of(module: Any) -> RouterForm | None:
-    """The form of a router that has been given one."""
-    forward = vars(module).get("forward")
-    return forward.args[1] if isinstance(forward, partial) and forward.func is route else None
+def is_replaced(module: Any) -> bool:
+    """Return whether a module is a router whose forward was replaced by our operators."""
+    return replaced_forward(module, route) is not None
+
+
+def form_of(module: Any, block: Any) -> RouterForm | None:
+    """Return the form of such a router, which ``block`` calls; a changed router's is found anew."""
+    replaced = replaced_forward(module, route)
+    if replaced is None:
+        return None
+    found: RouterForm | None = replaced.facts if replaced.is_current() else find_form(module, block)
+    return found
 
 
 def linear_of(router: Any) -> Any:
@@ -182,7 +190,7 @@ def _form_for_block(block: nn.Module, router: Any) -> RouterForm | None:
     try:
         with torch.no_grad():
             expected = block(x)
-            router.forward = partial(route, router, form)
+            router.forward = ReplacedForward(route, router, form)
             found = block(x)
     except Exception:  # it needs what it was not given here, or the dtypes of the router
         return kept

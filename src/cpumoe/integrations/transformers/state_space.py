@@ -101,7 +101,7 @@ Layer = Mamba2Layer | MambaLayer
 
 def speed_up_state_spaces(model: nn.Module) -> None:
     """Gives the Mamba and Mamba2 layers of a model their one-step form, where it computes what they compute."""
-    replace_forwards(model, describe, mixer_forward, _difference)
+    replace_forwards(model, describe, mixer_forward, _difference, frozenset(("in_proj", "x_proj", "out_proj")))
 
 
 def describe(module: nn.Module) -> Layer | None:

@@ -21,23 +21,46 @@ Entry = tuple[dict[str, Any], str, Any, int | None, int | None]
 _PACKAGE = __name__.rpartition(".")[0]
 
 
-def watched_entries(module: nn.Module) -> Iterator[Entry]:
-    """Yield the entries of a module itself: tensors, children, public numbers and flags, and its own ``forward``."""
-    for tensors in (module._parameters, module._buffers):
+def watched_entries(module: nn.Module, *, with_tensors: bool = True) -> Iterator[Entry]:
+    """Yield the entries of a module itself: tensors, children, public settings, and its own ``forward``."""
+    for tensors in (module._parameters, module._buffers) if with_tensors else ():
         for name, tensor in tensors.items():
             yield _tensor_entry(tensors, name, tensor)
-    yield from watched_modules(module)
+    for name, child in module._modules.items():
+        yield module._modules, name, child, None, None
     own = vars(module)
-    for name, value in own.items():
-        if isinstance(value, bool | int | float | None) and not name.startswith("_") and name != "training":
-            yield own, name, value, None, None
+    yield from _watched_settings(own)
     yield own, "forward", own.get("forward"), None, None
 
 
-def watched_modules(module: nn.Module) -> Iterator[Entry]:
-    """Yield the entries of a module's children."""
+def watched_owner(module: nn.Module) -> Iterator[Entry]:
+    """Yield the entries of a module around what is watched: its children, settings and configuration.
+
+    Its own ``forward`` is one of ours, which is compared elsewhere.
+    """
     for name, child in module._modules.items():
         yield module._modules, name, child, None, None
+    own = vars(module)
+    yield from _watched_settings(own)
+    if (config := own.get("config")) is not None:
+        yield own, "config", config, None, None
+        yield from (entry for entry in _watched_settings(vars(config)) if entry[1] not in _LOOKED_UP)
+
+
+def _watched_settings(own: dict[str, Any]) -> Iterator[Entry]:
+    for name, value in own.items():
+        if _is_setting(name, value):
+            yield own, name, value, None, None
+
+
+def settings_of(module: nn.Module, index: int | None = None) -> Hashable:
+    """Return a value that only modules of the same class with the same shapes and settings have."""
+    return (
+        type(module).__module__,
+        type(module).__qualname__,
+        tuple((key, None if tensor is None else tuple(tensor.shape)) for key, tensor in module._parameters.items()),
+        _settings(vars(module), index),
+    )
 
 
 def kind_of(layer: nn.Module, index: int) -> Hashable:
@@ -46,22 +69,50 @@ def kind_of(layer: nn.Module, index: int) -> Hashable:
     Numbers that are the layer's own ``index`` are left out. A layer that has one such number by chance is a kind of its
     own, which is checked once more than needed.
     """
-    return tuple(
-        (
-            name,
-            type(module),
-            tuple((key, None if tensor is None else tensor.shape) for key, tensor in module._parameters.items()),
-            tuple(sorted((key, repr(value)) for key, value in vars(module).items() if _is_setting(key, value, index))),
-        )
-        for name, module in layer.named_modules()
+    return tuple((name, settings_of(module, index)) for name, module in layer.named_modules())
+
+
+def kind_of_owner(module: nn.Module) -> Hashable:
+    """Return the settings of a module and of its configuration."""
+    config = vars(module).get("config")
+    told = {} if config is None else vars(config)
+    return _settings(vars(module)), _settings({name: told[name] for name in told if name not in _LOOKED_UP})
+
+
+def _settings(own: dict[str, Any], index: int | None = None) -> Hashable:
+    return tuple(sorted((name, _text(value)) for name, value in own.items() if _is_setting(name, value, index)))
+
+
+def _text(value: Any) -> str:
+    if inspect.isfunction(value) and "<" not in value.__qualname__:  # a lambda is only known by where it is
+        return f"{value.__module__}.{value.__qualname__}"
+    return repr(value)
+
+
+#: Settings that change between calls without a meaning for what is built.
+_FREE = frozenset(("training", "gradient_checkpointing"))
+#: Those of configurations, which a step looks up in every call.
+_LOOKED_UP = frozenset(
+    (
+        "use_cache",
+        "return_dict",
+        "is_causal",
+        "output_hidden_states",
+        "output_attentions",
+        "output_router_logits",
+        "dtype",
+        "torch_dtype",
     )
+)
 
 
-def _is_setting(name: str, value: Any, index: int) -> bool:
-    if name.startswith("_") or name == "training" or (type(value) is int and value == index):
+def _is_setting(name: str, value: Any, index: int | None = None) -> bool:
+    if name.startswith("_") or name in _FREE or (type(value) is int and value == index):
         return False
     if isinstance(value, list | tuple):
         return all(_is_setting(name, one, index) for one in value)
+    if isinstance(value, dict):
+        return all(_is_setting(name, one, index) for one in value.values())
     return value is None or isinstance(value, bool | int | float | str) or inspect.isfunction(value)
 
 
@@ -69,8 +120,8 @@ def is_foreign(forward: Any) -> bool:
     """Return whether a module's own ``forward`` was set by code other than this package."""
     if forward is None:
         return False
-    is_ours = isinstance(forward, partial) and getattr(forward.func, "__module__", "").startswith(_PACKAGE)
-    return not is_ours
+    code = forward.func if isinstance(forward, partial) else getattr(forward, "function", None)
+    return code is None or not getattr(code, "__module__", "").startswith(_PACKAGE)
 
 
 def _tensor_entry(tensors: Any, name: str, tensor: Tensor | None) -> Entry:

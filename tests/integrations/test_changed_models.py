@@ -13,11 +13,17 @@ import torch
 from native_models import counted_steps, own_code
 from random_layers import relative_error
 from torch import nn
-from transformers import AttentionInterface, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    DiffusionGemmaForBlockDiffusion,
+)
 
 import cpumoe
 from cpumoe.integrations.transformers import native_decoder
 from cpumoe.integrations.transformers.replaced_forward import ReplacedForward
+from cpumoe.layers.experts import Experts
 
 NATIVE = (native_decoder.forward, native_decoder.forward_to_logits)
 
@@ -237,6 +243,17 @@ def test_corrections_of_routers(load: Load) -> None:
     with own_code(model):
         expected = logits(model)
     assert relative_error(found, expected) < 3e-3 and relative_error(found, before) > 1e-3
+
+
+def test_more_tokens_in_a_model_with_tied_experts(family_folder: Any) -> None:
+    """Experts of an encoder that are those of the decoder are packed once, and transformers does not look for them."""
+    model = DiffusionGemmaForBlockDiffusion.from_pretrained(family_folder("diffusion_gemma"), dtype=torch.float32)
+    cpumoe.accelerate(model, "w8a8")
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    names = [name for name, module in model.named_modules(remove_duplicate=False) if isinstance(module, Experts)]
+    assert len(names) == 2 * len(experts)
+    size = model.get_input_embeddings().num_embeddings
+    assert model.resize_token_embeddings(size + 8).num_embeddings == size + 8
 
 
 def test_more_tokens_in_a_model_with_a_packed_head_inside(family_folder: Any) -> None:

@@ -22,7 +22,7 @@ from cpumoe.integrations.transformers.expert_modules import ExpertsModule, descr
 from cpumoe.integrations.transformers.int8_cache import hold_caches
 from cpumoe.integrations.transformers.model_description import packable_linears
 from cpumoe.integrations.transformers.module_sources import pack_float_linear
-from cpumoe.integrations.transformers.packed_modules import refuse_other_scheme, replace_module
+from cpumoe.integrations.transformers.packed_modules import forget_ties, refuse_other_scheme, replace_module
 from cpumoe.integrations.transformers.plugin import DEFAULT_SCHEME, PackedConfig, PackedQuantizer
 from cpumoe.integrations.transformers.special_experts import experts_name, put_packed, wrapped
 from cpumoe.layers.backends import select_backend
@@ -63,12 +63,15 @@ def accelerate(
     for name in chosen:
         with naming(name):
             check_floats(_linear_of(model, name).weight, "weight")
+    tensors = {name: _tensors_of(model.get_submodule(name), kind) for name, kind in kinds.items()}
+    packed: dict[tuple[int, ...], Experts] = {}  # tied experts are packed once
     quantized = False
     try:
         for name, kind in tqdm(kinds.items(), desc="Quantising", unit="layer", disable=None):
-            with naming(name):
-                experts = pack_float_experts(model.get_submodule(name), kind, scheme)
-            put_packed(model, name, kind.marks, experts)
+            if tensors[name] not in packed:
+                with naming(name):
+                    packed[tensors[name]] = pack_float_experts(model.get_submodule(name), kind, scheme)
+            put_packed(model, name, kind.marks, packed[tensors[name]])
             quantized = True
         if packed_linears is not None:
             _accelerate_linears(model, chosen, packed_linears)
@@ -77,6 +80,11 @@ def accelerate(
         if quantized:
             _finish_acceleration(model)
     return model
+
+
+def _tensors_of(module: nn.Module, kind: ExpertsModule) -> tuple[int, ...]:
+    """Return a value that only tied experts have in common, for as long as all are there."""
+    return tuple(id(module.get_parameter(name)) for name in kind.parameters)
 
 
 def _shapes(model: PreTrainedModel) -> dict[str, int]:
@@ -119,10 +127,10 @@ def _accelerate_linears(model: PreTrainedModel, names: list[str], scheme: Scheme
         with naming(name):
             packed = pack_float_linear(rows, linear.out_features, linear.in_features, scheme, bias)
         replace_module(model, name, packed)
-        model.all_tied_weights_keys.pop(f"{name}.weight", None)
 
 
 def _finish_acceleration(model: PreTrainedModel) -> None:
+    forget_ties(model)
     model.requires_grad_(False)  # there is no gradient through packed weights
     config = PackedConfig()
     model.hf_quantizer = PackedQuantizer(config, pre_quantized=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import re
+from itertools import chain
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -40,6 +42,24 @@ class PendingModule(nn.Module):
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)
+
+
+def forget_ties(model: PreTrainedModel) -> None:
+    """Drop the ties between weights of which one is packed: transformers would look for its name."""
+    for module in model.modules():
+        ties = module._tied_weights_keys if isinstance(module, PreTrainedModel) else None
+        if not isinstance(ties, dict):
+            continue
+        tensors = chain(module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+        names = [name for name, _ in tensors]
+        kept = {
+            target: source
+            for target, source in ties.items()
+            if all(any(re.match(pattern, name) for name in names) for pattern in (target, source))
+        }
+        if len(kept) < len(ties):
+            module._tied_weights_keys = kept
+    model.all_tied_weights_keys = model.get_expanded_tied_weights_keys(all_submodels=True)
 
 
 def find_packed_modules(

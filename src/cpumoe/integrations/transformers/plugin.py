@@ -39,7 +39,12 @@ from cpumoe.integrations.transformers.load_memory import WeightBytes, refuse_too
 from cpumoe.integrations.transformers.model_classes import has_plain_attention
 from cpumoe.integrations.transformers.module_sources import PackedModule
 from cpumoe.integrations.transformers.native_decoder import explanation, native_decoder_wanted
-from cpumoe.integrations.transformers.packed_modules import PendingModule, find_packed_modules, replace_module
+from cpumoe.integrations.transformers.packed_modules import (
+    PendingModule,
+    find_packed_modules,
+    forget_ties,
+    replace_module,
+)
 from cpumoe.integrations.transformers.saving import keep_names_when_saved, quantization_section, state_dict_for_saving
 from cpumoe.integrations.transformers.special_experts import put_packed
 from cpumoe.integrations.transformers.stock_quantizer import CURE, guarded
@@ -228,15 +233,12 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
             marks = marks_of(model.get_submodule(name))
             if marks is None:
                 replace_module(model, name, PendingModule())
-                model.all_tied_weights_keys.pop(f"{name}.weight", None)
             else:
                 # Some classes initialise the experts of a block with the block. All tensors are known to be there.
                 model.get_submodule(name.rpartition(".")[0])._is_hf_initialized = True
-                for pair in list(model.all_tied_weights_keys.items()):
-                    if any(one.startswith(f"{name}.") for one in pair):
-                        del model.all_tied_weights_keys[pair[0]]
                 name = put_packed(model, name, marks, PendingModule())
             self._packed[name] = packed
+        forget_ties(model)
         self._cache = self._packed_cache(self._checkpoint)
         is_cached = self._cache is not None and self._cache.is_current()
         self._weights = weight_bytes(model, self._checkpoint, layout, self._packed.values(), is_cached=is_cached)

@@ -27,7 +27,7 @@ from sampling import first_of
 
 from cpumoe import cpu
 from cpumoe.cli import main
-from cpumoe.generation.api_requests import ChatRequest, CompletionRequest, ResponsesRequest
+from cpumoe.generation.api_requests import ChatRequest, CompletionRequest, ResponsesRequest, parse_body
 from cpumoe.generation.memory import BATCH_TOKENS, cache_size
 
 # Reasoning in marks that transformers knows of this family, and a variable of its own.
@@ -230,6 +230,7 @@ REFUSED = [
     ({"messages": [{"content": "no role"}]}, 400, "messages.0.role", "is needed"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "messages.0.role", "messages.0.role is 'wizard'"),
     ({"messages": [{"role": "user"}]}, 400, "messages.0", "needs content"),
+    ({"messages": ["hi"]}, 400, "messages.0", "messages.0 is 'hi': input should be a valid object"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
         400,
@@ -255,6 +256,7 @@ REFUSED = [
     ({"response_format": {"type": "json_object"}}, 400, "response_format", "only {'type': 'text'} is served"),
     ({"tool_choice": "required"}, 400, "tool_choice", "tool_choice is 'required'"),
     ({"tools": [{"type": "function", "function": {"name": "f"}}]}, 400, "tools", "tools is not served"),
+    ({"tools": "garbage", "tool_choice": "none"}, 400, "tools", "tools is 'garbage': input should be a valid list"),
     ({"store": True}, 400, "store", "only False is served"),
     ({"audio": {}}, 400, "audio", "audio is {}; it is not served"),
     ({"verbosity": "low"}, 400, "verbosity", "only 'medium' is served"),
@@ -323,6 +325,9 @@ def test_refuses_requests_and_goes_on(
         ({"prompt": [""]}, "prompt.0 is empty"),
         ({"prompt": [[5], []]}, "prompt.1 is empty"),
         ({"prompt": []}, "prompt is an empty list"),
+        ({"prompt": ["a", 1]}, "prompt.1 is 1: input should be a valid string"),
+        ({"prompt": [[5], "a"]}, "prompt.1 is 'a': input should be a valid list"),
+        ({"prompt": [1.5]}, "prompt.0 is 1.5: input should be a valid integer or a valid string or a valid list"),
         ({"prompt": [-1]}, "outside of the model's vocabulary"),
         ({"prompt": [10**6]}, "outside of the model's vocabulary"),
         ({"prompt": ["x"] * 65}, "64 answers at most"),
@@ -341,6 +346,7 @@ TOOL = {"type": "function", "function": {"name": "f"}}
 ANYWAY: list[tuple[str, dict[str, Any]]] = [
     ("chat", {"store": False, "response_format": {"type": "text"}, "tool_choice": "auto", "audio": None}),
     ("chat", {"tools": [TOOL], "tool_choice": "none"}),
+    ("chat", {"tools": [TOOL], "tool_choice": "none", "parallel_tool_calls": False}),
     ("chat", {"tools": [], "parallel_tool_calls": False, "functions": [], "function_call": "none"}),
     ("chat", {"metadata": {}, "modalities": [], "verbosity": "medium", "reasoning_effort": "medium"}),
     ("chat", {"metadata": {"run": "7"}, "user": "me", "safety_identifier": "me", "prompt_cache_key": "k"}),
@@ -392,6 +398,12 @@ def test_fields_that_ask_for_what_happens_anyway(server: Server, kind: str, fiel
         return [part["content"] for part in reply["output"]] if kind == "responses" else reply["choices"]
 
     assert answer(body | fields) == answer(body)
+
+
+def test_a_streamed_tool_call_can_be_sent_back() -> None:
+    call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    messages = [{"role": "user", "content": "f?"}, {"role": "assistant", "tool_calls": [call]}]
+    assert parse_body(ChatRequest, json.dumps({"model": "x", "messages": messages}).encode()).messages[1].tool_calls
 
 
 def test_all_fields_of_the_official_client_are_known() -> None:
@@ -606,6 +618,19 @@ def test_more_idle_connections_than_files(folder: Path, tmp_path: Path) -> None:
         assert server.stop()[0] == 0
     told = (tmp_path / "log").read_text().splitlines()
     assert len(told) == 1 and "connections are open: more of them wait" in told[0]
+
+
+def test_clients_that_send_anything_do_not_fill_the_log(folder: Path, tmp_path: Path) -> None:
+    upgrade = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: websocket\r\n\r\n"
+    with (tmp_path / "log").open("w") as log, serve(str(folder), "--scheme", "w4a8-g32", stderr=log) as server:
+        address = ("127.0.0.1", int(server.address.rpartition(":")[2]))
+        for request, status in ((b"garbage\r\n\r\n", b"400"), (upgrade, b"200")):
+            for _ in range(20):
+                with socket.create_connection(address, timeout=PATIENCE) as connection:
+                    connection.sendall(request)
+                    assert connection.recv(100).startswith(b"HTTP/1.1 " + status)
+        assert server.stop()[0] == 0
+    assert (tmp_path / "log").read_text().splitlines() == ["WARNING:  Invalid HTTP request received."]
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,10 @@ pytest.importorskip("starlette")
 import transformers
 from served_models import Server, serve
 
+from cpumoe.cli import generate, main
 from cpumoe.cli.chat import Conversation
 from cpumoe.cli.chat import _turn as take_turn
+from cpumoe.generation.answer_marks import _HARMONY as HARMONY_MARKS
 from cpumoe.generation.answer_marks import AnswerMarks
 from cpumoe.generation.answers import Answering, ChatFormat, CompletionFormat
 from cpumoe.generation.api_requests import ResponsesRequest
@@ -32,7 +34,7 @@ from cpumoe.generation.sampling import Sampling, Token
 from cpumoe.generation.schedule import Schedule
 from cpumoe.generation.session import Session
 from cpumoe.generation.stop_strings import StopAutomaton
-from cpumoe.generation.text import PlainMessage
+from cpumoe.generation.text import PlainMessage, StructuredMessage
 from cpumoe.generation.token_text import TokenTexts
 from cpumoe.integrations.transformers.tokenizer import load_tokenizer
 
@@ -406,6 +408,51 @@ def test_only_the_end_of_a_turn_ends_an_answer(harmony: tuple[Any, Any]) -> None
     assert {other.decode([end]) for end in AnswerMarks(model, other).ends} == {"<|im_end|>", "<|endoftext|>"}
 
 
+_MARKED = "{% for m in messages %}<|start|>{{ m.role }}<|message|>{{ m.content }}END{% endfor %}"
+_MARKED += "{% if add_generation_prompt %}<|start|>assistant<|message|>{% endif %}"
+_REFUSES = "{% if messages[0].role != 'system' %}{{ raise_exception('a system message first') }}{% endif %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "end"),
+    [
+        (_MARKED.replace("END", "<|end|>"), "<|end|>"),
+        (_MARKED.replace("END", " \n<|end|>"), "<|end|>"),
+        (_MARKED.replace("END", "{% if not loop.last %}<|end|>{% endif %}"), "<|end|>"),  # the last one is left open
+        (_REFUSES + _MARKED.replace("END", "<|end|>"), "<|end|>"),
+        (_MARKED.replace("END", "<|end|>").replace("m.content", "m.content | upper"), "<|end|>"),
+        (_MARKED.replace("END", "{% if m.role == 'user' %}<|end|>{% endif %}"), None),
+        ("{{ raise_exception('never') }}", None),
+        ("the same for all messages<|end|>", None),
+    ],
+)
+def test_end_of_turn_of_templates(harmony: tuple[Any, Any], template: str, end: str | None) -> None:
+    model, tokenizer = harmony
+    other = copy.deepcopy(tokenizer)
+    other.chat_template = template
+    marks = AnswerMarks(model, other)
+    marks.template = None  # as that of a model without reasoning
+    ends = {other.decode([token]) for token in marks.ends} - {"<|im_end|>"}
+    assert ends == (set() if end is None else {end})
+
+
+@pytest.mark.parametrize(
+    "start",
+    ["", "<|channel|>", "<|channel|>final", "<|channel|>analysis", "<|channel|>commentary to=functions.add", " to="],
+)
+@pytest.mark.parametrize("unit", [" ", "a", "<|channel|>final", "<|start|>assistant", "<|constrain|>"])
+def test_unfinished_marks_are_not_held_back_for_long(start: str, unit: str) -> None:
+    """All of what is held back is searched again after every token."""
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    message = StructuredMessage(HARMONY_MARKS, "<|start|>assistant", tools)
+    text = start + 300 * unit
+    shown, held = message.add(start).content, 0
+    for _ in range(300):
+        shown += message.add(unit).content
+        held = max(held, len(message._parser._buffer) - message._parser._pos)
+    assert held < 400 and shown + message.rest().content == text
+
+
 def test_another_transformers_generates_text_and_reads_no_chats(
     harmony: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -444,3 +491,29 @@ def test_chat_reads_harmony(harmony: tuple[Any, Any], capsys: pytest.CaptureFixt
     assert capsys.readouterr().out == "[reasoning]\nHm.\n[answer]\nHello.\n"
     prompt = tokenizer.decode(conversation.ask("And now?")[0])
     assert "<|start|>assistant<|channel|>final<|message|>Hello.<|end|>" in prompt and "Hm." not in prompt
+
+
+def test_generate_reads_harmony(
+    harmony: tuple[Any, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The answer alone is on stdout; what is not asked as a question is text like any other."""
+    model, tokenizer = harmony
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    capsys.readouterr()
+    written = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello.<|return|>"
+
+    def answer(*options: str) -> tuple[str, list[str]]:
+        script = {"do_sample": False, "logits_processor": [Script(tokenizer.encode(written))]}
+        monkeypatch.setattr(generate, "sampling_options", lambda *_: script)
+        assert main(["generate", str(tmp_path), "Hi?", "--scheme", "fp32", *options]) == 0
+        shown = capsys.readouterr()
+        return shown.out, shown.err.splitlines()
+
+    out, told = answer("--chat")
+    assert out == "Hello.\n" and told[:3] == ["[reasoning]", "Hm.", "[answer]"] and len(told) == 4
+    out, told = answer("--chat", "--no-stream")
+    assert out == "Hello.\n" and len(told) == 1
+    found = json.loads(answer("--chat", "--json")[0])
+    assert (found["text"], found["reasoning"]) == ("Hello.", "Hm.")
+    assert answer()[0] == "analysisHm.assistantfinalHello.\n" and "reasoning" not in json.loads(answer("--json")[0])

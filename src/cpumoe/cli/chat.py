@@ -17,6 +17,7 @@ from cpumoe.cli.sampling_arguments import (
     generation_config,
     sampling_options,
 )
+from cpumoe.cli.screen import Screen
 from cpumoe.generation.model_folder import check_folder, context_length, prepare_transformers, render_chat
 from cpumoe.integrations.transformers.tokenizer import load_tokenizer
 
@@ -166,26 +167,6 @@ def _regenerate(conversation: Conversation, session: Session) -> None:
         conversation.add(*taken)  # interrupted before the first word: the old answer stays
 
 
-class _Screen:
-    """Prints an answer as it comes, with a line before its reasoning and one after."""
-
-    def __init__(self) -> None:
-        self._in_reasoning = False
-
-    def show_reasoning(self, piece: str) -> None:
-        if not self._in_reasoning:
-            _note("reasoning")
-            self._in_reasoning = True
-        print(piece, end="", flush=True)
-
-    def show_answer(self, piece: str) -> None:
-        if self._in_reasoning:
-            print()
-            _note("answer")
-            self._in_reasoning = False
-        print(piece, end="", flush=True)
-
-
 def _turn(conversation: Conversation, session: Session, question: str) -> bool:
     """Asks and prints the answer. Returns whether there was one."""
     try:
@@ -195,7 +176,7 @@ def _turn(conversation: Conversation, session: Session, question: str) -> bool:
         return False
     if dropped:
         _note(f"the conversation would pass the model's context: the oldest {dropped} turn(s) were dropped")
-    screen = _Screen()
+    screen = Screen(sys.stdout)
     answer = session.answer(prompt, max_new_tokens, screen.show_answer, screen.show_reasoning)
     print(flush=True)
     if answer.finish == "interrupt":

@@ -17,6 +17,8 @@ from cpumoe.option_values import DEFAULT_WINDOW
 from cpumoe.tables import aligned
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from cpumoe.evaluation.perplexity import Comparison, Evaluation, Progress
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -69,12 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(arguments.model)
     # verbose=False: no warning about a text longer than the model's positions, since it is read in windows.
     _check_windows(arguments, len(tokenizer(text, verbose=False)["input_ids"]))
-    model = load_chosen_model(arguments)
-    against = None
-    if arguments.against is not None:
-        from cpumoe.integrations.transformers.model_loading import load_model
-
-        against = load_model(arguments.against, scheme=FLOAT)
+    model, against = _load(arguments)
     settings: dict[str, Any] = {"window": arguments.window, "stride": arguments.stride}
     comparison = None
     counting = arguments.experts or arguments.heatmap is not None
@@ -107,6 +104,17 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.heatmap is not None:
         print(f"\nheat map: {arguments.heatmap}")
     return 0
+
+
+def _load(arguments: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedModel | None]:
+    """Load the model and that of ``--against``, if there is memory for both."""
+    if arguments.against is None:
+        return load_chosen_model(arguments), None
+    from cpumoe.integrations.transformers.load_memory import float_model_bytes
+    from cpumoe.integrations.transformers.model_loading import load_model
+
+    model = load_chosen_model(arguments, reserve_bytes=float_model_bytes(arguments.against))
+    return model, load_model(arguments.against, scheme=FLOAT)
 
 
 def _read_text(path: Path, limit: int | None) -> str:

@@ -18,6 +18,7 @@ from cpumoe.cli.sampling_arguments import (
     generation_config,
     sampling_options,
 )
+from cpumoe.cli.screen import Screen
 from cpumoe.generation.model_folder import check_folder, context_length, prepare_transformers, render_chat
 from cpumoe.integrations.transformers.tokenizer import load_tokenizer
 from cpumoe_command import INTERRUPTED, interrupted
@@ -40,7 +41,9 @@ def add_command(commands: Commands) -> None:
     add_model_arguments(parser)
     parser.add_argument("prompt", metavar="PROMPT", nargs="?", help="the text to continue; - is standard input")
     parser.add_argument("--prompt-file", metavar="FILE", help="read the text from FILE (UTF-8)")
-    parser.add_argument("--chat", action="store_true", help="ask the text as a question, by the chat template")
+    parser.add_argument(
+        "--chat", action="store_true", help="ask the text as a question, by the chat template; reasoning goes to stderr"
+    )
     add_sampling_arguments(parser, max_new_tokens=128)
     parser.add_argument("--no-stream", action="store_true", help="print the text when it is complete")
     parser.add_argument("--json", action="store_true", help="print one JSON object and nothing else")
@@ -119,12 +122,13 @@ def _answer(
     prints = ranks.rank == 0
     streams = prints and not (arguments.no_stream or arguments.json)
 
-    def show(piece: str) -> None:
-        if streams:
-            print(piece, end="", flush=True)
+    def pass_by(piece: str) -> None:
+        """Show nothing."""
 
+    screen = Screen(sys.stderr)
+    show_answer, show_reasoning = (screen.show_answer, screen.show_reasoning) if streams else (pass_by, pass_by)
     session = Session(model, tokenizer, options, arguments.stop or ())
-    answer = session.answer(prompt, arguments.max_new_tokens, show)
+    answer = session.answer(prompt, arguments.max_new_tokens, show_answer, show_reasoning if arguments.chat else None)
     remarks = [interrupted("generate")] if answer.finish == "interrupt" else []
     status = INTERRUPTED if answer.finish == "interrupt" else 0
     if not prints:
@@ -132,6 +136,7 @@ def _answer(
     if arguments.json:
         facts = {
             "text": answer.text,
+            **({"reasoning": answer.reasoning} if arguments.chat else {}),
             "finish": answer.finish,
             "prompt_tokens": answer.prompt_tokens,
             "generated_tokens": len(answer.tokens),

@@ -18,22 +18,25 @@ _TESTED_WITH = "5.22"
 
 # The harmony format of gpt-oss, for which transformers has no template. A message has a channel: analysis (reasoning),
 # final, or commentary, which is for tool calls and for what the user is told before them. A recipient ("to=") may stand
-# before or after the channel.
-_RECIPIENT = r"\s*to=functions\.(?P<name>[\w.-]+)\s*"
-_CONTENT_TYPE = r"\s*(?:<\|constrain\|>)?\s*\w*\s*"
+# before or after the channel. Nothing here is unbounded or backtracks ("+" after a quantifier): after every token the
+# patterns are searched for in whatever the model writes.
+_SPACE = r"\s{0,16}+"
+_WORD = r"\w{1,32}+"
+_RECIPIENT = rf"{_SPACE}to=functions\.(?P<name>[\w.-]{{1,128}}+)"
+_CONTENT_TYPE = rf"{_SPACE}(?:<\|constrain\|>{_SPACE})?+(?:{_WORD}{_SPACE})?+"
 _HARMONY: Mapping[str, Any] = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|start|>assistant",
     "fields": {
         "reasoning_content": {
-            "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>analysis\s*<\|message\|>",
+            "open_pattern": rf"(?:<\|start\|>assistant)?<\|channel\|>analysis{_SPACE}<\|message\|>",
             "close": "<|end|>",
             "content": "text",
         },
         "tool_calls": {
             "open_pattern": (
                 r"(?:<\|start\|>assistant)?"
-                rf"(?:<\|channel\|>\w+{_RECIPIENT}|{_RECIPIENT}<\|channel\|>\w+){_CONTENT_TYPE}<\|message\|>"
+                rf"(?:<\|channel\|>{_WORD}{_RECIPIENT}|{_RECIPIENT}{_SPACE}<\|channel\|>{_WORD}){_CONTENT_TYPE}<\|message\|>"
             ),
             "close": ["<|call|>", "<|end|>"],
             "repeats": True,
@@ -50,7 +53,12 @@ _HARMONY: Mapping[str, Any] = {
     },
 }
 
-_ANSWER = "the answer of cpumoe"  # no template writes this by itself
+_ANSWER = "the answer of cpumoe"  # no template writes this by itself; one may write it in capitals
+_QUESTION = {"role": "user", "content": "?"}
+_TURN = (_QUESTION, {"role": "assistant", "content": _ANSWER})
+_SYSTEM = {"role": "system", "content": "?"}  # some templates demand one, others refuse it
+#: A template may leave the last answer open, which somebody may want to be continued.
+_CONVERSATIONS = (_TURN, (*_TURN, _QUESTION), (_SYSTEM, *_TURN), (_SYSTEM, *_TURN, _QUESTION))
 
 
 class AnswerMarks:
@@ -102,27 +110,41 @@ class AnswerMarks:
         return chosen if isinstance(chosen, str) else ""
 
     def _turn_end(self) -> int | None:
-        """Return the special token that the chat template writes directly after the last answer, if it writes one."""
+        """Return the special token that the chat template writes directly after an answer, if it writes one."""
         if not self._chat_template():
             return None
-        try:
-            text = self._tokenizer.apply_chat_template(
-                [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}], tokenize=False
-            )
-        except Exception as problem:  # a template is a program that comes with the model and may raise anything
-            _log.debug("the chat template does not show how an answer ends: %s", problem)
-            return None
-        assert isinstance(text, str)
-        rest = text.rpartition(_ANSWER)[2].lstrip()
         special = {
             str(token): number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special
         }
-        found = max((token for token in special if rest.startswith(token)), key=len, default=None)
+        for messages in _CONVERSATIONS:
+            try:
+                text = self._rendered(messages)
+                asked = messages[: messages.index(_QUESTION) + 1]
+                begin = self._rendered(asked, add_generation_prompt=True).removeprefix(self._rendered(asked))
+            except Exception as problem:  # a template is a program that comes with the model and may raise anything
+                _log.debug("the chat template does not show how an answer ends: %s", problem)
+                continue
+            _, found, rest = text.lower().rpartition(_ANSWER)
+            rest = text[len(text) - len(rest) :].lstrip()
+            candidates = (token for token in special if found and rest.startswith(token) and token not in begin)
+            if (end := max(candidates, key=len, default=None)) is not None:
+                return special[end] if self._ends_answers(end) else None
+        return None
+
+    def _rendered(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = False) -> str:
+        text = self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+        assert isinstance(text, str)
+        return text
+
+    def _ends_answers(self, token: str) -> bool:
+        """Return whether a token ends the whole answer, not only a part of it."""
         try:
-            return None if found is None or self._goes_on_after(found) else special[found]
+            return not self._goes_on_after(token)
         except RuntimeError as problem:  # text that nobody reads as a chat can be generated all the same
-            _log.info("%r is not known to end answers: %s", found, problem)
-            return None
+            _log.info("%r is not known to end answers: %s", token, problem)
+            return False
 
     def _goes_on_after(self, token: str) -> bool:
         """Whether the token only ends a part of an answer, such as its reasoning."""

@@ -9,7 +9,7 @@ import reprlib
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import Discriminator, Field, Tag, ValidationError, model_validator
-from pydantic_core import from_json
+from pydantic_core import ErrorDetails, from_json
 
 from cpumoe.generation.request_fields import FAST, Hints, Only, Part
 
@@ -116,6 +116,7 @@ class MessageToolCall(Part):
     id: str
     type: Literal["function"] = "function"
     function: FunctionCall
+    index: int | None = None  # that of a streamed answer
 
 
 class Message(Part):
@@ -168,7 +169,7 @@ class ChatRequest(_CompletionBody):
     chat_template_kwargs: dict[str, bool | int | str] = Field(default_factory=dict)
 
     parallel_tool_calls: bool = True
-    tool_choice: Annotated[Any, Only("auto", "none")] = None
+    tool_choice: Literal["auto", "none"] | None = None
     response_format: Annotated[Any, Only({"type": "text"})] = None
     modalities: Annotated[Any, Only(["text"])] = None
     reasoning_effort: Annotated[Any, Only("medium")] = None
@@ -179,14 +180,10 @@ class ChatRequest(_CompletionBody):
     function_call: Annotated[Any, Only("auto", "none")] = None
     web_search_options: Annotated[Any, Only()] = None  # {} would search, too
 
-    @model_validator(mode="before")
-    @classmethod
-    def _without_unused_tools(cls, body: Any) -> Any:
-        unused = isinstance(body, dict) and body.get("tool_choice") == "none"
-        return {name: body[name] for name in body if name != "tools"} if unused else body
-
     @model_validator(mode="after")
     def _consistent(self) -> ChatRequest:
+        if self.tool_choice == "none":
+            self.tools = []
         if self.top_logprobs and not self.logprobs:
             raise ValueError("top_logprobs has a meaning with logprobs: true only")
         if self.max_tokens is not None and self.max_completion_tokens is not None:
@@ -370,11 +367,11 @@ def parse_body(kind: type[Body], data: bytes) -> Body:
     except ValidationError as problem:
         errors = problem.errors(include_url=False)
     # A field may have several alternative types. The one whose validation went furthest is taken for the one that was
-    # meant: deepest in the body, and then one whose type was right.
+    # meant: deepest in the body, at the last position of a list, and then one whose type was right.
     of_field = [e for e in errors if e["loc"][:1] == errors[0]["loc"][:1]]
-    first = max(of_field, key=lambda e: (len(e["loc"]), not e["type"].endswith("_type")))
+    first = max(of_field, key=lambda e: (*_reached(e["loc"]), not e["type"].endswith("_type")))
     param = _field_name(first["loc"])
-    message = first["msg"].removeprefix("Value error, ")
+    message = _text_of(first).removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
         message = f"{param} is not served"
     elif first["type"] == "missing":
@@ -388,12 +385,21 @@ def parse_body(kind: type[Body], data: bytes) -> Body:
         message = f"{param}: {message}" if param else message
         param = param or (word if (word := message.split()[0].partition(".")[0]) in kind.model_fields else "")
     else:
-        alike = [e for e in of_field if e["type"].endswith("_type") and len(e["loc"]) == len(first["loc"])]
+        alike = [e for e in of_field if e["type"].endswith("_type") and _reached(e["loc"]) == _reached(first["loc"])]
         if first in alike:  # no alternative has the type of the value
-            kinds = dict.fromkeys(e["msg"].partition("should be a ")[2] or e["msg"] for e in alike)
+            kinds = dict.fromkeys(_text_of(e).partition("should be a ")[2] or _text_of(e) for e in alike)
             message = f"input should be a {' or a '.join(kinds)}" if len(kinds) > 1 else message
         message = f"{param} is {_shown(first['input'])}: {message[0].lower()}{message[1:]}"
     raise ApiError(400, message, param=param or None)
+
+
+def _reached(location: tuple[str | int, ...]) -> tuple[int, tuple[int, ...]]:
+    """Return how far validation went: the depth, and the positions in lists."""
+    return len(location), tuple(part for part in location if isinstance(part, int))
+
+
+def _text_of(error: ErrorDetails) -> str:
+    return "input should be a valid object" if error["type"] == "model_type" else error["msg"]
 
 
 # Words that pydantic puts into the location of an error besides the names of fields and positions.

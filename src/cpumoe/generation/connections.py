@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-_log = logging.getLogger("cpumoe")
+_log = logging.getLogger("cpumoe.connections")
 
 MAX_CONNECTIONS = 1024  # by default; idle ones are closed after seconds, and 256 answers are computed at most
 _RESERVED_FILES = 64  # descriptors that are left for everything else: libraries, logs, files that are opened later
@@ -29,6 +29,34 @@ _CURES = {
     errno.EACCES: "ports below 1024 may need privileges; choose another --port",
     errno.EADDRNOTAVAIL: "no network interface of this machine has that address; choose another --host",
 }
+
+
+class RepeatedLines(logging.Filter):
+    """Passes warnings of one text once a minute: every connection may be a reason for one."""
+
+    _MOST = 1000  # texts that are remembered
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._passed: dict[str, float] = {}  # text -> when
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.ERROR:
+            return True
+        text, now = record.getMessage(), time.monotonic()
+        if now - self._passed.get(text, -_SECONDS_BETWEEN_LINES) < _SECONDS_BETWEEN_LINES:
+            return False
+        if len(self._passed) >= self._MOST:
+            self.forget()
+        self._passed[text] = now
+        return True
+
+    def forget(self) -> None:
+        self._passed.clear()
+
+
+_repeated = RepeatedLines()
+_log.addFilter(_repeated)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -85,7 +113,7 @@ class Acceptor:
         self._connecting: set[asyncio.Task[None]] = set()  # the loop itself holds tasks weakly
         self._paused = True
         self._closed = False
-        self._told: dict[str, float] = {}  # sentence -> when it was last logged
+        _repeated.forget()  # a new server says it again
         listener.setblocking(False)
         self._resume()
 
@@ -114,7 +142,7 @@ class Acceptor:
             except ConnectionAbortedError:  # the client has left already
                 continue
             except OSError as problem:  # no descriptors or no memory: at once the same would happen again
-                self._tell(f"no connection can be accepted: {problem.strerror}; those that are open are served")
+                _log.warning("no connection can be accepted: %s; those that are open are served", problem.strerror)
                 self._pause()
                 self._loop.call_later(_RETRY_SECONDS, self._resume)
                 return
@@ -124,9 +152,10 @@ class Acceptor:
             task.add_done_callback(self._connecting.discard)
             if len(self._open) >= self._limit:
                 self._pause()
-                self._tell(
-                    f"{self._limit} connections are open: more of them wait until some close (--max-connections, and "
-                    "ulimit -n, set this limit)"
+                _log.warning(
+                    "%d connections are open: more of them wait until some close (--max-connections, and ulimit -n, "
+                    "set this limit)",
+                    self._limit,
                 )
                 return
 
@@ -144,10 +173,3 @@ class Acceptor:
             if not isinstance(problem, OSError):
                 raise
             _log.info("a connection failed: %s", problem)  # the client has left, or nothing is free to serve it
-
-    def _tell(self, sentence: str) -> None:
-        """Log a line, but the same one only once a minute: every connection may be a reason for it."""
-        now = time.monotonic()
-        if now - self._told.get(sentence, -_SECONDS_BETWEEN_LINES) >= _SECONDS_BETWEEN_LINES:
-            self._told[sentence] = now
-            _log.warning("%s", sentence)

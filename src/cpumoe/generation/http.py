@@ -44,6 +44,9 @@ class ImpatientProtocol(H11Protocol):
         self._on_lost()
         super().connection_lost(exc)
 
+    def _unsupported_upgrade_warning(self) -> None:
+        """Answer requests for another protocol as plain ones. uvicorn's warnings are about its own options."""
+
     def _waits_for_head(self) -> bool:
         return self.conn.their_state is h11.IDLE
 

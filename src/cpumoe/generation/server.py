@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from starlette.applications import Starlette
 
 from cpumoe.generation.admission import Admission
 from cpumoe.generation.answer_marks import AnswerMarks
-from cpumoe.generation.connections import Acceptor
+from cpumoe.generation.connections import Acceptor, RepeatedLines
 from cpumoe.generation.endpoints import Endpoints
 from cpumoe.generation.engine import BatchEngine, CannotBatch, Engine, SequentialEngine
 from cpumoe.generation.http import ImpatientProtocol
@@ -162,6 +163,7 @@ class _Uvicorn(uvicorn.Server):
                 timeout_graceful_shutdown=_PATIENCE_SECONDS,
             )
         )
+        logging.getLogger("uvicorn.error").addFilter(RepeatedLines())
         self._max_connections = max_connections
         self._acceptor: Acceptor | None = None
         self._on_ready = on_ready

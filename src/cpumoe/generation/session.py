@@ -26,13 +26,14 @@ if TYPE_CHECKING:
 class Answer:
     """The answer to a prompt. ``prefilled`` counts the tokens of the prompt that were not in the cache already.
 
-    ``text`` has no reasoning if the answer was read as that of a chat.
+    If the answer was read as that of a chat, ``reasoning`` is apart from ``text``.
     """
 
     prompt_tokens: int
     prefilled: int
     tokens: list[int] = field(default_factory=list)
     text: str = ""
+    reasoning: str = ""
     finish: str = "length"  # "stop" at an end-of-text token or a stop string, "interrupt" by Ctrl-C
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
@@ -131,7 +132,7 @@ class Session:
             answer.finish = "interrupt"
         answer.prefill_seconds, answer.decode_seconds = clock.prefill, clock.decode
         show(choice.end("length"))
-        answer.text = choice.content
+        answer.text, answer.reasoning = choice.content, choice.reasoning
         if choice.finish == "stop":
             answer.finish = "stop"
         self._keep_cache(cache, prompt + answer.tokens, whole=answer.finish != "interrupt")

@@ -172,7 +172,8 @@ class StructuredMessage:
 
     def _give_up(self, problem: Exception) -> Delta:
         """Passes on what the model wrote as plain content from now on, so that nothing of it is lost."""
-        _log.warning("an answer does not keep to its model's format (%s); it is given as it is", problem)
+        reason = str(problem).partition("\n")[0]  # the lines after it are what the model wrote
+        _log.warning("an answer does not keep to its model's format (%.200s); it is given as it is", reason)
         self._broken = True
         return Delta(content=self._call)
 

@@ -6,7 +6,6 @@ The sizes follow from headers and the model on the meta device: nothing is read 
 from __future__ import annotations
 
 import hashlib
-import os
 import platform
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,16 +14,17 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from cpumoe import cpu
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.model_layout import ModelLayout
 from cpumoe.checkpoints.tensor_file import DTYPES
 from cpumoe.errors import NotEnoughMemory
-from cpumoe.free_memory import available_bytes
+from cpumoe.free_memory import MEMORY_CHECK, available_bytes, memory_check_is_on
+from cpumoe.integrations.transformers.model_classes import config_of, empty_model
+from cpumoe.integrations.transformers.model_description import describe_model
 from cpumoe.integrations.transformers.module_sources import PackedModule
 from cpumoe.parallel.ranks import Ranks
 from cpumoe.tables import size_text
-
-_SWITCH = "CPUMOE_MEMORY_CHECK"
 
 
 @dataclass(frozen=True)
@@ -78,9 +78,17 @@ def weight_bytes(
     return WeightBytes(sum(module.weight_bytes for module in modules), floats, in_cache, mapped)
 
 
+def float_model_bytes(folder: Path) -> int:
+    """Return the memory that a float checkpoint takes which is left to transformers, without what it maps."""
+    with Checkpoint.open(folder) as checkpoint:
+        model = empty_model(config_of(checkpoint.config)).to(cpu.float_dtype()[0])
+        weights = weight_bytes(model, checkpoint, describe_model(model, checkpoint), (), is_cached=False)
+    return weights.whole - weights.mapped
+
+
 def _is_mapped(tensor: Tensor, source: str | None, checkpoint: Checkpoint) -> bool:
     """Whether transformers maps a tensor from its file: it does so with what it need not convert."""
-    if source is None or source not in checkpoint:
+    if source is None or source not in checkpoint or not checkpoint.can_be_mapped(source):
         return False
     info = checkpoint.info(source)
     return DTYPES.get(info.dtype) == tensor.dtype and tuple(info.shape) == tuple(tensor.shape)
@@ -113,7 +121,7 @@ def refuse_too_large(
             may be dropped and read again.
         ranks: that the model is spread over.
     """
-    is_on = _is_on()
+    is_on = memory_check_is_on()
     reserve = 0 if reserve_bytes is None else reserve_bytes
     needed = reserve + weights.whole - (weights.mapped if reserve_bytes is None else 0)
     free = available_bytes()
@@ -127,11 +135,11 @@ def refuse_too_large(
     if needed <= free or not is_on:
         return
     mapped = f"; {size_text(weights.mapped)} of these are mapped from files" if weights.mapped else ""
-    left = f", and {size_text(reserve)} have to be left for the KV cache" if reserve else ""
+    left = f", and {size_text(reserve)} have to be left free" if reserve else ""
     raise NotEnoughMemory(
         f"{folder}: the weights take {size_text(weights.whole)} of memory ({size_text(weights.packed)} packed, "
         f"{size_text(weights.floats)} in float{mapped}){left}{together}; {size_text(free)} are free. Free memory, or "
-        f"choose a scheme with fewer bits, or set {_SWITCH}=0 to load the model nevertheless"
+        f"choose a scheme with fewer bits, or set {MEMORY_CHECK}=0 to load the model nevertheless"
     )
 
 
@@ -140,10 +148,3 @@ def _host() -> int:
     boot = Path("/proc/sys/kernel/random/boot_id")
     name = f"{platform.node()} {boot.read_text() if boot.exists() else ''}"  # containers of one machine differ in name
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:7])
-
-
-def _is_on() -> bool:
-    value = os.environ.get(_SWITCH, "1")
-    if value not in ("0", "1"):
-        raise ValueError(f"{_SWITCH}={value}; 0 (models are loaded whatever memory is free) and 1 are accepted")
-    return value == "1"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from changed_checkpoints import CHECKPOINTS, NAMES, Config, Tensors, changed_copy, float_copy
+from changed_checkpoints import CHECKPOINTS, NAMES, Config, Tensors, changed_copy, float_copy, write_holes
+from commands import run_with_address_space
 from tiny_architectures import together, write_float, write_quantized, write_tensors
 from tiny_models import write_dense_model
 
@@ -470,23 +469,8 @@ def test_files_larger_than_memory_are_opened(tmp_path: Path) -> None:
     """A process that may not map so much looks at embeddings of 64 GiB, of which the disk has nothing."""
     rows, hidden = 2**28, 128
     folder = changed_copy(tmp_path, INT8, config=lambda config: config.update(vocab_size=rows))
-    path = folder / "model.safetensors"
-    with TensorFile(path) as file:
-        tensors = {name: (info.dtype, info.shape, info.bytes) for name, info in file.tensors.items()}
     large = ("BF16", (rows, hidden), 2 * rows * hidden)
-    tensors |= {"model.embed_tokens.weight": large, "lm_head.weight": large}
-    header, end = {}, 0
-    for name, (dtype, shape, size) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (end, end + size)}
-        end += size
-    text = json.dumps(header).encode()
-    path.write_bytes(struct.pack("<Q", len(text)) + text)
-    os.truncate(path, 8 + len(text) + end)
-    program = (
-        "import resource, sys; resource.setrlimit(resource.RLIMIT_AS, (32 << 30, 32 << 30)); "
-        "from cpumoe_command import main; sys.exit(main())"
-    )
-    command = [sys.executable, "-c", program, "inspect", str(folder), "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    end = write_holes(folder / "model.safetensors", {"model.embed_tokens.weight": large, "lm_head.weight": large})
+    done = run_with_address_space(32 << 30, "inspect", str(folder), "--json")
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["disk_bytes"] == end > 128 << 30

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import cpumoe
 from cpumoe import CheckpointError, UnsupportedScheme
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.inspection import Survey
+from cpumoe.checkpoints.tensor_file import TensorFile
 from cpumoe.integrations.transformers.describing import describe
 from cpumoe.layers.nibbles import unpack_nibbles
 from cpumoe.layers.quantized_experts import QuantizedWeight
@@ -116,3 +119,24 @@ def outcome(folder: Path) -> tuple[torch.nn.Module | None, str]:
         return model, said  # only who builds the model can know
     assert loads == (model is not None), f"load_model: {said or 'loads'}\ninspect: {problems}"
     return model, said
+
+
+def write_holes(path: Path, large: dict[str, tuple[str, tuple[int, ...], int]]) -> int:
+    """Add or replace tensors (dtype, shape and bytes) of a file by zeros that take no place on disk.
+
+    Return the bytes of all tensors.
+    """
+    with TensorFile(path) as file:
+        kept = {name: (info, path.read_bytes()[info.start :][: info.bytes]) for name, info in file.tensors.items()}
+    header, end, data = {}, 0, b""
+    for name, (info, raw) in kept.items():
+        if name not in large:
+            header[name] = {"dtype": info.dtype, "shape": info.shape, "data_offsets": (end, end + info.bytes)}
+            end, data = end + info.bytes, data + raw
+    for name, (dtype, shape, size) in large.items():
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (end, end + size)}
+        end += size
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    os.truncate(path, 8 + len(text) + end)
+    return end

@@ -178,6 +178,10 @@ class Checkpoint(NamedTensors):
     def info(self, name: str) -> TensorInfo:
         return self._file_of[name].tensors[name]
 
+    def can_be_mapped(self, name: str) -> bool:
+        """Whether the system maps the file of the tensor ``name``."""
+        return self._file_of[name].can_be_mapped
+
     def read(self, name: str) -> Tensor:
         """The tensor ``name`` in fresh memory."""
         return self._file_of[name].read(name)

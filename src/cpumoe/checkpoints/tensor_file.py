@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import mmap
 import os
 import secrets
 import struct
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from types import TracebackType
@@ -96,6 +98,15 @@ class TensorFile:
         self.header_digest = hashlib.sha256(header.text).hexdigest()
         self.metadata = header.metadata
         self.tensors = header.tensors
+
+    @cached_property
+    def can_be_mapped(self) -> bool:
+        """Whether the system maps all of the file for writing in memory of our own."""
+        try:
+            mmap.mmap(self._fd, 0, access=mmap.ACCESS_COPY).close()
+        except (OSError, ValueError):
+            return False
+        return True
 
     def read(self, name: str) -> Tensor:
         """The tensor ``name``, in fresh memory."""

@@ -48,6 +48,7 @@ from cpumoe.integrations.transformers.packed_modules import (
 from cpumoe.integrations.transformers.saving import keep_names_when_saved, quantization_section, state_dict_for_saving
 from cpumoe.integrations.transformers.special_experts import put_packed
 from cpumoe.integrations.transformers.stock_quantizer import CURE, guarded
+from cpumoe.integrations.transformers.unmapped_files import read_unmapped
 from cpumoe.layers.backends import NativeBackend
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.scheme import Scheme
@@ -214,6 +215,7 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         config = read_json(folder / "config.json") if (folder / "config.json").exists() else model.config.to_dict()
         config = config | {"quantization_config": self.quantization_config.section}
         self._checkpoint = Checkpoint(folder, config, files, self._activations())
+        read_unmapped(self._checkpoint.files)
         options = self._options
         if options.ranks is not None:
             _agree_on_model(options, self._kv_cache(), self._checkpoint, model)

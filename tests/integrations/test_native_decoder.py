@@ -77,6 +77,32 @@ def test_which_families_run_in_one_call(loaded, name):
     assert "could not be described" not in said
 
 
+#: Sizes of real models, but for the experts' own and the vocabulary.
+REAL_SIZES = {
+    "qwen3_moe": (4096, 128, {"num_experts_per_tok": 8, "num_attention_heads": 64, "head_dim": 128}),
+    "mixtral": (6144, 8, {"num_attention_heads": 48, "head_dim": 128}),
+    "deepseek_v2": (5120, 160, {"num_experts_per_tok": 6, "n_group": 8, "topk_group": 3, "kv_lora_rank": 512}),
+    "deepseek_v3": (7168, 256, {"num_experts_per_tok": 8, "n_group": 8, "topk_group": 4, "kv_lora_rank": 512}),
+    "gpt_oss": (2880, 128, {"num_experts_per_tok": 4, "num_attention_heads": 64, "head_dim": 64}),
+    "minimax_m2": (3072, 256, {"num_experts_per_tok": 8}),
+    "qwen3_next": (2048, 512, {"num_experts_per_tok": 10, "head_dim": 256}),
+    "glm4_moe": (5120, 160, {"num_experts_per_tok": 8, "head_dim": 128}),
+    "phimoe": (4096, 16, {}),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n == "qwen3_moe" else pytest.mark.full) for n in REAL_SIZES]
+)
+def test_real_sizes_are_recognised(name):
+    hidden, experts, more = REAL_SIZES[name]
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    sizes = {field: experts for field in names if hasattr(family_class(name).config_class(), field)}
+    small = explanation(cpumoe.accelerate(tiny_model(name, dtype=torch.bfloat16), "bf16"))
+    large = tiny_model(name, dtype=torch.bfloat16, hidden_size=hidden, initializer_range=0.02, **sizes, **more)
+    assert explanation(cpumoe.accelerate(large, "bf16")) == small
+
+
 @pytest.mark.parametrize("name", ["kimi_linear", "deepseek_v2", "qwen3_next"])
 def test_linears_in_int8_do_not_cost_the_native_decoder(name):
     """The order of sums moves an activation here and there by a step, and a row by more than rounding does."""

@@ -28,6 +28,7 @@ _log = logging.getLogger("cpumoe")
 
 _FEW_TOKENS = 8  # up to here our router is faster, which reads the whole weight for each token; PyTorch reads it once
 _TOKENS = 24  # of random input: some of them differ wherever two forms do
+_TOKEN_SEED = 1
 
 _SCALES = ("routed_scaling_factor", "router_scaling_factor", "route_scale", "output_multiplier")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -206,8 +207,11 @@ def _form_for_block(block: nn.Module, router: Any) -> RouterForm | None:
 
 
 def _random_tokens(weight: Tensor) -> Tensor:
-    """Hidden states for which the logits of random weights are of the size that they have in models."""
-    x: Tensor = torch.randn((_TOKENS, weight.shape[1]), generator=torch.Generator().manual_seed(0))
+    """Hidden states for which the logits of random weights are of the size that they have in models.
+
+    Their seed is not that of the weights (0): a token that equals the weights of an expert would have a far larger logit.
+    """
+    x: Tensor = torch.randn((_TOKENS, weight.shape[1]), generator=torch.Generator().manual_seed(_TOKEN_SEED))
     scale = 4.0 / math.sqrt(weight.shape[1])
     return (x * scale).to(weight.dtype)
 

@@ -9,12 +9,12 @@
 // Many rows of bf16 numbers are the one case whose bits are not those of the scalar kernel: tdpbf16ps has an order of
 // sums of its own (float_products.h). Few rows have those of the scalar kernel, so the bits of a token depend on
 // whether more than kMaxFewRows rows meet the same weights; never on threads, or on what the other rows hold.
-#include "amx_tiles.h"
-#include "avx512_rows.h"
-#include "bf16_attention.h"
-#include "bf16_products.h"
-#include "rowwise.h"
-#include "vector_avx512.h"
+#include "kernels/amx_tiles.h"
+#include "kernels/avx512_rows.h"
+#include "kernels/bf16_attention.h"
+#include "kernels/bf16_products.h"
+#include "kernels/rowwise.h"
+#include "kernels/vector_avx512.h"
 
 namespace cpumoe {
 namespace {

@@ -4,8 +4,8 @@
 // Inline assembly, because the compilers' tile intrinsics do not say that they touch memory.
 #pragma once
 
-#include "../float16.h"
-#include "../kernel.h"
+#include "kernels/formats.h"
+#include "runtime/float16.h"
 
 namespace cpumoe {
 namespace {

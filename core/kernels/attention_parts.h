@@ -35,12 +35,12 @@
 //   add_row<vectors>             sums += held * what is at `x`, for each vector of lanes
 //   store_weights                two vectors of weights, of an even place and the next, rounded as `type` has it
 //
-// Internal linkage on purpose: see kernel.h.
+// Internal linkage on purpose: see kernels/table.h.
 #pragma once
 
-#include "../attention_kernels.h"
-#include "../kernel.h"
-#include "functions.h"
+#include "kernels/attention_table.h"
+#include "kernels/functions.h"
+#include "kernels/table.h"
 
 namespace cpumoe {
 namespace {

@@ -1,5 +1,5 @@
 // AVX2: vpmaddubsw multiplies unsigned activations with signed weights and adds pairs in 16 bits.
-#include "ymm_multiply.h"
+#include "kernels/ymm_multiply.h"
 
 namespace cpumoe {
 namespace {

@@ -1,9 +1,9 @@
 // AVX512-BF16: integers as AVX512-VNNI has them, and vdpbf16ps for rows of floats.
-#include "avx512_rows.h"
-#include "bf16_attention.h"
-#include "bf16_products.h"
-#include "rowwise.h"
-#include "vector_avx512.h"
+#include "kernels/avx512_rows.h"
+#include "kernels/bf16_attention.h"
+#include "kernels/bf16_products.h"
+#include "kernels/rowwise.h"
+#include "kernels/vector_avx512.h"
 
 namespace cpumoe {
 namespace {

@@ -6,7 +6,7 @@
 
 #include <immintrin.h>
 
-#include "row_blocks.h"
+#include "kernels/row_blocks.h"
 
 namespace cpumoe {
 namespace {

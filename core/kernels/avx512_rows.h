@@ -1,7 +1,7 @@
 // The product of many rows with AVX512-VNNI; shared by the AVX512 and the AMX kernels.
 #pragma once
 
-#include "avx512_few_rows.h"
+#include "kernels/avx512_few_rows.h"
 
 namespace cpumoe {
 namespace {

@@ -1,8 +1,8 @@
 // AVX512-VNNI: vpdpbusd on unsigned activations and signed weights.
-#include "avx512_rows.h"
-#include "float_products.h"
-#include "rowwise.h"
-#include "vector_avx512.h"
+#include "kernels/avx512_rows.h"
+#include "kernels/float_products.h"
+#include "kernels/rowwise.h"
+#include "kernels/vector_avx512.h"
 
 namespace cpumoe {
 namespace {

@@ -1,5 +1,5 @@
 // AVX-VNNI: vpdpbusd on 256-bit registers, for CPUs without AVX-512.
-#include "ymm_multiply.h"
+#include "kernels/ymm_multiply.h"
 
 namespace cpumoe {
 namespace {

@@ -1,15 +1,15 @@
 // Attention over cached keys and values of bf16 by vdpbf16ps, in the AVX512-BF16 kernel and in the AMX kernel: the bits
 // are those of attention_parts.h. Vectors are 512 bits wide, or 256 where that leaves fewer lanes empty.
 //
-// Internal linkage on purpose: see kernel.h.
+// Internal linkage on purpose: see kernels/table.h.
 #pragma once
 
 #include <immintrin.h>
 
-#include "attention_parts.h"
-#include "cache_records.h"
-#include "vector_avx2.h"
-#include "vector_avx512.h"
+#include "kernels/attention_parts.h"
+#include "kernels/vector_avx2.h"
+#include "kernels/vector_avx512.h"
+#include "kernels/kv_records.h"
 
 namespace cpumoe {
 namespace {

@@ -9,8 +9,8 @@
 
 #include <bit>
 
-#include "float_products.h"
-#include "vector_avx512.h"
+#include "kernels/float_products.h"
+#include "kernels/vector_avx512.h"
 
 namespace cpumoe {
 namespace {

@@ -1,9 +1,9 @@
 // Causal convolution of channels, each with weights of its own (depthwise), with the last inputs as its state.
 //
-// Internal linkage on purpose: see kernel.h.
+// Internal linkage on purpose: see kernels/table.h.
 #pragma once
 
-#include "functions.h"
+#include "kernels/functions.h"
 
 namespace cpumoe {
 namespace {

@@ -1,10 +1,10 @@
-// Kernels of layers with a recurrent state (delta_kernels.h), written once over a vector type.
+// Kernels of layers with a recurrent state (recurrent_table.h), written once over a vector type.
 //
-// Internal linkage on purpose: see kernel.h.
+// Internal linkage on purpose: see kernels/table.h.
 #pragma once
 
-#include "../delta_kernels.h"
-#include "functions.h"
+#include "kernels/functions.h"
+#include "kernels/recurrent_table.h"
 
 namespace cpumoe {
 namespace {

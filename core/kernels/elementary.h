@@ -1,10 +1,10 @@
 // What everything along rows is made of: comparisons, and rows to and from fp32.
 //
-// Internal linkage on purpose: see kernel.h.
+// Internal linkage on purpose: see kernels/table.h.
 #pragma once
 
-#include "../kernel.h"
-#include "vector_scalar.h"
+#include "kernels/formats.h"
+#include "kernels/vector_scalar.h"
 
 namespace cpumoe {
 namespace {

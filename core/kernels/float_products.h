@@ -18,12 +18,12 @@
 //   unpack<format>(record, dst)            the numbers of a record, in the layout of wide_index
 //   multiply<M, format, kind, packed>(args)  M rows with a record; `packed` where it was not unpacked
 //
-// Internal linkage on purpose: see kernel.h.
+// Internal linkage on purpose: see kernels/table.h.
 #pragma once
 
-#include "elementary.h"
-#include "prepare_floats.h"
-#include "row_blocks.h"
+#include "kernels/elementary.h"
+#include "kernels/prepare_floats.h"
+#include "kernels/row_blocks.h"
 
 namespace cpumoe {
 namespace {

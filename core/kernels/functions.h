@@ -1,9 +1,9 @@
 // Functions of whole vectors, and sums over them, that have the same bits for every vector type.
 //
-// Internal linkage on purpose: see kernel.h.
+// Internal linkage on purpose: see kernels/table.h.
 #pragma once
 
-#include "elementary.h"
+#include "kernels/elementary.h"
 
 namespace cpumoe {
 namespace {

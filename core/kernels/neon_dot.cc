@@ -1,6 +1,6 @@
 // Arm dot product (FEAT_DotProd): sdot multiplies signed bytes only, so activations u become u - 128, and 128 times the
 // sum of the weights, one more sdot per weight vector, brings the difference back.
-#include "neon_multiply.h"
+#include "kernels/neon_multiply.h"
 
 namespace cpumoe {
 namespace {

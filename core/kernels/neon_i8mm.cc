@@ -1,6 +1,6 @@
 // Arm int8 matrix multiplication (FEAT_I8MM): usmmla takes 2 rows x 8 inputs of unsigned activations and 2 columns x 8
 // inputs of signed weights; a row on its own uses sudot.
-#include "neon_multiply.h"
+#include "kernels/neon_multiply.h"
 
 namespace cpumoe {
 namespace {

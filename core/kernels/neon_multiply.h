@@ -8,10 +8,10 @@
 //   };
 #pragma once
 
-#include "float_products.h"
-#include "row_blocks.h"
-#include "rowwise.h"
-#include "vector_neon.h"
+#include "kernels/float_products.h"
+#include "kernels/row_blocks.h"
+#include "kernels/rowwise.h"
+#include "kernels/vector_neon.h"
 
 namespace cpumoe {
 namespace {

@@ -5,11 +5,11 @@
 // what is then below 2^-60 becomes 0. With weights of at least 2^-50 (small floats, integers, and what packing leaves
 // of bf16 numbers) every product is a multiple of 2^-124, and so is every sum.
 //
-// Internal linkage on purpose: see kernel.h.
+// Internal linkage on purpose: see kernels/table.h.
 #pragma once
 
-#include "../kernel.h"
-#include "elementary.h"
+#include "kernels/elementary.h"
+#include "kernels/table.h"
 
 namespace cpumoe {
 namespace {

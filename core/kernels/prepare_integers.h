@@ -1,11 +1,11 @@
 // Activations as integers of 8 or 16 bits with a scale and a zero point, found in the row or stored with the weights.
 //
-// Internal linkage on purpose: see kernel.h.
+// Internal linkage on purpose: see kernels/table.h.
 #pragma once
 
-#include "../kernel.h"
-#include "elementary.h"
-#include "prepare_floats.h"
+#include "kernels/elementary.h"
+#include "kernels/prepare_floats.h"
+#include "kernels/table.h"
 
 namespace cpumoe {
 namespace {

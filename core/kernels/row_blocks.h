@@ -6,10 +6,10 @@
 //   unpack_record<format>(record, dst)  the nibbles of a record -> int8 layout
 //   record_product<M, format, packed>(args)  M rows with one record; `packed` where its nibbles were not unpacked
 //
-// Internal linkage on purpose: see kernel.h.
+// Internal linkage on purpose: see kernels/table.h.
 #pragma once
 
-#include "../kernel.h"
+#include "kernels/table.h"
 
 namespace cpumoe {
 namespace {

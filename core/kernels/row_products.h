@@ -4,11 +4,11 @@
 // queries, rows and columns gives the same bits. Tiles are as large as the registers of a vector type allow: what is
 // loaded is used for several products.
 //
-// Internal linkage on purpose: see kernel.h.
+// Internal linkage on purpose: see kernels/table.h.
 #pragma once
 
-#include "../kernel.h"
-#include "functions.h"
+#include "kernels/functions.h"
+#include "kernels/formats.h"
 
 namespace cpumoe {
 namespace {

@@ -3,20 +3,20 @@
 // so the results have the same bits for every V. V provides: kWidth, load, store, set, + - *,
 // fma(a, b, c) = a * b + c, select_less, load_as<type>, store_as<type>, load_int, int bit helpers.
 //
-// Internal linkage on purpose: see kernel.h.
+// Internal linkage on purpose: see kernels/table.h.
 #pragma once
 
-#include "../kernel.h"
-#include "attention_parts.h"
-#include "cache_records.h"
-#include "delta_rule.h"
-#include "elementary.h"
-#include "functions.h"
-#include "prepare_floats.h"
-#include "prepare_integers.h"
-#include "row_products.h"
-#include "state_space.h"
-#include "vector_scalar.h"
+#include "kernels/attention_parts.h"
+#include "kernels/elementary.h"
+#include "kernels/functions.h"
+#include "kernels/prepare_floats.h"
+#include "kernels/prepare_integers.h"
+#include "kernels/row_products.h"
+#include "kernels/table.h"
+#include "kernels/vector_scalar.h"
+#include "kernels/delta_rule.h"
+#include "kernels/kv_records.h"
+#include "kernels/state_space.h"
 
 namespace cpumoe {
 namespace {

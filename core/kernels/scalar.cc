@@ -1,8 +1,8 @@
 // The portable kernel, and the definition of the arithmetic: every other kernel has to give these bits.
-#include "float_products.h"
-#include "row_blocks.h"
-#include "rowwise.h"
-#include "vector_scalar.h"
+#include "kernels/float_products.h"
+#include "kernels/row_blocks.h"
+#include "kernels/rowwise.h"
+#include "kernels/vector_scalar.h"
 
 namespace cpumoe {
 namespace {

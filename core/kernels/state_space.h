@@ -4,11 +4,11 @@
 // value of the state and half of a chunk per row, here it costs 3; a prompt cut in pieces, and one token at a time,
 // give the same bits as all at once.
 //
-// Internal linkage on purpose: see kernel.h.
+// Internal linkage on purpose: see kernels/table.h.
 #pragma once
 
-#include "convolve_channels.h"
-#include "functions.h"
+#include "kernels/convolve_channels.h"
+#include "kernels/functions.h"
 
 namespace cpumoe {
 namespace {

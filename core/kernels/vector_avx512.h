@@ -3,7 +3,7 @@
 
 #include <immintrin.h>
 
-#include "vector_scalar.h"
+#include "kernels/vector_scalar.h"
 
 namespace cpumoe {
 namespace {

@@ -3,7 +3,7 @@
 
 #include <arm_neon.h>
 
-#include "vector_scalar.h"
+#include "kernels/vector_scalar.h"
 
 namespace cpumoe {
 namespace {

@@ -1,8 +1,8 @@
 // The vector type of width one: plain floats. It defines what the others must compute.
 #pragma once
 
-#include "../float16.h"
-#include "../kernel.h"
+#include "kernels/formats.h"
+#include "runtime/float16.h"
 
 namespace cpumoe {
 namespace {

@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "harness.h"
-#include "tests.h"
+#include "tests/harness.h"
+#include "tests/tests.h"
 
 int main(int argc, char** argv) {
   using namespace cpumoe;

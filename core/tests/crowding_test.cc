@@ -1,4 +1,4 @@
-#include "../crowding.h"
+#include "runtime/crowding.h"
 
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -11,8 +11,8 @@
 #include <thread>
 #include <vector>
 
-#include "harness.h"
-#include "tests.h"
+#include "tests/harness.h"
+#include "tests/tests.h"
 
 namespace cpumoe::tests {
 

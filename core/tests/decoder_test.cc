@@ -1,5 +1,5 @@
 // The decoder: one model that several threads call at once, each with a KV cache of its own.
-#include "../decoder.h"
+#include "decoder/decoder.h"
 
 #include <algorithm>
 #include <optional>
@@ -7,9 +7,9 @@
 #include <thread>
 #include <utility>
 
-#include "../threads.h"
-#include "matrices.h"
-#include "tests.h"
+#include "runtime/threads.h"
+#include "tests/matrices.h"
+#include "tests/tests.h"
 
 namespace cpumoe::tests {
 namespace {

@@ -9,9 +9,9 @@
 #include <string>
 #include <vector>
 
-#include "../dispatch.h"
-#include "../kernel.h"
-#include "random.h"
+#include "kernels/dispatch.h"
+#include "kernels/table.h"
+#include "tests/random.h"
 
 namespace cpumoe::tests {
 

@@ -5,10 +5,10 @@
 #include <string>
 #include <vector>
 
-#include "../latent_attention.h"
-#include "../threads.h"
-#include "harness.h"
-#include "tests.h"
+#include "ops/latent_attention.h"
+#include "runtime/threads.h"
+#include "tests/harness.h"
+#include "tests/tests.h"
 
 namespace cpumoe::tests {
 namespace {

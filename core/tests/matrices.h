@@ -3,11 +3,11 @@
 
 #include <algorithm>
 
-#include "../formats.h"
-#include "../linear.h"
-#include "../moe.h"
-#include "../packed.h"
-#include "harness.h"
+#include "ops/experts.h"
+#include "ops/linear.h"
+#include "packed/format_list.h"
+#include "packed/packing.h"
+#include "tests/harness.h"
 
 namespace cpumoe::tests {
 

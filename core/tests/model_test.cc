@@ -1,14 +1,14 @@
 // What surrounds the products: attention, routers, norms, and measuring.
-#include "../attention.h"
+#include "ops/decode_attention.h"
 
 #include <numeric>
 
-#include "../measure.h"
-#include "../norm.h"
-#include "../route.h"
-#include "../threads.h"
-#include "harness.h"
-#include "tests.h"
+#include "ops/measure.h"
+#include "ops/norm.h"
+#include "ops/routing.h"
+#include "runtime/threads.h"
+#include "tests/harness.h"
+#include "tests/tests.h"
 
 namespace cpumoe::tests {
 

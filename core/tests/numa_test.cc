@@ -1,11 +1,11 @@
-#include "../numa.h"
+#include "runtime/numa.h"
 
 #include <algorithm>
 #include <numeric>
 
-#include "../threads.h"
-#include "harness.h"
-#include "tests.h"
+#include "runtime/threads.h"
+#include "tests/harness.h"
+#include "tests/tests.h"
 
 namespace cpumoe::tests {
 namespace {

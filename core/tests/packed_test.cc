@@ -2,8 +2,8 @@
 #include <functional>
 #include <tuple>
 
-#include "matrices.h"
-#include "tests.h"
+#include "tests/matrices.h"
+#include "tests/tests.h"
 
 namespace cpumoe::tests {
 

@@ -3,8 +3,8 @@
 
 #include <cmath>
 
-#include "../float16.h"
-#include "harness.h"
+#include "runtime/float16.h"
+#include "tests/harness.h"
 
 namespace cpumoe::tests {
 

@@ -2,10 +2,10 @@
 #include <atomic>
 #include <thread>
 
-#include "../threads.h"
-#include "matrices.h"
-#include "prepared_row.h"
-#include "tests.h"
+#include "runtime/threads.h"
+#include "tests/matrices.h"
+#include "tests/prepared_row.h"
+#include "tests/tests.h"
 
 namespace cpumoe::tests {
 

@@ -2,10 +2,10 @@
 // threads, and tokens that come in pieces.
 #include <algorithm>
 
-#include "../delta_rule.h"
-#include "../threads.h"
-#include "harness.h"
-#include "tests.h"
+#include "ops/delta_rule.h"
+#include "runtime/threads.h"
+#include "tests/harness.h"
+#include "tests/tests.h"
 
 namespace cpumoe::tests {
 namespace {

@@ -1,8 +1,8 @@
 // What works along rows: preparing, converting, scoring, activations; special values and every magnitude.
-#include "../threads.h"
-#include "matrices.h"
-#include "prepared_row.h"
-#include "tests.h"
+#include "runtime/threads.h"
+#include "tests/matrices.h"
+#include "tests/prepared_row.h"
+#include "tests/tests.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>

@@ -1,15 +1,15 @@
 // State spaces: every kernel, number of threads and cut of the tokens gives the scalar kernel's bits, and those are
 // near the truth.
-#include "../state_space.h"
+#include "ops/state_space.h"
 
 #include <algorithm>
 
 #include <algorithm>
-#include "../lightning_attention.h"
-#include "../threads.h"
+#include "ops/lightning_attention.h"
+#include "runtime/threads.h"
 
-#include "harness.h"
-#include "tests.h"
+#include "tests/harness.h"
+#include "tests/tests.h"
 
 namespace cpumoe::tests {
 namespace {

@@ -1,4 +1,4 @@
-"""Types of the compiled core (core/bind.cc)."""
+"""Types of the compiled core (core/bind/module.cc)."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeAlias
@@ -104,7 +104,7 @@ def prepare_tokens(x: Array, gate_up: Array, out: Array) -> None: ...
 def prepared_token_bytes(gate_up: Array, type: int) -> int: ...
 
 class RankExchange:
-    """What the ranks of a model give each other; see core/rank_exchange.h."""
+    """What the ranks of a model give each other; see core/ranks/shared_exchange.h."""
 
     @property
     def rank(self) -> int: ...

@@ -2,7 +2,7 @@
 
 On a machine with several memory nodes every CPU reads the memory of its own node fastest. So every thread of the team
 is kept on the CPUs of a node, and the column blocks of packed weights lie on the node whose threads multiply with them
-(core/numa.h). There is one copy of the weights. Where there is one node, nothing is done.
+(core/runtime/numa.h). There is one copy of the weights. Where there is one node, nothing is done.
 """
 
 from __future__ import annotations

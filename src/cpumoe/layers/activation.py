@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: Name -> number of the kernel's activation (core/kernel.h).
+#: Name -> number of the kernel's activation (core/kernels/table.h).
 KINDS = {"silu": 0, "swiglu_oai": 1, "swiglu_step": 2, "gelu": 3, "gelu_tanh": 4, "relu2": 5}
 
 _SAME = {"swiglu": "silu"}

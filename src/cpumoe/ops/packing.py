@@ -10,7 +10,7 @@ from torch import Tensor
 from cpumoe import _core, numa
 from cpumoe.ops.registration import aligned, register
 
-# How the rows of a first product lie in memory (core/packed.h).
+# How the rows of a first product lie in memory (core/packed/layout.h).
 ROWS_PLAIN, ROWS_GATE_THEN_UP, ROWS_GATE_UP_INTERLEAVED = 0, 1, 2
 
 

@@ -1,0 +1,129 @@
+#include "decoder/step.h"
+
+#include <algorithm>
+
+#include "ops/routing.h"
+
+namespace cpumoe {
+void Decoder::Round::run_block(Worker& worker, const DecoderLayer& layer) {
+  if (layer.experts.has_value()) s_.router.prepare(worker);
+  if (layer.dense.has_value()) s_.dense_first.prepare(worker);
+  end_stage(worker, StepPart::kRows);
+  if (layer.experts.has_value()) {
+    s_.router.multiply(worker);
+    if (!layer.dense.has_value()) end_stage(worker, StepPart::kRouting);
+  }
+  if (layer.dense.has_value()) {
+    s_.dense_first.multiply(worker);
+    end_stage(worker, StepPart::kProducts);
+    gather(worker, s_.dense_first);
+    activate(worker, *layer.dense);
+    s_.dense_second.prepare(worker);
+  }
+  if (layer.experts.has_value()) choose_experts(worker, *layer.experts);
+  if (layer.dense.has_value()) {
+    end_stage(worker, StepPart::kRows);
+    s_.dense_second.multiply(worker);
+  }
+  end_stage(worker, layer.dense.has_value() ? StepPart::kProducts : StepPart::kRouting);
+  if (layer.dense.has_value()) gather(worker, s_.dense_second);
+  if (layer.experts.has_value()) run_experts(worker, *layer.experts);
+}
+
+void Decoder::Round::run_experts(Worker& worker, const RoutedExperts& e) {
+  if (computes_experts_) s_.experts.run(worker);
+  end_stage(worker, StepPart::kExperts);
+  if (e.travel != RowTravel::kStay) {
+    return_sums(worker);
+  } else if (e.spread) {
+    add_sums(worker);
+  }
+}
+
+void Decoder::Round::activate(const Worker& worker, const DenseBlock& d) {
+  const std::int64_t inner = d.down.depth, padded = (inner + 15) / 16 * 16;
+  each_row(worker, [&](std::int64_t r) {
+    float *gate = values_of(worker), *up = gate + padded;
+    const std::uint8_t* from = at(dense_in_, r * 2 * inner, type_);
+    k_.load_row(at(from, inner, type_), type_, static_cast<int>(inner), d.activation.gated ? up : gate);
+    if (d.activation.gated) k_.load_row(from, type_, static_cast<int>(inner), gate);
+    k_.activate_row({gate, up, inner, &d.activation, gate});
+    k_.store_row(gate, inner, type_, at(dense_hidden_, r * inner, type_));
+    if (d.share) {
+      float shares[16] = {share_[r]};  // scoring works in whole vectors
+      k_.score(shares, 1, Scoring::kSigmoid);
+      share_[r] = shares[0];
+    }
+  });
+}
+
+void Decoder::Round::choose_experts(Worker& worker, const RoutedExperts& e) {
+  const RouteCall call = e.router.call(count_, logits_, ids_, weights_);
+  if (count_ > kFewRows) {
+    round_logits(e.router, worker.share(count_), worker.next_share(count_));
+    route_tokens(k_, call, worker.share(count_), worker.next_share(count_));
+    worker.barrier->wait();
+  } else if (worker.index == 0) {
+    round_logits(e.router, 0, count_);
+    route_tokens(k_, call, 0, count_);
+  }
+  if (worker.index == 0 && e.loads != nullptr) {
+    for (std::int64_t i = 0; i < count_ * e.router.topk; ++i) ++e.loads[ids_[i]];
+  }
+  if (e.travel != RowTravel::kStay) bring_rows(worker, e);
+  if (worker.index == 0) plan_experts(e);
+}
+
+void Decoder::Round::plan_experts(const RoutedExperts& e) {
+  const bool travels = e.travel != RowTravel::kStay;
+  const std::int64_t topk = e.router.topk;
+  MoeCall moe{};
+  moe.tokens = travels ? s_.traffic.received() : count_;
+  moe.out = travels ? s_.traffic.sums() : e.spread ? sums_ : static_cast<void*>(mixed_);
+  moe.out_type = e.spread ? DType::kF32 : type_;
+  computes_experts_ = e.gate_up.data != nullptr && moe.tokens > 0;
+  if (!computes_experts_) {
+    std::fill_n(static_cast<float*>(moe.out), moe.tokens * hidden_, 0.0f);
+    return;
+  }
+  moe.gate_up = e.gate_up;
+  moe.down = e.down;
+  moe.type = type_;
+  moe.topk = topk;
+  moe.weight_on_input = e.weight_on_input;
+  moe.activation = e.activation;
+  if (travels) {
+    if (e.prepared_rows) {
+      moe.prepared = s_.traffic.rows();
+    } else {
+      moe.x = s_.traffic.rows();
+    }
+    moe.ids = s_.traffic.copies();
+    moe.weights = s_.traffic.weights();
+  } else {
+    moe.x = normed_;
+    moe.ids = ids_;
+    moe.weights = weights_;
+  }
+  if (e.spread && e.copy_begins == nullptr) moe.slices = m_.exchange;
+  if (e.copy_begins != nullptr && !travels) {
+    for (std::int64_t i = 0; i < count_ * topk; ++i) {
+      own_ids_[i] = e.place(e.copy(ids_[i], s_.rows_done + first_ + i / topk));
+    }
+    moe.ids = own_ids_;
+  }
+  s_.experts.plan(k_, moe, threads_);
+}
+
+void Decoder::Round::round_logits(const Router& router, std::int64_t first, std::int64_t last) {
+  if (router.logits == DType::kF32) return;
+  const std::int64_t experts = router.weight.columns;
+  std::uint16_t rounded[64];
+  for (std::int64_t i = first * experts; i < last * experts; i += 64) {
+    const std::int64_t some = std::min<std::int64_t>(64, last * experts - i);
+    k_.store_row(logits_ + i, some, router.logits, rounded);
+    k_.load_row(rounded, router.logits, static_cast<int>(some), logits_ + i);
+  }
+}
+
+}  // namespace cpumoe

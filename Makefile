@@ -68,6 +68,7 @@ lint: $(VENV)/tools
 	$(BIN)/mypy
 	$(BIN)/mypy benchmarks/peers.py benchmarks/model.py benchmarks/engines.py benchmarks/vllm_servers.py
 	PYTHONPATH=src $(BIN)/lint-imports --no-cache
+	$(BIN)/python core/check_includes.py
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files 'core/*.h' 'core/*.cc')
 
 format: $(VENV)/tools

@@ -31,8 +31,8 @@ _SPARE = (0, 1, 2)  # slots a rank beyond those that all experts need
 
 def recorded_routing(tokens: int) -> list[Tensor]:
     """The ids [tokens, K] of every layer of the shipped model on held-out text."""
-    from cpumoe.integrations.transformers.model_loading import load_model
-    from cpumoe.integrations.transformers.tokenizer import load_tokenizer
+    from cpumoe.integrations.transformers.layout.tokenizer import load_tokenizer
+    from cpumoe.integrations.transformers.loading.model_loading import load_model
 
     model = load_model(FOLDER)
     text = torch.tensor(load_tokenizer(FOLDER).encode(_TEXT.read_text()))[:tokens]

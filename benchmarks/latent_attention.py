@@ -20,7 +20,7 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from transformers.models.glm4_moe_lite import modeling_glm4_moe_lite
 
 from cpumoe import _core
-from cpumoe.integrations.transformers.decode import speed_up
+from cpumoe.integrations.transformers.loading.install import speed_up
 from cpumoe.tables import aligned
 
 _PROBE_BYTES = 256 << 20

@@ -26,7 +26,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 import cpumoe
 from cpumoe import _core
-from cpumoe.integrations.transformers.linear_attention import speed_up_linear_attention
+from cpumoe.integrations.transformers.replacements.recurrent import speed_up_linear_attention
 from cpumoe.tables import aligned
 
 

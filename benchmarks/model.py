@@ -62,7 +62,7 @@ def memory_bytes(key: str) -> int:
 
 def load(folder: Path, linears: str, cache: Path | None, kv_cache: str | None = None) -> tuple[Any, dict[str, float]]:
     """Loads the model and measures the time and the memory that it takes."""
-    from cpumoe.integrations.transformers.model_loading import load_model
+    from cpumoe.integrations.transformers.loading.model_loading import load_model
 
     before = memory_bytes("VmRSS")
     start = time.perf_counter()

@@ -27,12 +27,12 @@ from cpumoe.demo.model import measured_load
 from cpumoe.layers.parallel_layout import Exchange
 from cpumoe.layers.scheme import Scheme
 from cpumoe.option_values import LAYOUTS
-from cpumoe.parallel.exchange_costs import Link, Network
-from cpumoe.parallel.kernel_costs import KernelCosts
-from cpumoe.parallel.model_shapes import MODELS
-from cpumoe.parallel.routing_trace import RoutingTrace
-from cpumoe.parallel.scaling import Outcome, scaling
-from cpumoe.parallel.simulation import simulate_layer
+from cpumoe.simulation.exchange_costs import Link, Network
+from cpumoe.simulation.kernel_costs import KernelCosts
+from cpumoe.simulation.model_shapes import MODELS
+from cpumoe.simulation.routing_trace import RoutingTrace
+from cpumoe.simulation.scaling import Outcome, scaling
+from cpumoe.simulation.simulation import simulate_layer
 from cpumoe.tables import aligned
 
 _NEAR = 0.2  # a prediction that is no further off is a good one

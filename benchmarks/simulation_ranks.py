@@ -25,7 +25,7 @@ from cpumoe.layers.scheme import Scheme
 from cpumoe.parallel.dispatch import own_share
 from cpumoe.parallel.experts import ParallelExperts
 from cpumoe.parallel.ranks import Ranks
-from cpumoe.parallel.routing_trace import RoutingTrace
+from cpumoe.simulation.routing_trace import RoutingTrace
 
 SHAPE = SHAPES["qwen3-30b-a3b"]
 

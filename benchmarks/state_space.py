@@ -23,7 +23,7 @@ from transformers.cache_utils import Cache, LinearAttentionLayer
 
 import cpumoe
 from cpumoe.bench.measure import Limits, memory_to_probe
-from cpumoe.integrations.transformers.state_space import speed_up_state_spaces
+from cpumoe.integrations.transformers.replacements.state_space import speed_up_state_spaces
 
 # The published sizes.
 SHAPES: dict[str, tuple[str, dict[str, Any]]] = {

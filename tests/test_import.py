@@ -172,7 +172,7 @@ def test_load_model_may_run_in_several_threads_while_the_plug_in_is_switched_off
 import threading
 import cpumoe
 from cpumoe.integrations.transformers.hook import own_reader
-from cpumoe.integrations.transformers.plugin import PackedConfig
+from cpumoe.integrations.transformers.loading.plugin import PackedConfig
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 section = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": {

@@ -18,11 +18,11 @@ from cpumoe.integrations.transformers import hook
 __version__ = "0.2.0.dev0"
 
 if TYPE_CHECKING:
-    from cpumoe.integrations.transformers.float_models import accelerate
-    from cpumoe.integrations.transformers.model_loading import load_model
+    from cpumoe.integrations.transformers.calibration.quantizing import quantize_checkpoint
+    from cpumoe.integrations.transformers.loading.float_models import accelerate
+    from cpumoe.integrations.transformers.loading.model_loading import load_model
+    from cpumoe.integrations.transformers.loading.plugin import PackedConfig
     from cpumoe.integrations.transformers.own_sequences import own_sequences
-    from cpumoe.integrations.transformers.plugin import PackedConfig
-    from cpumoe.integrations.transformers.quantizing import quantize_checkpoint
     from cpumoe.layers.activation import Activation
     from cpumoe.layers.backends import explain, select_backend
     from cpumoe.layers.config import MoEConfig
@@ -54,11 +54,11 @@ _LAZY = {
 }
 #: Those that need transformers.
 _OF_TRANSFORMERS = {
-    "PackedConfig": "cpumoe.integrations.transformers.plugin",
-    "accelerate": "cpumoe.integrations.transformers.float_models",
-    "load_model": "cpumoe.integrations.transformers.model_loading",
+    "PackedConfig": "cpumoe.integrations.transformers.loading.plugin",
+    "accelerate": "cpumoe.integrations.transformers.loading.float_models",
+    "load_model": "cpumoe.integrations.transformers.loading.model_loading",
     "own_sequences": "cpumoe.integrations.transformers.own_sequences",
-    "quantize_checkpoint": "cpumoe.integrations.transformers.quantizing",
+    "quantize_checkpoint": "cpumoe.integrations.transformers.calibration.quantizing",
 }
 #: Subpackages that can be used without an import of their own.
 _MODULES = ("layers", "ops")

@@ -22,9 +22,9 @@ from cpumoe import CheckpointError, UnsupportedScheme
 from cpumoe.checkpoints.checkpoint import INDEX_FILE, LAYER, SINGLE_FILE, Checkpoint, read_json
 from cpumoe.checkpoints.tensor_file import ALIGNMENT, DTYPES, TensorFile, TensorFileWriter
 from cpumoe.errors import printable
-from cpumoe.integrations.transformers.describing import describe
-from cpumoe.integrations.transformers.expert_modules import expert_modules
-from cpumoe.integrations.transformers.model_classes import config_of, empty_model
+from cpumoe.integrations.transformers.facade import describe
+from cpumoe.integrations.transformers.layout.expert_modules import expert_modules
+from cpumoe.integrations.transformers.layout.model_classes import config_of, empty_model
 
 TENSORS = {
     "a": torch.arange(12, dtype=torch.float32).view(3, 4),

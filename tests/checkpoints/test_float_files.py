@@ -34,7 +34,7 @@ from cpumoe.checkpoints.formats.quark import QuarkFp6Storage, QuarkRowFp8Storage
 from cpumoe.checkpoints.loading import experts_of, load_experts
 from cpumoe.checkpoints.model_tensors import quantized_linears
 from cpumoe.checkpoints.storage import LinearStorage
-from cpumoe.integrations.transformers.describing import describe
+from cpumoe.integrations.transformers.facade import describe
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.reference import dequantize
 from cpumoe.layers.scheme import INTEGERS, SCHEMES, WHOLE_FLOATS

@@ -33,7 +33,7 @@ from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.formats import parse_quantization
 from cpumoe.checkpoints.loading import experts_of
 from cpumoe.checkpoints.model_tensors import quantized_linears
-from cpumoe.integrations.transformers.describing import describe
+from cpumoe.integrations.transformers.facade import describe
 
 UP = "model.layers.1.mlp.experts.3.up_proj"
 KEY = "model.layers.0.self_attn.k_proj"

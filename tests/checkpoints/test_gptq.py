@@ -34,7 +34,7 @@ from cpumoe.checkpoints.formats.gptq import GptqStorage, ZeroPoints
 from cpumoe.checkpoints.inspection import Survey
 from cpumoe.checkpoints.linear_sources import LinearSource
 from cpumoe.checkpoints.model_tensors import quantized_linears
-from cpumoe.integrations.transformers.describing import describe
+from cpumoe.integrations.transformers.facade import describe
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.reference import dequantize
 

@@ -17,7 +17,7 @@ from sampling import sampled_product
 
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.inspection import Survey
-from cpumoe.integrations.transformers.describing import describe
+from cpumoe.integrations.transformers.facade import describe
 
 PACKED, INT8 = "qwen3moe-w4a8-g32-packed", "qwen3moe-w8a8-int8"
 

@@ -39,7 +39,7 @@ from cpumoe.checkpoints.linear_sources import LinearSource
 from cpumoe.checkpoints.loading import experts_of, load_experts
 from cpumoe.checkpoints.named_tensors import TensorCheck
 from cpumoe.checkpoints.storage import LinearStorage, Quantization, StoredTensor
-from cpumoe.integrations.transformers.describing import describe
+from cpumoe.integrations.transformers.facade import describe
 from cpumoe.layers.packed_weights import unpack_weight
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.reference import dequantize
@@ -799,7 +799,7 @@ import torch
 import cpumoe
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.loading import experts_of, load_experts
-from cpumoe.integrations.transformers.describing import describe
+from cpumoe.integrations.transformers.facade import describe
 
 def status(field):
     lines = Path("/proc/self/status").read_text().splitlines()

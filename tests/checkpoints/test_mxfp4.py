@@ -23,7 +23,7 @@ from cpumoe.checkpoints.formats import parse_quantization
 from cpumoe.checkpoints.formats.mxfp4 import Mxfp4, Mxfp4Storage
 from cpumoe.checkpoints.fused_sources import FusedQuantized
 from cpumoe.checkpoints.loading import experts_of, load_experts
-from cpumoe.integrations.transformers.describing import describe
+from cpumoe.integrations.transformers.facade import describe
 from cpumoe.layers.scheme import Scheme
 
 Tensors = dict[str, Tensor]

@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 from cpumoe.cli import main
 from cpumoe.cli.chat import Conversation
 from cpumoe.cli.line_input import History, LineInput, Typed, state_folder
-from cpumoe.integrations.transformers.tokenizer import load_tokenizer
+from cpumoe.integrations.transformers.layout.tokenizer import load_tokenizer
 
 PATIENCE = 120.0  # seconds; other work may be running on the machine
 

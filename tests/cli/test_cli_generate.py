@@ -18,7 +18,7 @@ from cpumoe.cli import main
 from cpumoe.generation.model_folder import prepare_transformers, render_chat
 from cpumoe.generation.session import Session
 from cpumoe.generation.text import TextPieces
-from cpumoe.integrations.transformers.tokenizer import load_tokenizer
+from cpumoe.integrations.transformers.layout.tokenizer import load_tokenizer
 
 GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
 

@@ -23,7 +23,7 @@ from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.loading import experts_of, load_experts
 from cpumoe.checkpoints.model_tensors import quantized_linears
 from cpumoe.checkpoints.tensor_file import TensorFile
-from cpumoe.integrations.transformers.describing import describe
+from cpumoe.integrations.transformers.facade import describe
 from cpumoe.layers.scheme import Scheme
 from cpumoe.tables import size_text
 

@@ -359,7 +359,7 @@ def nothing_is_loaded(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     def load_model(*_: object, **__: object) -> None:
         raise AssertionError("a model was loaded for what had to be refused before")
 
-    monkeypatch.setattr("cpumoe.integrations.transformers.model_loading.load_model", load_model)
+    monkeypatch.setattr("cpumoe.integrations.transformers.loading.model_loading.load_model", load_model)
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)
@@ -401,7 +401,7 @@ def test_the_table_has_all_options(command: str) -> None:
 
 
 def test_the_table_of_texts_is_right(places: dict[str, str]) -> None:
-    from cpumoe.integrations.transformers.tokenizer import load_tokenizer
+    from cpumoe.integrations.transformers.layout.tokenizer import load_tokenizer
 
     assert len(load_tokenizer(Path(places["float"]))(Path(places["text"]).read_text())["input_ids"]) == 1200
 

@@ -23,7 +23,7 @@ import cpumoe
 from cpumoe.cli import main
 from cpumoe.generation.session import Session
 from cpumoe.generation.stop_strings import StopAutomaton, StopStrings
-from cpumoe.integrations.transformers.tokenizer import load_tokenizer
+from cpumoe.integrations.transformers.layout.tokenizer import load_tokenizer
 
 PROMPT = "The experts"
 LENGTH = 24

@@ -15,8 +15,8 @@ from cpumoe.bench.rank_costs import measure_costs
 from cpumoe.bench.shapes import Shape
 from cpumoe.layers.parallel_layout import Exchange
 from cpumoe.layers.scheme import Scheme
-from cpumoe.parallel.kernel_costs import Curve, KernelCosts
-from cpumoe.parallel.routing_trace import save_routing
+from cpumoe.simulation.kernel_costs import Curve, KernelCosts
+from cpumoe.simulation.routing_trace import save_routing
 
 SHAPE = ["--shape", "256,128,16,2,3"]
 

@@ -19,7 +19,7 @@ from cpumoe.checkpoints.loading import experts_of
 from cpumoe.cli import main
 from cpumoe.demo import model as demo_model
 from cpumoe.evaluation.perplexity import perplexity
-from cpumoe.integrations.transformers.describing import describe
+from cpumoe.integrations.transformers.facade import describe
 from cpumoe.layers.scheme import Scheme
 from cpumoe.quantization.quantization_plan import QuantizationPlan
 

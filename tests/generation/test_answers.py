@@ -36,7 +36,7 @@ from cpumoe.generation.session import Session
 from cpumoe.generation.stop_strings import StopAutomaton
 from cpumoe.generation.text import PlainMessage, StructuredMessage
 from cpumoe.generation.token_text import TokenTexts
-from cpumoe.integrations.transformers.tokenizer import load_tokenizer
+from cpumoe.integrations.transformers.layout.tokenizer import load_tokenizer
 
 ASKED = [{"role": "user", "content": "Which experts?"}]
 

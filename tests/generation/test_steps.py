@@ -27,8 +27,8 @@ from cpumoe.generation.page_pool import PagePool, page_name
 from cpumoe.generation.sampling import Sampling, Token
 from cpumoe.generation.schedule import Schedule
 from cpumoe.generation.step_engine import StepEngine
-from cpumoe.integrations.transformers.described_parts import NotDescribed
 from cpumoe.integrations.transformers.native_decoder import native_with_head
+from cpumoe.integrations.transformers.recognition.described_parts import NotDescribed
 
 SECONDS = 60.0  # at most, for things that take milliseconds
 

@@ -22,7 +22,7 @@ from transformers import (
 
 import cpumoe
 from cpumoe.integrations.transformers import native_decoder
-from cpumoe.integrations.transformers.replaced_forward import ReplacedForward
+from cpumoe.integrations.transformers.replacements.replaced_forward import ReplacedForward
 from cpumoe.layers.experts import Experts
 
 NATIVE = (native_decoder.forward, native_decoder.forward_to_logits)

@@ -18,7 +18,8 @@ from tiny_text_model import tiny_model, tiny_tokenizer
 
 import cpumoe
 from cpumoe.evaluation.selftest import using_isa
-from cpumoe.integrations.transformers import attention, plugin
+from cpumoe.integrations.transformers.loading import plugin
+from cpumoe.integrations.transformers.replacements import attention
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = {

@@ -20,9 +20,9 @@ from cpumoe.checkpoints.expert_sources import Buffers
 from cpumoe.checkpoints.loading import experts_of
 from cpumoe.checkpoints.model_tensors import check_model, quantized_linears
 from cpumoe.checkpoints.named_tensors import TensorCheck
-from cpumoe.integrations.transformers.expert_modules import Role, describe_experts, expert_modules, marks_of
-from cpumoe.integrations.transformers.model_description import describe_model
-from cpumoe.integrations.transformers.special_experts import wrapped
+from cpumoe.integrations.transformers.layout.expert_modules import Role, describe_experts, expert_modules, marks_of
+from cpumoe.integrations.transformers.layout.model_description import describe_model
+from cpumoe.integrations.transformers.loading.special_experts import wrapped
 from cpumoe.layers.experts import Experts
 
 #: transformers itself cannot load these from a folder with their own class: it reads the file as the whole model's.

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import cpumoe
 from cpumoe import UnsupportedScheme
-from cpumoe.integrations.transformers import float_models
+from cpumoe.integrations.transformers.loading import float_models
 
 IDS = torch.arange(9).unsqueeze(0)
 

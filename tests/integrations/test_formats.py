@@ -15,7 +15,7 @@ from word_checkpoints import Rounded, Tensors, gptq_section, gptq_tensors, round
 import cpumoe
 from cpumoe.checkpoints.formats import QUANT_METHODS
 from cpumoe.integrations.transformers.hook import ALL_NAMES, OLDER_NAMES
-from cpumoe.integrations.transformers.module_sources import pack_float_linear
+from cpumoe.integrations.transformers.loading.module_sources import pack_float_linear
 from cpumoe.layers import reference
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.linear import QuantizedLinear

@@ -20,7 +20,7 @@ from cpumoe.generation.sampling import Sampling, Token
 from cpumoe.generation.step_engine import StepEngine
 from cpumoe.integrations.transformers.int8_cache import holds_records
 from cpumoe.integrations.transformers.native_decoder import native_of, native_with_head
-from cpumoe.integrations.transformers.roomy_cache import CacheForm, make_roomy
+from cpumoe.integrations.transformers.preallocated_cache import CacheForm, make_roomy
 from cpumoe.ops import cache_record_bytes, from_cache_records, to_cache_records
 from cpumoe.ops.decoder import Decoder, Matrix
 

@@ -14,9 +14,10 @@ from torch import nn
 from transformers import DynamicCache, StaticCache
 
 from cpumoe import ops
-from cpumoe.integrations.transformers import attention, latent_attention
-from cpumoe.integrations.transformers.latent_attention import absorb_latents
-from cpumoe.integrations.transformers.roomy_cache import make_roomy
+from cpumoe.integrations.transformers.preallocated_cache import make_roomy
+from cpumoe.integrations.transformers.replacements import attention
+from cpumoe.integrations.transformers.replacements import mla as latent_attention
+from cpumoe.integrations.transformers.replacements.mla import absorb_latents
 from cpumoe.layers.linear import QuantizedLinear
 
 attention.register_attention()

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cpumoe.integrations.transformers.linear_attention import (
+from cpumoe.integrations.transformers.replacements.recurrent import (
     ConvolutionForm,
     DeltaForm,
     speed_up_linear_attention,

@@ -19,8 +19,8 @@ from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.cli import main
 from cpumoe.errors import NotEnoughMemory
 from cpumoe.free_memory import available_bytes
-from cpumoe.integrations.transformers import load_memory, plugin
-from cpumoe.integrations.transformers.load_memory import WeightBytes
+from cpumoe.integrations.transformers.loading import load_memory, plugin
+from cpumoe.integrations.transformers.loading.load_memory import WeightBytes
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,10 @@ from tiny_mixers import LIGHTNING, MAMBA2, MIXERS, tiny_model
 from transformers.cache_utils import Cache, LinearAttentionLayer
 from transformers.models.minimax.modeling_minimax import MiniMaxCache
 
-from cpumoe.integrations.transformers import lightning_attention, replacement_check, state_space
-from cpumoe.integrations.transformers.decode import speed_up
-from cpumoe.integrations.transformers.replaced_forward import ReplacedForward
+from cpumoe.integrations.transformers.loading.install import speed_up
+from cpumoe.integrations.transformers.replacements import lightning as lightning_attention
+from cpumoe.integrations.transformers.replacements import replacement_check, state_space
+from cpumoe.integrations.transformers.replacements.replaced_forward import ReplacedForward
 
 
 def replaced(model: torch.nn.Module) -> list[str]:

@@ -20,10 +20,10 @@ import cpumoe
 from cpumoe import _core
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.integrations.transformers import native_decoder
-from cpumoe.integrations.transformers.described_parts import NotDescribed
-from cpumoe.integrations.transformers.describing import explain_step
+from cpumoe.integrations.transformers.facade import explain_step
 from cpumoe.integrations.transformers.native_decoder import explanation, native_of, native_with_head
-from cpumoe.integrations.transformers.roomy_cache import CacheForm, RoomyLayer, RoomySlidingLayer, make_roomy
+from cpumoe.integrations.transformers.preallocated_cache import CacheForm, RoomyLayer, RoomySlidingLayer, make_roomy
+from cpumoe.integrations.transformers.recognition.described_parts import NotDescribed
 from cpumoe.ops.decoder import Decoder
 
 #: Families that run in one call, whole models and their text parts; a family that is lost would be noticed here.
@@ -545,7 +545,7 @@ def test_a_description_that_computes_something_else_is_noticed(loaded, monkeypat
     """Every number of a description matters to the check."""
     from dataclasses import replace
 
-    from cpumoe.integrations.transformers import decoder_check
+    from cpumoe.integrations.transformers.recognition import check as decoder_check
 
     original = decoder_check.describe_decoder
     changes = {

@@ -13,7 +13,7 @@ from random_layers import relative_error
 from torch import nn
 
 import cpumoe
-from cpumoe.integrations.transformers import norms, routers
+from cpumoe.integrations.transformers.replacements import norms, routers
 from cpumoe.layers.experts import Experts
 
 #: Families whose routers keep their own code: called with more than tokens and a correction (deepseek_v4's hash layer,

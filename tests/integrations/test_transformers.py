@@ -776,7 +776,7 @@ def test_a_mistake_of_our_own_is_not_blamed_on_the_configuration(models, monkeyp
     def mistaken(*_, **__):
         raise TypeError("a mistake")
 
-    monkeypatch.setattr("cpumoe.integrations.transformers.plugin.find_packed_modules", mistaken)
+    monkeypatch.setattr("cpumoe.integrations.transformers.loading.plugin.find_packed_modules", mistaken)
     with pytest.raises(TypeError, match="a mistake"):
         load(models.quantized("qwen3_moe"))
 

@@ -51,7 +51,7 @@ def killed(stage: str, doomed: int, folder: str, groups: int = 1) -> None:
     ranks = Ranks.join(layout, timeout=10)
     _stage("joined", doomed, stage)
     if stage == "packing":
-        from cpumoe.integrations.transformers import module_sources
+        from cpumoe.integrations.transformers.loading import module_sources
 
         _before(module_sources, "load_experts", "packing", doomed)
     model = cpumoe.load_model(folder, scheme="w4a8-g32", dtype=torch.float32, ranks=ranks).eval()
@@ -208,7 +208,7 @@ def mismatched(odd: int, way: str, folder: str, other: str) -> None:
 
 def short_of_memory(folder: str) -> None:
     """The memory of the host has room for the weights of one rank and a half."""
-    from cpumoe.integrations.transformers import load_memory, plugin
+    from cpumoe.integrations.transformers.loading import load_memory, plugin
 
     def foreseen(*arguments: Any, **options: Any) -> load_memory.WeightBytes:
         weights = load_memory.weight_bytes(*arguments, **options)
@@ -224,7 +224,7 @@ def short_of_memory(folder: str) -> None:
 def _break_native_decoder() -> None:
     """Let what describes a model find something that it does not know."""
     from cpumoe.integrations.transformers import native_decoder
-    from cpumoe.integrations.transformers.described_parts import NotDescribed
+    from cpumoe.integrations.transformers.recognition.described_parts import NotDescribed
 
     def refused(*_: Any) -> None:
         raise NotDescribed("for a test")

@@ -6,7 +6,7 @@ import cpumoe
 from cpumoe import ParallelLayout
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.inspection import Survey
-from cpumoe.integrations.transformers.describing import describe
+from cpumoe.integrations.transformers.facade import describe
 from cpumoe.parallel.rank_plan import plan_ranks
 from cpumoe.parallel.ranks import Ranks
 

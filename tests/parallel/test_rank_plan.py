@@ -21,7 +21,7 @@ from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.inspection import Survey
 from cpumoe.checkpoints.loading import find_experts
 from cpumoe.errors import CheckpointError, UnsupportedScheme
-from cpumoe.integrations.transformers.describing import describe
+from cpumoe.integrations.transformers.facade import describe
 from cpumoe.layers.parallel_layout import Exchange, ExpertsPart
 from cpumoe.layers.scheme import Scheme
 from cpumoe.parallel.rank_plan import ModelPlan, Traffic, chance_of_use, part_bytes, plan_ranks, token_bytes

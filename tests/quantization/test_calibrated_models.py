@@ -9,9 +9,9 @@ from torch import Tensor
 
 import cpumoe
 from cpumoe.checkpoints.checkpoint import LAYER
-from cpumoe.integrations.transformers import calibration
-from cpumoe.integrations.transformers.describing import describe
-from cpumoe.integrations.transformers.expert_modules import expert_modules
+from cpumoe.integrations.transformers.calibration import calibration
+from cpumoe.integrations.transformers.facade import describe
+from cpumoe.integrations.transformers.layout.expert_modules import expert_modules
 from cpumoe.layers import reference
 from cpumoe.layers.scheme import Scheme
 from cpumoe.quantization.checkpoint_quantizer import quantize_folder

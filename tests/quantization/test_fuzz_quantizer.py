@@ -170,8 +170,8 @@ from test_fuzz_quantizer import drive
 source, root, options, examples = json.loads(sys.argv[2])
 if "calibration" in options:  # what it imports, once for all children
     from transformers import AutoConfig, AutoModelForCausalLM
-    import cpumoe.integrations.transformers.calibration
-    from cpumoe.integrations.transformers.tokenizer import load_tokenizer
+    import cpumoe.integrations.transformers.calibration.calibration
+    from cpumoe.integrations.transformers.layout.tokenizer import load_tokenizer
     load_tokenizer(Path(source))
     with torch.device("meta"):
         AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))

@@ -26,8 +26,8 @@ from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.expert_sources import Buffers
 from cpumoe.checkpoints.loading import experts_of
 from cpumoe.cli import main
-from cpumoe.integrations.transformers import calibration
-from cpumoe.integrations.transformers.describing import describe
+from cpumoe.integrations.transformers.calibration import calibration
+from cpumoe.integrations.transformers.facade import describe
 from cpumoe.layers import reference
 from cpumoe.layers.rounding import quantize_weight
 from cpumoe.option_values import INTEGER_FORMATS
@@ -304,7 +304,7 @@ def test_memory_stays_below_two_layers(tmp_path):
         "def memory(key):\n"
         "    lines = Path('/proc/self/status').read_text().splitlines()\n"
         "    return next(int(line.split()[1]) for line in lines if line.startswith(key))\n"
-        "import cpumoe.integrations.transformers.model_description, transformers\n"
+        "import cpumoe.integrations.transformers.layout.model_description, transformers\n"
         "transformers.Qwen3MoeForCausalLM, cpumoe.quantize_checkpoint\n"
         "before = memory('VmRSS')\n"
         "cpumoe.quantize_checkpoint(sys.argv[1], sys.argv[2], 'w4a8-g32')\n"

@@ -141,7 +141,7 @@ def _largest_inputs(source: Path, text: Path) -> dict[str, torch.Tensor]:
     from transformers import AutoModelForCausalLM
 
     from cpumoe.checkpoints.checkpoint import Checkpoint
-    from cpumoe.integrations.transformers.calibration import calibration_ids
+    from cpumoe.integrations.transformers.calibration.calibration import calibration_ids
 
     with Checkpoint.open(source) as checkpoint:
         ids = calibration_ids(checkpoint, text, 4, 64)

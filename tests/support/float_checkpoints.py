@@ -19,7 +19,7 @@ from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.loading import experts_of, load_experts
 from cpumoe.checkpoints.model_tensors import check_model, quantized_linears
 from cpumoe.checkpoints.named_tensors import TensorCheck
-from cpumoe.integrations.transformers.describing import describe
+from cpumoe.integrations.transformers.facade import describe
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.reference import dequantize
 

@@ -14,7 +14,7 @@ from cpumoe.checkpoints.inspection import Survey
 from cpumoe.checkpoints.loading import find_experts, load_experts
 from cpumoe.checkpoints.model_tensors import check_model, quantized_linears
 from cpumoe.checkpoints.named_tensors import TensorCheck
-from cpumoe.integrations.transformers.describing import describe
+from cpumoe.integrations.transformers.facade import describe
 from cpumoe.layers.packed_weights import unpack_weight
 from cpumoe.layers.reference import dequantize
 

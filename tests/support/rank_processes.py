@@ -27,7 +27,7 @@ _RESULTS = "RANK_RESULTS"  # the folder, in the environment
 _IMPORTED = (
     "torch.distributed.distributed_c10d",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
-    "cpumoe.integrations.transformers.model_loading",
+    "cpumoe.integrations.transformers.loading.model_loading",
     "cpumoe.parallel.experts",
 )
 _TORCHRUN = "from torch.distributed.run import main; main()"

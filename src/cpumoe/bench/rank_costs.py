@@ -29,11 +29,11 @@ from cpumoe.layers.packed_weights import packed_activations
 from cpumoe.layers.parallel_layout import Exchange, ParallelLayout
 from cpumoe.layers.scheme import Scheme
 from cpumoe.parallel.dispatch import Tokens, gather_tokens, return_sums, scatter_sums, send_tokens
-from cpumoe.parallel.exchange_costs import GATHER, ExchangeSizes
 from cpumoe.parallel.experts import ParallelExperts
-from cpumoe.parallel.kernel_costs import Curve, KernelCosts
 from cpumoe.parallel.rank_plan import token_bytes
 from cpumoe.parallel.ranks import Ranks
+from cpumoe.simulation.exchange_costs import GATHER, ExchangeSizes
+from cpumoe.simulation.kernel_costs import Curve, KernelCosts
 
 _PROCESSES = 2
 

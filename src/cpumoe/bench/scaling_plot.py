@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cpumoe.parallel.scaling import Outcome
+from cpumoe.simulation.scaling import Outcome
 
 _NAMES = {"tp": "TP", "ep": "EP", "ep-balanced": "EP with balance"}
 _MARKERS = {"tp": "s", "ep": "o", "ep-balanced": "^"}

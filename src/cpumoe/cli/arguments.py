@@ -98,7 +98,7 @@ def check_scheme_fits(option: str, scheme: Scheme, hidden: int, intermediate: in
 
 def check_scheme_fits_model(scheme: str, checkpoint: Checkpoint) -> None:
     """Refuses a scheme for experts whose sizes its groups do not divide."""
-    from cpumoe.integrations.transformers.describing import expert_shapes
+    from cpumoe.integrations.transformers.facade import expert_shapes
 
     for shape in expert_shapes(checkpoint):
         check_scheme_fits(f"--scheme {scheme}", Scheme.parse(scheme), shape.hidden_size, shape.intermediate_size)

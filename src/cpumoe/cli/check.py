@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
     from cpumoe.checkpoints.checkpoint import Checkpoint
     from cpumoe.checkpoints.verification import checks_of, run_checks, summary
     from cpumoe.evaluation.selftest import using_isa
-    from cpumoe.integrations.transformers.describing import describe
+    from cpumoe.integrations.transformers.facade import describe
 
     if arguments.tokens is not None and arguments.tokens < 3:
         raise ValueError(f"--tokens {arguments.tokens}; 3 or more are accepted (one is zero, one has an outlier)")

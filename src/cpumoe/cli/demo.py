@@ -52,8 +52,8 @@ def _complete(tokens: int) -> int:
     from cpumoe.generation.model_folder import prepare_transformers
 
     prepare_transformers()
-    from cpumoe.integrations.transformers.model_loading import load_model
-    from cpumoe.integrations.transformers.tokenizer import load_tokenizer
+    from cpumoe.integrations.transformers.layout.tokenizer import load_tokenizer
+    from cpumoe.integrations.transformers.loading.model_loading import load_model
 
     start = time.perf_counter()
     model = load_model(demo_model.FOLDER)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from cpumoe.cli.arguments import FLOAT, find_models, positive, read_text
 from cpumoe.cli.model_arguments import add_model_arguments, check_schemes, is_quantized, load_chosen_model
 from cpumoe.generation.model_folder import check_folder, context_length, prepare_transformers
-from cpumoe.integrations.transformers.tokenizer import load_tokenizer
+from cpumoe.integrations.transformers.layout.tokenizer import load_tokenizer
 from cpumoe.option_values import DEFAULT_WINDOW
 from cpumoe.tables import aligned
 
@@ -110,8 +110,8 @@ def _load(arguments: argparse.Namespace) -> tuple[PreTrainedModel, PreTrainedMod
     """Load the model and that of ``--against``, if there is memory for both."""
     if arguments.against is None:
         return load_chosen_model(arguments), None
-    from cpumoe.integrations.transformers.load_memory import float_model_bytes
-    from cpumoe.integrations.transformers.model_loading import load_model
+    from cpumoe.integrations.transformers.loading.load_memory import float_model_bytes
+    from cpumoe.integrations.transformers.loading.model_loading import load_model
 
     model = load_chosen_model(arguments, reserve_bytes=float_model_bytes(arguments.against))
     return model, load_model(arguments.against, scheme=FLOAT)

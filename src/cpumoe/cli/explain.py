@@ -108,7 +108,7 @@ def _layers(arguments: argparse.Namespace) -> tuple[dict[MoEConfig, int], str | 
     """The different layers to ask about and how often each occurs, and of a model, how a step is computed."""
     from cpumoe.checkpoints.checkpoint import Checkpoint
     from cpumoe.checkpoints.loading import experts_of
-    from cpumoe.integrations.transformers.describing import describe, explain_step
+    from cpumoe.integrations.transformers.facade import describe, explain_step
 
     what = Path(arguments.what).expanduser()
     if not what.is_dir() and "/" not in arguments.what:

@@ -20,7 +20,7 @@ from cpumoe.cli.sampling_arguments import (
 )
 from cpumoe.cli.screen import Screen
 from cpumoe.generation.model_folder import check_folder, context_length, prepare_transformers, render_chat
-from cpumoe.integrations.transformers.tokenizer import load_tokenizer
+from cpumoe.integrations.transformers.layout.tokenizer import load_tokenizer
 from cpumoe_command import INTERRUPTED, interrupted
 
 if TYPE_CHECKING:

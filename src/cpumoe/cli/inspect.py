@@ -43,7 +43,7 @@ def add_command(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from cpumoe.checkpoints.checkpoint import Checkpoint
     from cpumoe.checkpoints.inspection import Survey
-    from cpumoe.integrations.transformers.describing import describe
+    from cpumoe.integrations.transformers.facade import describe
 
     find_models(arguments, "model")
     scheme = None if arguments.scheme is None else Scheme.parse(arguments.scheme)

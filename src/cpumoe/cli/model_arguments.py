@@ -41,7 +41,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def load_chosen_model(arguments: argparse.Namespace, **options: Any) -> PreTrainedModel:
     """Loads the model that the arguments name; ``options`` go to ``from_pretrained``."""
     check_schemes(arguments)
-    from cpumoe.integrations.transformers.model_loading import load_model
+    from cpumoe.integrations.transformers.loading.model_loading import load_model
 
     return load_model(
         arguments.model,

@@ -39,7 +39,7 @@ def add_command(commands: Commands) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from cpumoe.checkpoints.checkpoint import Checkpoint
     from cpumoe.checkpoints.inspection import Survey
-    from cpumoe.integrations.transformers.describing import describe
+    from cpumoe.integrations.transformers.facade import describe
     from cpumoe.parallel.rank_plan import plan_ranks
 
     layout = layout_of(arguments)

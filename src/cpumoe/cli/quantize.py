@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace) -> int:
     find_models(arguments, "src")
     with Checkpoint.open(arguments.src) as checkpoint:
         check_scheme_fits_model(arguments.scheme, checkpoint)
-    from cpumoe.integrations.transformers.quantizing import quantize_checkpoint
+    from cpumoe.integrations.transformers.calibration.quantizing import quantize_checkpoint
 
     start = time.perf_counter()
     report = quantize_checkpoint(

@@ -20,7 +20,7 @@ from cpumoe.cli.rank_arguments import add_rank_arguments, join_ranks
 from cpumoe.free_memory import available_bytes
 from cpumoe.generation.connections import MAX_CONNECTIONS, connection_limit, listen
 from cpumoe.generation.model_folder import check_folder, context_length, prepare_transformers
-from cpumoe.integrations.transformers.tokenizer import load_tokenizer
+from cpumoe.integrations.transformers.layout.tokenizer import load_tokenizer
 from cpumoe.tables import size_text
 
 if TYPE_CHECKING:
@@ -267,6 +267,6 @@ def _start_together(
 
 
 def _has_plain_attention(folder: Path) -> bool:
-    from cpumoe.integrations.transformers.model_classes import config_of, has_plain_attention
+    from cpumoe.integrations.transformers.layout.model_classes import config_of, has_plain_attention
 
     return has_plain_attention(config_of(read_json(folder / "config.json")))

@@ -14,14 +14,14 @@ from cpumoe.cli.arguments import check_scheme_fits, positive, real_number, refus
 from cpumoe.layers.parallel_layout import Exchange
 from cpumoe.layers.scheme import Scheme
 from cpumoe.option_values import LAYOUTS
-from cpumoe.parallel.model_shapes import MODELS, ModelShape
+from cpumoe.simulation.model_shapes import MODELS, ModelShape
 from cpumoe.tables import aligned, size_text
 
 if TYPE_CHECKING:
-    from cpumoe.parallel.exchange_costs import Link, Network
-    from cpumoe.parallel.kernel_costs import KernelCosts
-    from cpumoe.parallel.routing_trace import RoutingTrace
-    from cpumoe.parallel.scaling import Outcome
+    from cpumoe.simulation.exchange_costs import Link, Network
+    from cpumoe.simulation.kernel_costs import KernelCosts
+    from cpumoe.simulation.routing_trace import RoutingTrace
+    from cpumoe.simulation.scaling import Outcome
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -127,7 +127,7 @@ def _from_zero(text: str) -> float:
 
 
 def _links(text: str) -> tuple[Link, Link]:
-    from cpumoe.parallel.exchange_costs import Link
+    from cpumoe.simulation.exchange_costs import Link
 
     numbers = [real_number(part) for part in text.split(",")]
     if len(numbers) not in (2, 4) or not all(math.isfinite(number) and number >= 0 for number in numbers):
@@ -144,8 +144,8 @@ def _links(text: str) -> tuple[Link, Link]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from cpumoe.parallel.exchange_costs import Network
-    from cpumoe.parallel.scaling import scaling
+    from cpumoe.simulation.exchange_costs import Network
+    from cpumoe.simulation.scaling import scaling
 
     layouts = tuple(arguments.layout or LAYOUTS)
     _check(arguments, layouts)
@@ -190,7 +190,7 @@ def _check(arguments: argparse.Namespace, layouts: tuple[str, ...]) -> None:
 
 
 def _costs(arguments: argparse.Namespace) -> KernelCosts:
-    from cpumoe.parallel.kernel_costs import KernelCosts
+    from cpumoe.simulation.kernel_costs import KernelCosts
 
     if arguments.costs is not None:
         return KernelCosts.load(arguments.costs)
@@ -209,7 +209,7 @@ def _costs(arguments: argparse.Namespace) -> KernelCosts:
 
 def _trace(model: ModelShape, routing: str, tokens: int) -> RoutingTrace:
     from cpumoe.demo.model import measured_load
-    from cpumoe.parallel.routing_trace import RoutingTrace
+    from cpumoe.simulation.routing_trace import RoutingTrace
 
     if routing not in _DRAWN:
         if not Path(routing).is_file():

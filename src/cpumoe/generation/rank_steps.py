@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from cpumoe.errors import RankError
-from cpumoe.integrations.transformers.described_parts import NotDescribed
 from cpumoe.integrations.transformers.native_decoder import NativeDecoder
+from cpumoe.integrations.transformers.recognition.described_parts import NotDescribed
 from cpumoe.parallel.experts import ParallelExperts
 from cpumoe.parallel.ranks import Ranks
 from cpumoe.parallel.rebalance import rebalance

@@ -13,7 +13,7 @@ from lm_eval.__main__ import cli_evaluate
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
-from cpumoe.integrations.transformers.model_loading import load_model
+from cpumoe.integrations.transformers.loading.model_loading import load_model
 
 #: Options of the harness's own transformers model that still have a meaning when the model is already loaded.
 _TAKEN_OVER = {

@@ -100,7 +100,7 @@ def _quantizer_maker(stock: Any, is_wanted: Callable[[], bool]) -> Callable[...,
     def make_quantizer(config: Any, **options: Any) -> Any:
         if not is_wanted():
             return stock(config, **options)
-        from cpumoe.integrations.transformers import plugin
+        from cpumoe.integrations.transformers.loading import plugin
 
         return plugin.make_quantizer(config, stock, **options)
 
@@ -117,7 +117,7 @@ class _ConfigMaker:
     def from_dict(self, section: dict[str, Any], **options: Any) -> Any:
         if not self._is_wanted():
             return self._stock.from_dict(section, **options)
-        from cpumoe.integrations.transformers import plugin
+        from cpumoe.integrations.transformers.loading import plugin
 
         return plugin.make_config(section, self._stock, **options)
 
@@ -127,7 +127,7 @@ def _add_experts(moe: ModuleType) -> None:
         scheme = name.partition("-")[2] or None
 
         def forward(module: Any, *arguments: Any, _scheme: str | None = scheme) -> Any:
-            from cpumoe.integrations.transformers import float_models
+            from cpumoe.integrations.transformers.loading import float_models
 
             return float_models.experts_forward(module, _scheme, *arguments)
 
@@ -140,7 +140,7 @@ def _check_experts_implementation(modeling_utils: ModuleType) -> None:
 
     def get_correct_experts_implementation(self: Any, requested: str | None) -> Any:
         if requested in EXPERTS_IMPLEMENTATIONS:
-            from cpumoe.integrations.transformers import float_models
+            from cpumoe.integrations.transformers.loading import float_models
 
             float_models.check_experts_implementation(self, requested)
         return stock(self, requested)

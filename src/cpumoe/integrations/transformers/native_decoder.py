@@ -21,10 +21,10 @@ from torch import Tensor, nn
 
 from cpumoe import _core
 from cpumoe.errors import RankError
-from cpumoe.integrations.transformers.attention import PASSED_OVER, is_known_attention
 from cpumoe.integrations.transformers.call_options import names_in, names_in_files_of, names_of_attention_functions
-from cpumoe.integrations.transformers.decoder_check import find_choices, output_class
-from cpumoe.integrations.transformers.decoder_description import (
+from cpumoe.integrations.transformers.preallocated_cache import CacheForm
+from cpumoe.integrations.transformers.recognition.check import find_choices, output_class
+from cpumoe.integrations.transformers.recognition.decoder_description import (
     Choices,
     cache_form,
     describe_decoder,
@@ -34,9 +34,9 @@ from cpumoe.integrations.transformers.decoder_description import (
     rotary_of,
     with_own_heads,
 )
-from cpumoe.integrations.transformers.described_parts import NotDescribed, describe_matrix
-from cpumoe.integrations.transformers.replacement_check import copy_of
-from cpumoe.integrations.transformers.roomy_cache import CacheForm
+from cpumoe.integrations.transformers.recognition.described_parts import NotDescribed, describe_matrix
+from cpumoe.integrations.transformers.replacements.attention import PASSED_OVER, is_known_attention
+from cpumoe.integrations.transformers.replacements.replacement_check import copy_of
 from cpumoe.integrations.transformers.step_caches import StepCaches
 from cpumoe.integrations.transformers.watched_modules import (
     Entry,

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from cpumoe.integrations.transformers.linear_attention import Form
-from cpumoe.integrations.transformers.roomy_cache import CacheForm, holds_layers, make_roomy
+from cpumoe.integrations.transformers.preallocated_cache import CacheForm, holds_layers, make_roomy
+from cpumoe.integrations.transformers.replacements.recurrent import Form
 from cpumoe.ops.decoder import LayerCache
 
 

@@ -1,0 +1,1 @@
+"""Calibration of models before they are quantised."""

@@ -1,0 +1,50 @@
+"""What the model of a checkpoint has and where its files have it; transformers is imported when it is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cpumoe.checkpoints.checkpoint import Checkpoint
+from cpumoe.checkpoints.model_layout import ExpertsShape, ModelLayout
+from cpumoe.integrations.transformers import hook
+
+
+def describe(checkpoint: Checkpoint) -> ModelLayout:
+    """The layout of the model that a checkpoint holds: that of the class which ``load_model`` takes.
+
+    Raises RuntimeError without transformers, which knows what models consist of, CheckpointError for a model that it
+    does not know, and UnsupportedScheme for one whose experts are not served.
+    """
+    layout: ModelLayout = _description().describe_checkpoint(checkpoint)
+    return layout
+
+
+def expert_shapes(checkpoint: Checkpoint) -> frozenset[ExpertsShape]:
+    """The shapes that the experts of a checkpoint's model have, from config.json alone, without names in files.
+
+    Raises what :func:`describe` raises.
+    """
+    shapes: frozenset[ExpertsShape] = _description().shapes_of_experts(checkpoint)
+    return shapes
+
+
+def explain_step(checkpoint: Checkpoint) -> str:
+    """Whether a step of the checkpoint's model is one call of the core, and if not, why: one sentence.
+
+    Raises what :func:`describe` raises.
+    """
+    _description()
+    from cpumoe.integrations.transformers.recognition import explain as step_explanation
+
+    return step_explanation.explain_step(checkpoint)
+
+
+def _description() -> Any:
+    if hook.is_missing():
+        raise RuntimeError(
+            "transformers is not installed, and it is what knows where a model keeps its experts: "
+            "pip install 'cpumoe[transformers]'"
+        )
+    from cpumoe.integrations.transformers.layout import model_description
+
+    return model_description

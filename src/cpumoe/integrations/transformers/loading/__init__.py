@@ -1,0 +1,1 @@
+"""Loading, packing and saving models of transformers."""

@@ -1,0 +1,1 @@
+"""Finding out what a model's layers compute, and checking it."""

@@ -197,7 +197,7 @@ def test_obstacles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CPUMOE_NUMA", "0")
     assert numa.obstacle(TWO) == "nothing is placed, because CPUMOE_NUMA=0"
     monkeypatch.setenv("CPUMOE_NUMA", "off")
-    with pytest.raises(ValueError, match="CPUMOE_NUMA=off; 0 .* and 1 are accepted"):
+    with pytest.raises(ValueError, match="CPUMOE_NUMA='off'; 0 .* and 1 are accepted"):
         numa.obstacle(TWO)
     monkeypatch.delenv("CPUMOE_NUMA")
     monkeypatch.delenv("OMP_PLACES")
@@ -209,7 +209,7 @@ def test_obstacles(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_bad_switch_is_refused_at_import() -> None:
     environment = {**os.environ, "CPUMOE_NUMA": "2"}
     done = subprocess.run([sys.executable, "-c", "import cpumoe"], env=environment, capture_output=True, text=True)
-    assert "CPUMOE_NUMA=2; 0 (threads and weights are not placed) and 1 are accepted" in done.stderr
+    assert "CPUMOE_NUMA='2'; 0 (threads and weights are not placed) and 1 are accepted" in done.stderr
 
 
 def test_doctor_on_one_node(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cpumoe import _core
+from cpumoe import _core, settings
 from cpumoe.cgroup import cpu_quota, cpus_of
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ _log = logging.getLogger("cpumoe")
 
 #: Variables with which a user places threads.
 OWN_PLACEMENT = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
-_THREADS = "CPUMOE_NUM_THREADS"
 
 #: How many CPUs' time the cgroup of this process has; None: as much as it likes.
 QUOTA = cpu_quota()
@@ -77,9 +76,9 @@ def set_num_threads(threads: int) -> None:
 
 def warn_of_environment() -> None:
     """Log a warning if ``CPUMOE_NUM_THREADS`` asks for more threads than the process has CPUs."""
-    text = os.environ.get(_THREADS, "")
+    text = settings.NUM_THREADS.get() or ""
     if text.isascii() and text.isdecimal() and len(text) < 10:  # the core refuses everything else
-        warn_of_threads(f"{_THREADS}={text}", int(text))
+        warn_of_threads(f"{settings.NUM_THREADS.name}={text}", int(text))
 
 
 def warn_of_threads(given: str, threads: int) -> None:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from cpumoe.cgroup import folders_of
-
-#: Environment variable that turns off refusals for lack of memory.
-MEMORY_CHECK = "CPUMOE_MEMORY_CHECK"
 
 _ROOT = Path("/")
 
@@ -18,14 +14,6 @@ _FILES: dict[int, _Files] = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
     2: ("memory.max", "memory.current", ("inactive_file", "active_file", "slab_reclaimable")),
 }
-
-
-def memory_check_is_on() -> bool:
-    """Return what ``CPUMOE_MEMORY_CHECK`` says. Raise ValueError if it is neither 0 nor 1."""
-    value = os.environ.get(MEMORY_CHECK, "1")
-    if value not in ("0", "1"):
-        raise ValueError(f"{MEMORY_CHECK}={value}; 0 (models are loaded whatever memory is free) and 1 are accepted")
-    return value == "1"
 
 
 def memory_bytes(root: Path = _ROOT) -> dict[str, int]:

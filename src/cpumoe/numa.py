@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cpumoe import _core
+from cpumoe import _core, settings
 from cpumoe.cpu import OWN_PLACEMENT
 
 if TYPE_CHECKING:
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("cpumoe")
 
-_SWITCH = "CPUMOE_NUMA"
 _MOST_NUMBER = 1 << 16  # of a node or a CPU: Linux has fewer
 _CPUS_OF_A_MASK = 1024  # of the core: cpu_set_t
 _NODE_FOLDER = "devices/system/node"
@@ -219,13 +218,11 @@ def _said(problem: Exception) -> str:
 
 def obstacle(topology: Topology) -> str | None:
     """Why nothing is placed, as a sentence; None if threads and weights are."""
-    switch = os.environ.get(_SWITCH, "1")
-    if switch not in ("0", "1"):
-        raise ValueError(f"{_SWITCH}={switch}; 0 (threads and weights are not placed) and 1 are accepted")
+    is_on = settings.NUMA.is_on()
     if len(topology.places) < 2:
         return "one memory node; nothing to place"
-    if switch == "0":
-        return f"nothing is placed, because {_SWITCH}=0"
+    if not is_on:
+        return f"nothing is placed, because {settings.NUMA.name}=0"
     own = next((name for name in OWN_PLACEMENT if name in os.environ), None)
     if own is not None:
         return f"nothing is placed, because {own} places threads already"

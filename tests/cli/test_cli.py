@@ -230,7 +230,7 @@ def test_tracebacks_are_shown_on_request(tmp_path: Path, capsys: pytest.CaptureF
         assert "Traceback" in told and told.splitlines()[-1].startswith("cpumoe inspect: ")
     monkeypatch.setenv("CPUMOE_DEBUG", "yes")
     assert main(command) == 2
-    assert "CPUMOE_DEBUG=yes; 0 and 1 are accepted" in capsys.readouterr().err
+    assert "CPUMOE_DEBUG='yes'; 0 (no tracebacks) and 1 are accepted" in capsys.readouterr().err
 
 
 def test_explain_names_the_row_of_the_kernels(capsys: pytest.CaptureFixture[str]) -> None:

@@ -135,7 +135,7 @@ def test_a_model_that_does_not_fit_is_refused_before_it_is_read(
     monkeypatch.setenv("CPUMOE_MEMORY_CHECK", "0")
     cpumoe.load_model(folders[name], **options)
     monkeypatch.setenv("CPUMOE_MEMORY_CHECK", "no")
-    with pytest.raises(ValueError, match="CPUMOE_MEMORY_CHECK=no; 0 "):
+    with pytest.raises(ValueError, match="CPUMOE_MEMORY_CHECK='no'; 0 "):
         cpumoe.load_model(folders[name], **options)
 
 

@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 
-from cpumoe import __version__
+from cpumoe import __version__, settings
 from cpumoe.cli import (
     bench,
     chat,
@@ -63,11 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _debugging() -> bool:
-    """Whether ``CPUMOE_DEBUG`` asks for tracebacks."""
-    value = os.environ.get("CPUMOE_DEBUG", "0")
-    if value not in ("0", "1"):
-        print(f"cpumoe: CPUMOE_DEBUG={value}; 0 and 1 are accepted", file=sys.stderr)
-    return value == "1"
+    """Return whether ``CPUMOE_DEBUG`` asks for tracebacks; another value must not hide the error that is printed."""
+    try:
+        return settings.DEBUG.is_on()
+    except ValueError as problem:
+        print(f"cpumoe: {problem}", file=sys.stderr)
+        return False
 
 
 def _parser() -> Parser:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cpumoe import settings
 from cpumoe.cli.arguments import (
     FLOAT,
     add_activations,
@@ -69,12 +69,12 @@ def check_schemes(arguments: argparse.Namespace) -> None:
             f"--activations {arguments.activations}: {model} is a float checkpoint; let the scheme say it: "
             "--scheme w4a16-g32+int8"
         )
-    if scheme is None and "CPUMOE_SCHEME" not in os.environ:
+    if scheme is None and settings.SCHEME.get() is None:
         raise UnsupportedScheme(
             f"{model} is a float checkpoint: add --scheme w4a8-g128 (or another) to quantise its experts while they "
             f"are read, --scheme bf16 to run them as they are, or --scheme {FLOAT} to leave them to transformers"
         )
-    if (scheme or os.environ["CPUMOE_SCHEME"]) == FLOAT:
+    if (scheme or settings.SCHEME.get()) == FLOAT:
         if arguments.linears is None and arguments.cache is not None:
             raise ValueError(f"--cache has no effect with --scheme {FLOAT}, which packs nothing")
         if arguments.kv_cache is not None:

@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING
 
-from cpumoe import _core, cpu
+from cpumoe import _core, cpu, settings
 from cpumoe.cli.arguments import positive, refuse_given
 from cpumoe.layers.parallel_layout import Exchange, ExpertPlacement, ParallelLayout
 from cpumoe.option_values import DEFAULT_TIMEOUT
@@ -85,6 +85,6 @@ def join_ranks(arguments: argparse.Namespace) -> Ranks:
 
 def _share_out_threads() -> None:
     """Gives each rank of this machine its share of the CPUs; torchrun leaves it one thread."""
-    if "CPUMOE_NUM_THREADS" not in os.environ and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+    if settings.NUM_THREADS.get() is None and os.environ.get("OMP_NUM_THREADS", "1") == "1":
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         cpu.set_num_threads(max(1, _core.available_cpus() // ranks_here))

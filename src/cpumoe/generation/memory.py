@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cpumoe.free_memory import memory_check_is_on
+from cpumoe import settings
 from cpumoe.tables import size_text
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def cache_size(
         block_cost, fixed = token_bytes * _BLOCK_TOKENS + sequences * _TABLE_ENTRY_BYTES, 0
     free_bytes = max(free_bytes, 0)
     budget = free_bytes * _SHARE if memory_gb is None else memory_gb * 1e9
-    if memory_gb is not None and budget > free_bytes and memory_check_is_on():
+    if memory_gb is not None and budget > free_bytes and settings.MEMORY_CHECK.is_on():
         raise ValueError(f"--memory-gb {memory_gb:g}; the model leaves {size_text(free_bytes)}")
     if state_bytes:
         sequences = min(sequences, max(1, int(budget * _STATES_SHARE // state_bytes)))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cpumoe import cpu, ops
+from cpumoe import cpu, ops, settings
 from cpumoe.errors import NoBackend
 from cpumoe.layers import reference
 from cpumoe.layers.activation import KINDS, Activation
@@ -369,7 +368,7 @@ def select_backend(config: MoEConfig, requested: str | None = None) -> Backend:
     """
     source = "backend"
     if requested is None or requested == _AUTO:
-        source, requested = "CPUMOE_BACKEND", os.environ.get("CPUMOE_BACKEND") or _AUTO
+        source, requested = settings.BACKEND.name, settings.BACKEND.get() or _AUTO
     if requested != _AUTO:
         chosen = next((b for b in BACKENDS if b.name == requested), None)
         if chosen is None:

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cpumoe import cpu
+from cpumoe import cpu, settings
 from cpumoe.errors import RankError
 from cpumoe.layers.parallel_layout import ParallelLayout
 from cpumoe.ops.exchange import RankExchange, SharedExchange
@@ -31,7 +31,6 @@ _log = logging.getLogger("cpumoe")
 _SLOT_BYTES = 1 << 20
 
 _MEMORY_NAME = "cpumoe-ranks"  # as it is shown in /proc/PID/maps
-_SWITCH = "CPUMOE_SHARED_MEMORY"
 
 
 @contextmanager
@@ -81,14 +80,6 @@ def _arithmetic() -> list[str]:
         f"bf16 products {tiles} AMX tiles (CPUMOE_ISA)",
         f"PyTorch's kernels for {torch.backends.cpu.get_cpu_capability()} (ATEN_CPU_CAPABILITY)",
     ]
-
-
-def wants_shared_memory() -> bool:
-    """Whether ranks of one machine may share memory. Raises ValueError if the environment says something else."""
-    wanted = os.environ.get(_SWITCH, "1")
-    if wanted not in ("0", "1"):
-        raise ValueError(f"{_SWITCH}={wanted!r}; 0 (messages go through torch.distributed) and 1 are accepted")
-    return wanted == "1"
 
 
 @dataclass(frozen=True)
@@ -172,7 +163,7 @@ class Meeting:
         that nothing is left of it when processes are killed.
         """
         rank, size, group = self.rank, self.size, self.group
-        shared, told, problem = None, None, None if wants_shared_memory() else "it is switched off"
+        shared, told, problem = None, None, None if settings.SHARED_MEMORY.is_on() else "it is switched off"
         if rank == 0 and problem is None:
             name = f"{_MEMORY_NAME}-{secrets.token_hex(8)}"
             try:

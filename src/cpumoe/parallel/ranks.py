@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from cpumoe import settings
 from cpumoe.errors import RankError
 from cpumoe.layers.parallel_layout import ExpertPlacement, ParallelLayout
 from cpumoe.ops.exchange import RankExchange, number_exchange
 from cpumoe.option_values import DEFAULT_TIMEOUT
-from cpumoe.parallel.joining import Meeting, as_one_text, coming_together, refuse_differences, wants_shared_memory
+from cpumoe.parallel.joining import Meeting, as_one_text, coming_together, refuse_differences
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -87,7 +88,7 @@ class Ranks:
         """
         if not 0 < timeout < float("inf"):
             raise ValueError(f"timeout={timeout}; a number of seconds above 0 is accepted")
-        wants_shared_memory()
+        settings.SHARED_MEMORY.is_on()
         if group is None and not dist.is_initialized():
             if not dist.is_torchelastic_launched() and "RANK" not in os.environ:
                 if layout is None or layout.flat_size == 1:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-import os
 import re
 import sys
 import threading
@@ -20,11 +19,11 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
+from cpumoe import settings
 from cpumoe.import_hooks import after_import
 
 _log = logging.getLogger("cpumoe")
 
-_SWITCH = "CPUMOE_TRANSFORMERS"
 #: What transformers calls the kinds of quantisation that we read, at least in part.
 METHODS = ("compressed-tensors", "mxfp4", "fp8", "gptq", "awq", "auto-round", "quark")
 #: Names that older files have for one of them, which transformers does not know: it would read such a file as float.
@@ -173,17 +172,14 @@ def _log_take_over() -> None:
         "experts_implementation=%r and others; %s=0 switches this off",
         ", ".join(METHODS),
         EXPERTS_IMPLEMENTATIONS[0],
-        _SWITCH,
+        settings.TRANSFORMERS.name,
     )
 
 
 @cache  # the value at the time when cpumoe is imported counts
 def is_on() -> bool:
     """Whether the plug-in is switched on."""
-    value = os.environ.get(_SWITCH, "1")
-    if value not in ("0", "1"):
-        raise ValueError(f"{_SWITCH}={value!r}; 0 (transformers is left as it is) and 1 (the default) are accepted")
-    return value == "1"
+    return settings.TRANSFORMERS.is_on()
 
 
 def install() -> None:

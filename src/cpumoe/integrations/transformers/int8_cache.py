@@ -6,11 +6,11 @@ transformers' own, in float.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from torch import nn
 
+from cpumoe import settings
 from cpumoe.integrations.transformers.native_decoder import NativeDecoder, explanation, native_of
 from cpumoe.ops.cache_records import check_kv_cache
 
@@ -19,7 +19,7 @@ def chosen_kv_cache(kv_cache: str | None) -> tuple[str, str | None]:
     """Return the setting that says how the KV cache is stored, the caller's or the environment's, and its value."""
     name, asked = "kv_cache", kv_cache
     if asked is None:
-        name, asked = "CPUMOE_KV_CACHE", os.environ.get("CPUMOE_KV_CACHE")
+        name, asked = settings.KV_CACHE.name, settings.KV_CACHE.get()
     return name, check_kv_cache(asked, name)
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpumoe import _core
+from cpumoe import _core, settings
 from cpumoe.errors import RankError
 from cpumoe.integrations.transformers.call_options import names_in, names_in_files_of, names_of_attention_functions
 from cpumoe.integrations.transformers.preallocated_cache import CacheForm
@@ -72,25 +71,18 @@ _CAPTURING = "transformers.utils.output_capturing"
 _FEW_ROWS = 16  # up to here our product with a head in float is faster than PyTorch's
 
 
-def native_decoder_wanted() -> bool:
-    """Return what ``CPUMOE_STEPS`` says. Raise ValueError if it is neither 0 nor 1."""
-    if (wanted := os.environ.get("CPUMOE_STEPS", "1")) not in ("0", "1"):
-        raise ValueError(f"CPUMOE_STEPS={wanted}; 0 and 1 are accepted")
-    return wanted == "1"
-
-
 def run_natively(model: nn.Module) -> None:
     """Gives the decoders inside of a model their one-call form; where there is none, the reason is kept and logged.
 
     ``CPUMOE_STEPS=0`` in the environment leaves models as they are.
     """
-    wanted = native_decoder_wanted()
+    wanted = settings.NATIVE_DECODER.is_on()
     for name, base in model.named_modules():
         layers = getattr(base, "layers", None)
         if not isinstance(layers, nn.ModuleList) or not any(isinstance(m, Experts) for m in layers.modules()):
             continue
         if not wanted:
-            base._cpumoe_reason = "CPUMOE_STEPS=0"
+            base._cpumoe_reason = f"{settings.NATIVE_DECODER.name}=0"
             continue
         try:
             native = NativeDecoder(base)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache, partial
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from cpumoe import ops
+from cpumoe import ops, settings
 from cpumoe.checkpoints.named_tensors import naming
 from cpumoe.checkpoints.storage import refuse_stored_input_scales
 from cpumoe.integrations.transformers.int8_cache import hold_caches
@@ -184,7 +183,9 @@ def experts_forward(
             "experts_implementation='cpumoe' is for inference, and this model is in training mode; call model.eval(), "
             "or train with model.set_experts_implementation('eager')"
         )
-    wanted = scheme or os.environ.get("CPUMOE_SCHEME", DEFAULT_SCHEME)
+    wanted = scheme or settings.SCHEME.get()
+    if wanted is None:
+        wanted = DEFAULT_SCHEME
     # Tensors that were made in inference mode do not count their changes.
     versions = ((p.data_ptr(), 0 if p.is_inference() else p._version) for p in module.parameters())
     state = (wanted, *versions)

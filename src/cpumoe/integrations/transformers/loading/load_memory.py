@@ -14,12 +14,12 @@ from pathlib import Path
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cpumoe import cpu
+from cpumoe import cpu, settings
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.model_layout import ModelLayout
 from cpumoe.checkpoints.tensor_file import DTYPES
 from cpumoe.errors import NotEnoughMemory
-from cpumoe.free_memory import MEMORY_CHECK, available_bytes, memory_check_is_on
+from cpumoe.free_memory import available_bytes
 from cpumoe.integrations.transformers.layout.model_classes import config_of, empty_model
 from cpumoe.integrations.transformers.layout.model_description import describe_model
 from cpumoe.integrations.transformers.loading.module_sources import PackedModule
@@ -121,7 +121,7 @@ def refuse_too_large(
             may be dropped and read again.
         ranks: that the model is spread over.
     """
-    is_on = memory_check_is_on()
+    is_on = settings.MEMORY_CHECK.is_on()
     reserve = 0 if reserve_bytes is None else reserve_bytes
     needed = reserve + weights.whole - (weights.mapped if reserve_bytes is None else 0)
     free = available_bytes()
@@ -139,7 +139,7 @@ def refuse_too_large(
     raise NotEnoughMemory(
         f"{folder}: the weights take {size_text(weights.whole)} of memory ({size_text(weights.packed)} packed, "
         f"{size_text(weights.floats)} in float{mapped}){left}{together}; {size_text(free)} are free. Free memory, or "
-        f"choose a scheme with fewer bits, or set {MEMORY_CHECK}=0 to load the model nevertheless"
+        f"choose a scheme with fewer bits, or set {settings.MEMORY_CHECK.name}=0 to load the model nevertheless"
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import sys
 import traceback
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from cpumoe import cpu
+from cpumoe import cpu, settings
 from cpumoe.checkpoints.checkpoint import Checkpoint, check_activations, read_json, text_config
 from cpumoe.checkpoints.hub import find_model
 from cpumoe.errors import CheckpointError, CpumoeError, UnsupportedScheme
@@ -122,7 +121,7 @@ class _Found:
     model_class: Any
 
     def _scheme_name(self, asked: Scheme | str | None) -> Scheme | str | None:
-        return asked if asked is not None else (None if self.quantized else os.environ.get("CPUMOE_SCHEME"))
+        return asked if asked is not None else (None if self.quantized else settings.SCHEME.get())
 
     def experts_scheme(self, asked: Scheme | str | None, activations: str | None) -> Scheme | None:
         """What float experts are quantised to; None: nothing. Refuses what contradicts the files."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +23,7 @@ from transformers.quantizers import auto
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from cpumoe import settings
 from cpumoe.checkpoints.checkpoint import Checkpoint, check_activations, read_json
 from cpumoe.checkpoints.formats import parse_quantization
 from cpumoe.checkpoints.formats.compressed_tensors import QuantizationConfig
@@ -50,7 +50,7 @@ from cpumoe.integrations.transformers.loading.saving import (
 from cpumoe.integrations.transformers.loading.special_experts import put_packed
 from cpumoe.integrations.transformers.loading.stock_quantizer import CURE, guarded
 from cpumoe.integrations.transformers.loading.unmapped_files import read_unmapped
-from cpumoe.integrations.transformers.native_decoder import explanation, native_decoder_wanted
+from cpumoe.integrations.transformers.native_decoder import explanation
 from cpumoe.integrations.transformers.replacements.attention import ATTENTION, register_attention
 from cpumoe.layers.backends import NativeBackend
 from cpumoe.layers.experts import Experts
@@ -164,17 +164,17 @@ def _agree_on_model(options: LoadOptions, kv_cache: str | None, checkpoint: Chec
     headers = [file.header_digest for file in checkpoint.files]
     contents = hashlib.sha256(json.dumps([checkpoint.config, headers], sort_keys=True).encode()).hexdigest()[:16]
     options.ranks.agree("checkpoint", f"{checkpoint.folder.name} ({contents})")
-    settings = {
+    chosen = {
         "scheme": options.scheme,
         "linears": options.linears,
         "activations": checkpoint.activations,
         "kv_cache": chosen_kv_cache(kv_cache)[1],
         "dtype": model.dtype,
         "attn_implementation": model.config._attn_implementation,
-        "CPUMOE_STEPS": int(native_decoder_wanted()),
+        settings.NATIVE_DECODER.name: int(settings.NATIVE_DECODER.is_on()),
         "transformers": transformers.__version__,
     }
-    options.ranks.agree("way of loading", *(f"{name}={value}" for name, value in settings.items()))
+    options.ranks.agree("way of loading", *(f"{name}={value}" for name, value in chosen.items()))
 
 
 class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
@@ -259,7 +259,7 @@ class PackedQuantizer(HfQuantizer):  # type: ignore[misc]  # untyped base
         if self.quantization_config.section is None:  # a float checkpoint, whose scheme says it
             return None
         asked = self._options.activations or self.quantization_config.activations
-        return asked if asked is not None else os.environ.get("CPUMOE_ACTIVATIONS")
+        return asked if asked is not None else settings.ACTIVATIONS.get()
 
     def _kv_cache(self) -> str | None:
         """The dtype of the KV cache that the caller asked for."""

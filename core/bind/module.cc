@@ -16,11 +16,11 @@
 #include "bind/array.h"
 #include "bind/module.h"
 #include "kernels/dispatch.h"
-#include "ops/measure.h"
 #include "ops/decode_attention.h"
 #include "ops/experts.h"
 #include "ops/latent_attention.h"
 #include "ops/linear.h"
+#include "ops/measure.h"
 #include "ops/norm.h"
 #include "ops/routing.h"
 #include "packed/format_list.h"
@@ -606,7 +606,10 @@ double measure_dots(std::int64_t iterations, bool floats) {
 
 nb::list list_instruction_sets() {
   nb::list rows;
-  for (const IsaEntry& e : instruction_sets()) rows.append(nb::make_tuple(e.name, e.supported, e.reason));
+  for (const IsaEntry& e : instruction_sets()) {
+    const bool portable_floats = e.kernels == nullptr || e.kernels->arithmetic.portable_floats;
+    rows.append(nb::make_tuple(e.name, e.supported, e.reason, portable_floats));
+  }
   return rows;
 }
 

@@ -107,7 +107,8 @@ class Decoder::Round {
   }
   void add_sums(Worker& worker);
 
-  // ---- rows that the experts of other ranks compute: remote_experts.cc -----------------------------------------------
+  // ---- rows that the experts of other ranks compute: remote_experts.cc
+  // -----------------------------------------------
 
   // Of the rows of a group each of its ranks sends a share, of which rank r has its first and the one behind its last.
   std::int64_t share_begin(int rank) const;

@@ -461,6 +461,7 @@ double float_dot_peak(std::int64_t iterations) {
 
 constexpr Kernels make_kernels() {
   Kernels k = kernels_of<F32x16, Amx>("amx");
+  k.arithmetic.portable_floats = false;
   add_bf16_attention(k);
   k.few_rows = kMaxFewRows;  // from 7 rows on a padded tile of 16 is faster
   k.thread_begin = configure_tiles;

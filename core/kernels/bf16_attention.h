@@ -7,9 +7,9 @@
 #include <immintrin.h>
 
 #include "kernels/attention_parts.h"
+#include "kernels/kv_records.h"
 #include "kernels/vector_avx2.h"
 #include "kernels/vector_avx512.h"
-#include "kernels/kv_records.h"
 
 namespace cpumoe {
 namespace {

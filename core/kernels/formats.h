@@ -254,7 +254,8 @@ struct RecordCodec {
   void (*read)(const std::uint8_t* src, RecordValues& values);
 };
 
-extern const RecordCodec kInt4Codec, kOffsetNibblesCodec, kFp4Codec, kInt8Codec, kSixBitsCodec;  // packed/format_list.cc
+extern const RecordCodec kInt4Codec, kOffsetNibblesCodec, kFp4Codec, kInt8Codec,
+    kSixBitsCodec;  // packed/format_list.cc
 
 // Where the accumulator of (row, column of the block) stands in [row tile][column tile][16][16].
 static constexpr std::ptrdiff_t acc_index(int row, int column) {

@@ -4,8 +4,8 @@
 #pragma once
 
 #include "kernels/elementary.h"
-#include "kernels/prepare_floats.h"
 #include "kernels/formats.h"
+#include "kernels/prepare_floats.h"
 
 namespace cpumoe {
 namespace {

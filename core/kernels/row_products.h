@@ -7,8 +7,8 @@
 // Internal linkage on purpose: see kernels/table.h.
 #pragma once
 
-#include "kernels/functions.h"
 #include "kernels/formats.h"
+#include "kernels/functions.h"
 
 namespace cpumoe {
 namespace {

@@ -7,16 +7,16 @@
 #pragma once
 
 #include "kernels/attention_parts.h"
+#include "kernels/delta_rule.h"
 #include "kernels/elementary.h"
 #include "kernels/functions.h"
+#include "kernels/kv_records.h"
 #include "kernels/prepare_floats.h"
 #include "kernels/prepare_integers.h"
 #include "kernels/row_products.h"
+#include "kernels/state_space.h"
 #include "kernels/table.h"
 #include "kernels/vector_scalar.h"
-#include "kernels/delta_rule.h"
-#include "kernels/kv_records.h"
-#include "kernels/state_space.h"
 
 namespace cpumoe {
 namespace {

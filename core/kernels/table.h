@@ -1,7 +1,7 @@
 // The interface between the fused operators and the instruction-set kernels.
 //
-// Two axes: a weight format says how packed weights are read (packed/layout.h describes the bytes, which are the same for
-// every instruction set, decode and prefill), a row format how the rows that they are multiplied with are held. A
+// Two axes: a weight format says how packed weights are read (packed/layout.h describes the bytes, which are the same
+// for every instruction set, decode and prefill), a row format how the rows that they are multiplied with are held. A
 // kernel file implements one instruction set: `Kernels`, with one `FormatKernels` for each weight format and one
 // `RowKernels` for each row format. It exports that one table; everything else in it has internal linkage. The same
 // holds for every header that kernel files include: an inline function with external linkage, compiled once under
@@ -213,9 +213,15 @@ struct Tuning {
   bool software_streams = false;
 };
 
+// Which results have the bits of the scalar kernels, whatever the instruction set. Integer products always have.
+struct Arithmetic {
+  bool portable_floats = true;  // products of float rows; false: more than `few_rows` rows are summed in another order
+};
+
 struct Kernels {
   const char* name;
   Tuning tuning;
+  Arithmetic arithmetic;
   FormatKernels formats[kFormatCount];
   RowKernels row_formats[kRowFormatCount];
 

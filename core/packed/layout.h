@@ -114,8 +114,8 @@ inline std::int64_t product_work(const PackedMatrix& m, std::int64_t experts, st
 
 constexpr std::int64_t kPackedHeaderBytes = 64;
 
-// The format for weights of `element` ("int4", "fp8", ...: packed/format_list.h) whose groups of `group_size` inputs share a scale
-// (none: all inputs of a column do) and, with `zeros`, a zero point; refuses what there is no format for.
+// The format for weights of `element` ("int4", "fp8", ...: packed/format_list.h) whose groups of `group_size` inputs
+// share a scale (none: all inputs of a column do) and, with `zeros`, a zero point; refuses what there is no format for.
 WeightFormat choose_format(const std::string& element, std::optional<std::int64_t> group_size, bool zeros,
                            const std::string& name);
 

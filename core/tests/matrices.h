@@ -203,10 +203,10 @@ inline DType type_of_rows(const PackedSpec& spec, std::int64_t rows) {
   return spec.rows == RowFormat::kFloat && rows % 2 == 1 ? DType::kBF16 : DType::kF32;
 }
 
-// Whether up to `rows` rows may be multiplied in tiles of bf16 numbers, whose sums round otherwise (float_products.h).
+// Whether up to `rows` rows may be multiplied in tiles of bf16 numbers, which are not portable (float_products.h).
 inline bool rounds_otherwise(const Kernels& k, const PackedSpec& spec, DType type, std::int64_t rows) {
   const RowTraits traits = traits_of(rows_for(spec, type));
-  return std::string(k.name) == "amx" && traits.kind == RowKind::kBF16 && traits_of(spec.weights).subgroup != 16 &&
+  return !k.arithmetic.portable_floats && traits.kind == RowKind::kBF16 && traits_of(spec.weights).subgroup != 16 &&
          rows * traits.planes > k.few_rows;
 }
 

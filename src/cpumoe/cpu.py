@@ -37,16 +37,27 @@ _ISAS_WITHOUT_BF16 = {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX512_CORE", "AVX51
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """One set of kernels: whether this machine runs it and, if not, why."""
+    """One set of kernels: whether this machine runs it and, if not, why.
+
+    Attributes:
+        portable_floats: whether products of float activations have the bits of all other instruction sets that have
+            this property. Products of integer activations always have.
+    """
 
     name: str
     supported: bool
     reason: str
+    portable_floats: bool = True
 
 
 def instruction_sets() -> list[InstructionSet]:
     """All instruction sets that cpumoe has kernels for, best last."""
     return [InstructionSet(*row) for row in _core.instruction_sets()]
+
+
+def has_portable_floats() -> bool:
+    """Return :attr:`InstructionSet.portable_floats` of the kernels in use."""
+    return next(entry.portable_floats for entry in instruction_sets() if entry.name == isa())
 
 
 def isa() -> str:

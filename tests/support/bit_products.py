@@ -16,7 +16,7 @@ import cpumoe
 from cpumoe import ops
 from cpumoe.layers.activation import KINDS
 from cpumoe.layers.activation_rounding import input_scale_arguments
-from cpumoe.layers.packed_weights import has_own_rounding
+from cpumoe.layers.packed_weights import multiplies_floats
 from cpumoe.layers.rounding import quantize_weight
 from cpumoe.layers.scheme import SCHEMES
 from cpumoe.ops.exchange import choose_slots, expert_sums, prepare_tokens, prepared_token_bytes
@@ -54,7 +54,7 @@ def product_cases() -> Iterator[Case]:
 
 def rounds_on_amx(scheme: str) -> bool:
     """Return whether AMX has bits of its own for a scheme."""
-    return has_own_rounding(cpumoe.Scheme.parse(scheme), "amx")
+    return multiplies_floats(cpumoe.Scheme.parse(scheme))
 
 
 def _inner(scheme: str) -> int:

@@ -17,7 +17,7 @@ from cpumoe.evaluation.selftest import using_isa
 from cpumoe.layers import reference
 from cpumoe.layers.activation_rounding import input_scale_arguments
 from cpumoe.layers.experts import Experts
-from cpumoe.layers.packed_weights import has_own_rounding
+from cpumoe.layers.packed_weights import multiplies_floats
 from cpumoe.layers.routing import select_experts
 from cpumoe.layers.scheme import Scheme
 
@@ -111,8 +111,9 @@ class DemoLayer:
             x, ids, weights
         )
         results: dict[str, Tensor] = {}
+        is_portable = not multiplies_floats(self._scheme)
         for entry in instruction_sets():
-            if entry.supported and entry.name != "scalar" and not has_own_rounding(self._scheme, entry.name):
+            if entry.supported and entry.name != "scalar" and (is_portable or entry.portable_floats):
                 with using_isa(entry.name):
                     results[entry.name] = self.experts(x, ids, weights)
         expected = results.get(isa(), next(iter(results.values()), result))

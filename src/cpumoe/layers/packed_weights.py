@@ -59,12 +59,9 @@ def packed_activations(scheme: Scheme) -> str:
     return _ACTIVATIONS[held_activations(scheme)]
 
 
-def has_own_rounding(scheme: Scheme, isa: str) -> bool:
-    """Whether an instruction set may give other last bits than all others, which agree.
-
-    AMX does for rows of floats: its bf16 tiles add in an order of their own.
-    """
-    return isa == "amx" and not packed_activations(scheme).startswith("int")
+def multiplies_floats(scheme: Scheme) -> bool:
+    """Return whether the core multiplies float activations, whose sums depend on the order of additions."""
+    return not packed_activations(scheme).startswith("int")
 
 
 def packed_spec(

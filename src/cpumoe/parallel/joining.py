@@ -73,9 +73,9 @@ def _arithmetic() -> list[str]:
     """Return what the last bits of results depend on besides versions.
 
     Ranks compute routers, norms and logits of the same tokens each for itself: with other last bits they may choose
-    other experts and other tokens. All our kernels have the same bits but for the bf16 tiles of AMX.
+    other experts and other tokens. All our kernels have the same bits except for the bf16 tiles of AMX.
     """
-    tiles = "with" if cpu.isa() == "amx" else "without"
+    tiles = "without" if cpu.has_portable_floats() else "with"
     return [
         f"bf16 products {tiles} AMX tiles (CPUMOE_ISA)",
         f"PyTorch's kernels for {torch.backends.cpu.get_cpu_capability()} (ATEN_CPU_CAPABILITY)",

@@ -35,7 +35,7 @@ test-full: $(VENV)/installed
 # files, processes, measuring and options do not.
 test-avx2: $(VENV)/installed
 	CPUMOE_ISA=avx2 ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 $(PYTEST) tests/test_*.py \
-	  $(addprefix tests/,demo evaluation generation integrations layers quantization cli/test_cli_serve.py cli/test_cli_check.py)
+	  $(addprefix tests/,demo evaluation generation integrations layers quantization steps cli/test_cli_serve.py cli/test_cli_check.py)
 
 test-core: build/core/core_test
 	build/core/core_test

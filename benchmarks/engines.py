@@ -19,10 +19,14 @@ from typing import Any
 import torch
 
 import cpumoe
-from cpumoe.generation.engine import BatchEngine, Job
-from cpumoe.generation.sampling import Sampling, Token
-from cpumoe.generation.step_engine import StepEngine
+from cpumoe.generation.engine import BatchEngine
 from cpumoe.integrations.transformers.native_decoder import native_with_head
+from cpumoe.integrations.transformers.paged_decoder import PagedDecoder
+from cpumoe.steps.engine import StepEngine
+from cpumoe.steps.request import Job
+from cpumoe.steps.runner import CoreRunner
+from cpumoe.steps.sampling import Sampling, Token
+from cpumoe.steps.schedule import MOST_SEQUENCES
 
 PAGES, PAGE_TOKENS, STEP_ROWS, PROMPT = 256, 32, 1024, 16
 
@@ -38,7 +42,8 @@ def started(kind: str, model: Any) -> BatchEngine | StepEngine:
             raise SystemExit(
                 "this model's steps are not one call of the core; --engines batch measures the other engine"
             )
-        engine = StepEngine(model, native, PAGES, PAGE_TOKENS, STEP_ROWS)
+        runner = CoreRunner(PagedDecoder(model, native), PAGES, PAGE_TOKENS, MOST_SEQUENCES)
+        engine = StepEngine(runner, PAGES, PAGE_TOKENS, STEP_ROWS)
     if (problem := engine.start()) is not None:
         raise SystemExit(f"the engine did not start: {problem}")
     return engine

@@ -12,7 +12,6 @@ import time
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from cpumoe.cli.arguments import add_threads, use_threads
 from cpumoe.ops import decoder, to_cache_records
@@ -49,13 +48,25 @@ def _attention(h: _Heads) -> decoder.Attention:
     query = _matrix(h.heads * h.depth, _HIDDEN)
     if h.latent is None:
         key, value = (_matrix(h.kv_heads * h.depth, _HIDDEN) for _ in range(2))
+        sizes = {"heads": h.heads, "kv_heads": h.kv_heads, "head_dim": h.depth, "value_dim": h.depth}
         out = _matrix(_HIDDEN, h.heads * h.depth)
-        return decoder.Attention(query, key, value, out, h.heads, h.kv_heads, h.depth, h.depth, 0.1)
+        return decoder.Gqa(query=query, key=key, value=value, out=out, scale=0.1, **sizes)
     rank, nope, rotated, depth = h.latent
-    expansion = _matrix(h.heads * (nope + depth), rank).weight
-    latent = decoder.Latent(None, None, _matrix(rank + rotated, _HIDDEN), None, expansion, rank, nope, rotated)
-    out = _matrix(_HIDDEN, h.heads * depth)
-    return decoder.Attention(query, None, None, out, h.heads, 1, h.depth, depth, 0.1, latent=latent)
+    return decoder.Mla(
+        query=query,
+        out=_matrix(_HIDDEN, h.heads * depth),
+        heads=h.heads,
+        value_dim=depth,
+        scale=0.1,
+        query_down=None,
+        query_down_norm=None,
+        latent=_matrix(rank + rotated, _HIDDEN),
+        latent_norm=None,
+        expansion=_matrix(h.heads * (nope + depth), rank).weight,
+        kv_lora_rank=rank,
+        nope_dim=nope,
+        rope_dim=rotated,
+    )
 
 
 def _decoder(h: _Heads, layers: int) -> decoder.Decoder:
@@ -68,12 +79,12 @@ def _decoder(h: _Heads, layers: int) -> decoder.Decoder:
     return decoder.Decoder(decoder.DecoderModel(embedding, 1.0, (), made, None, None))
 
 
-def _caches(h: _Heads, layers: int, room: int, *, records: bool) -> list[tuple[Tensor, Tensor, int]]:
+def _caches(h: _Heads, layers: int, room: int, *, records: bool) -> list[decoder.LayerCache]:
     found = []
     for _ in range(layers):
         numbers = [torch.randn(1, h.kv_heads, room, depth).bfloat16() for depth in h.cached]
         held = [to_cache_records(part) for part in numbers] if records else numbers
-        found.append((held[0], held[-1], 0))
+        found.append((*held, 0))
     return found
 
 

@@ -31,67 +31,75 @@ def norm(rng: np.random.Generator, width: int) -> Any:
     return SimpleNamespace(weight=weight, epsilon=1e-6, round_first=bool(width % 2), plus_one=width % 3 == 0)
 
 
+class Gqa(SimpleNamespace):
+    """The core knows a mixer by the name of its class."""
+
+
+class Mla(SimpleNamespace):
+    pass
+
+
+class DeltaNet(SimpleNamespace):
+    pass
+
+
+class ShortConv(SimpleNamespace):
+    pass
+
+
 SILU = SimpleNamespace(kind=0, gated=True, alpha=1.702, limit=7.0)
 
 
 def attention(rng: np.random.Generator, shape: dict[str, Any], dtype: Any) -> Any:
-    heads, kv_heads, depth, value_depth = shape["heads"], shape["kv_heads"], shape["depth"], shape["value_depth"]
+    heads, kv_heads, head_dim, value_dim = shape["heads"], shape["kv_heads"], shape["depth"], shape["value_depth"]
+    is_packed = shape["is_packed"]
     common = {
         "heads": heads,
-        "depth": depth,
-        "value_depth": value_depth,
+        "value_dim": value_dim,
         "scale": 0.3,
-        "norms_whole_rows": False,
-        "norms_after_rotary": shape["norms"] == 2,
-        "rotary": shape["rotary"],
-        "interleaved": depth == 8,
-        "separated": depth == 16,
         "window": shape["window"],
         "sinks": rng.standard_normal(heads).astype(np.float32) if shape["window"] % 2 else None,
         "query_factors": np.linspace(1, 2, POSITIONS).astype(np.float32) if shape["norms"] == 0 else None,
         "softcap": 5.0 if shape["window"] == 3 else 0.0,
-        "value_factor": 1.0,
         "gate": matrix(rng, heads, HIDDEN, dtype) if shape["norms"] == 1 else None,
-        "gated_queries": False,
-        "out": matrix(rng, HIDDEN, heads * value_depth, dtype, is_packed=shape["is_packed"]),
-        "query_norm": None,
-        "key_norm": None,
-        "key": None,
-        "value": None,
-        "latent": None,
-        "kv_heads": kv_heads,
+        "out": matrix(rng, HIDDEN, heads * value_dim, dtype, is_packed=is_packed),
         "ranks": 1,
     }
     if shape["rank"]:
-        nope = depth - 4
-        common |= {"kv_heads": 1, "query": matrix(rng, heads * depth, HIDDEN, dtype), "rotary": -1}
-        common["latent"] = SimpleNamespace(
-            down=None,
-            down_norm=None,
+        nope = head_dim - 4
+        return Mla(
+            **common,
+            query=matrix(rng, heads * head_dim, HIDDEN, dtype),
+            rope=SimpleNamespace(table=-1, interleaved=head_dim == 8, separated=head_dim == 16),
+            query_down=None,
+            query_down_norm=None,
             latent=matrix(rng, shape["rank"] + 4, HIDDEN, dtype),
             latent_norm=norm(rng, shape["rank"]),
-            expansion=rng.standard_normal((heads * (nope + value_depth), shape["rank"])).astype(dtype),
-            rank=shape["rank"],
-            nope=nope,
-            rotated=4,
+            expansion=rng.standard_normal((heads * (nope + value_dim), shape["rank"])).astype(dtype),
+            kv_lora_rank=shape["rank"],
+            nope_dim=nope,
+            rope_dim=4,
         )
-        return SimpleNamespace(**common)
-    if shape["norms"]:
-        common |= {"query_norm": norm(rng, depth), "key_norm": norm(rng, depth)}
-    is_packed = shape["is_packed"]
-    common["gated_queries"] = shape["norms"] == 2 and value_depth == depth
-    width = depth * (2 if common["gated_queries"] else 1)
-    return SimpleNamespace(
-        **common
-        | {
-            "query": matrix(rng, heads * width, HIDDEN, dtype, is_packed=is_packed),
-            "key": matrix(rng, kv_heads * depth, HIDDEN, dtype, is_packed=is_packed),
-            "value": matrix(rng, kv_heads * value_depth, HIDDEN, dtype),
-        }
+    gated_queries = shape["norms"] == 2 and value_dim == head_dim
+    width = head_dim * (2 if gated_queries else 1)
+    return Gqa(
+        **common,
+        query=matrix(rng, heads * width, HIDDEN, dtype, is_packed=is_packed),
+        key=matrix(rng, kv_heads * head_dim, HIDDEN, dtype, is_packed=is_packed),
+        value=matrix(rng, kv_heads * value_dim, HIDDEN, dtype),
+        rope=SimpleNamespace(table=shape["rotary"], interleaved=head_dim == 8, separated=head_dim == 16),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        gated_queries=gated_queries,
+        value_factor=1.0,
+        query_norm=norm(rng, head_dim) if shape["norms"] else None,
+        key_norm=norm(rng, head_dim) if shape["norms"] else None,
+        norms_whole_rows=False,
+        norms_after_rope=shape["norms"] == 2,
     )
 
 
-def delta_rule(rng: np.random.Generator, shape: dict[str, Any], dtype: Any) -> Any:
+def delta_net(rng: np.random.Generator, shape: dict[str, Any], dtype: Any) -> Any:
     """Queries, keys, values and betas of one linear; gates and decays of another, or of what a third makes smaller."""
     key_heads, heads, dk, dv = shape["kv_heads"], shape["heads"], shape["depth"], shape["value_depth"]
     channels, of_channels = 2 * key_heads * dk + heads * dv, shape["norms"] == 1
@@ -104,21 +112,19 @@ def delta_rule(rng: np.random.Generator, shape: dict[str, Any], dtype: Any) -> A
     def columns(begin: int, stride: int) -> Any:
         return SimpleNamespace(first=begin, group=1, group_stride=stride, head_stride=0)
 
-    return SimpleNamespace(
+    return DeltaNet(
         projections=tuple(projections),
         expansions=(expanded,) if of_channels else (),
-        columns=SimpleNamespace(
-            queries=columns(0, dk),
-            keys=columns(key_heads * dk, dk),
-            values=columns(2 * key_heads * dk, dv),
-            betas=columns(channels, 1),
-            gates=columns(behind, dv),
-            decays=columns(behind + heads * dv, dk if of_channels else 1),
-        ),
+        queries=columns(0, dk),
+        keys=columns(key_heads * dk, dk),
+        values=columns(2 * key_heads * dk, dv),
+        betas=columns(channels, 1),
+        gates=columns(behind, dv),
+        decays=columns(behind + heads * dv, dk if of_channels else 1),
         key_heads=key_heads,
         heads=heads,
-        key_depth=dk,
-        value_depth=dv,
+        key_dim=dk,
+        value_dim=dv,
         log_rates=rng.standard_normal(heads).astype(np.float32),
         decay_bias=rng.standard_normal(heads * (dk if of_channels else 1)).astype(dtype),
         decay_bound=-5.0 if shape["window"] == 2 else 0.0,
@@ -131,14 +137,20 @@ def delta_rule(rng: np.random.Generator, shape: dict[str, Any], dtype: Any) -> A
     )
 
 
-def convolution(rng: np.random.Generator, shape: dict[str, Any], dtype: Any) -> Any:
+def short_conv(rng: np.random.Generator, shape: dict[str, Any], dtype: Any) -> Any:
     channels = 3 * shape["depth"]
-    return SimpleNamespace(
+    return ShortConv(
         projection=matrix(rng, 3 * channels, HIDDEN, dtype),  # three of its numbers are multiplied: small ones
         out=matrix(rng, HIDDEN, channels, dtype),
         conv_weight=rng.standard_normal((channels, 1 + shape["window"])).astype(dtype),
         conv_bias=rng.standard_normal(channels).astype(dtype) if shape["window"] % 2 else None,
     )
+
+
+def mixer(rng: np.random.Generator, shape: dict[str, Any], dtype: Any) -> Any:
+    if not shape["delta"]:
+        return attention(rng, shape, dtype)
+    return delta_net(rng, shape, dtype) if shape["block"] else short_conv(rng, shape, dtype)
 
 
 def layer(rng: np.random.Generator, shape: dict[str, Any], dtype: Any) -> Any:
@@ -148,7 +160,7 @@ def layer(rng: np.random.Generator, shape: dict[str, Any], dtype: Any) -> Any:
         scoring=1,
         score_chosen=False,
         renormalize=True,
-        correction=None,
+        correction_bias=None,
         groups=0,
         topk_groups=0,
         scale=1.0,
@@ -174,13 +186,11 @@ def layer(rng: np.random.Generator, shape: dict[str, Any], dtype: Any) -> Any:
         share=matrix(rng, 1, HIDDEN, dtype) if shape["block"] == 2 else None,
     )
     return SimpleNamespace(
-        attention=None if shape["delta"] else attention(rng, shape, dtype),
-        delta=delta_rule(rng, shape, dtype) if shape["delta"] and shape["block"] else None,
-        convolution=convolution(rng, shape, dtype) if shape["delta"] and not shape["block"] else None,
+        mixer=mixer(rng, shape, dtype),
         experts=experts if shape["block"] else None,
         dense=dense if shape["block"] != 1 else None,
-        before_attention=norm(rng, HIDDEN),
-        after_attention=norm(rng, HIDDEN) if shape["block"] == 2 else None,
+        before_mixer=norm(rng, HIDDEN),
+        after_mixer=norm(rng, HIDDEN) if shape["block"] == 2 else None,
         before_block=norm(rng, HIDDEN),
         after_block=None,
         residual_factor=0.5,
@@ -194,7 +204,7 @@ def described(rng: np.random.Generator, shapes: list[dict[str, Any]], dtype: Any
     return SimpleNamespace(
         embedding=rng.standard_normal((VOCABULARY, HIDDEN)).astype(dtype),
         embedding_factor=1.5,
-        rotary=(table,),
+        rope=(table,),
         layers=tuple(layer(rng, shape, dtype) for shape in shapes),
         norm=norm(rng, HIDDEN),
         head=matrix(rng, VOCABULARY, HIDDEN, dtype, is_packed=shapes[0]["is_packed"]),
@@ -220,33 +230,32 @@ SHAPES = st.fixed_dictionaries(
 )
 
 
-def depths_of(part: Any) -> tuple[int, int]:
-    if part.latent is not None:
-        return part.latent.rank + 4, part.latent.rank + 4
-    return part.depth, part.value_depth
+def cached_parts(part: Any) -> list[tuple[int, int]]:
+    """Heads and values of each tensor that attention keeps of a token."""
+    if isinstance(part, Mla):
+        return [(1, part.kv_lora_rank + part.rope_dim)]
+    return [(part.kv_heads, part.head_dim), (part.kv_heads, part.value_dim)]
 
 
 def new_cache(part: Any, batch: int, sizes: tuple[int, int], dtype: Any, records: bool, first: int | None = 0) -> Any:
-    """What a layer keeps: keys and values [B, heads, tokens, depth] with their first place, if any, or states.
+    """The cache of a mixer: keys and values, or latents, with their first place, if any; or states.
 
     ``sizes``: sequences or pages, and their tokens.
     """
-    if (rule := part.delta) is not None:
-        channels, taps = rule.conv_weight.shape
-        state = np.zeros((batch, rule.heads, rule.key_depth, rule.value_depth), np.float32)
-        return np.zeros((batch, channels, taps), dtype), state
-    if part.convolution is not None:
-        return (np.zeros((batch, *part.convolution.conv_weight.shape), dtype),)
+    if isinstance(part, DeltaNet):
+        state = np.zeros((batch, part.heads, part.key_dim, part.value_dim), np.float32)
+        return np.zeros((batch, *part.conv_weight.shape), dtype), state
+    if isinstance(part, ShortConv):
+        return (np.zeros((batch, *part.conv_weight.shape), dtype),)
     count, tokens = sizes
-    heads = part.attention.kv_heads
 
-    def empty(depth: int) -> Any:
+    def empty(heads: int, dim: int) -> Any:
         if records:  # scales that are NaN
-            return np.full((count, heads, tokens, core.cache_record_bytes(depth)), -1, np.int8)
-        return np.full((count, heads, tokens, depth), np.nan, dtype)
+            return np.full((count, heads, tokens, core.cache_record_bytes(dim)), -1, np.int8)
+        return np.full((count, heads, tokens, dim), np.nan, dtype)
 
-    both = (empty(depth) for depth in depths_of(part.attention))
-    return (*both,) if first is None else (*both, first)
+    held = [empty(*sizes_of_part) for sizes_of_part in cached_parts(part)]
+    return (*held,) if first is None else (*held, first)
 
 
 @settings(max_examples=EXAMPLES, deadline=None)
@@ -283,7 +292,7 @@ def test_steps_have_the_same_bits_everywhere_and_in_pages(
         try:
             decoder = core.Decoder(model)
             room = sum(counts) + 2
-            caches = [new_cache(part, batch, (batch, room), dtype, records) for part in model.layers]
+            caches = [new_cache(part.mixer, batch, (batch, room), dtype, records) for part in model.layers]
             parts, past = [], 0
             for count in counts:
                 out = np.zeros((batch, count, VOCABULARY), dtype)
@@ -300,7 +309,7 @@ def test_steps_have_the_same_bits_everywhere_and_in_pages(
     # The same in pages that lie anywhere, all rows at once.
     total, per = sum(counts), -(-sum(counts) // page_tokens)
     pages = rng.permutation(batch * per).astype(np.int32).reshape(batch, per)
-    pools = [new_cache(part, batch, (batch * per, page_tokens), dtype, records, None) for part in model.layers]
+    pools = [new_cache(part.mixer, batch, (batch * per, page_tokens), dtype, records, None) for part in model.layers]
     out = np.zeros((batch * total, VOCABULARY), dtype)
     core.Decoder(model).step_rows(
         np.ascontiguousarray(tokens.reshape(-1)),
@@ -338,7 +347,8 @@ def test_bad_rows_and_caches_are_refused(
     tokens = rng.integers(0, VOCABULARY, (batch, count))
     positions: Any = None
     padding: Any = None
-    sizes: list[int] = [batch, 0 if shape["delta"] else model.layers[0].attention.kv_heads, room]
+    part = model.layers[0].mixer
+    sizes: list[int] = [batch, 0 if shape["delta"] else cached_parts(part)[0][0], room]
     dtype: Any = np.int8 if records else np.float32
     layers, out_rows, more_bytes = 2, batch, 0
     for what, number in damages:
@@ -366,10 +376,9 @@ def test_bad_rows_and_caches_are_refused(
             layers = max(number % 5, 0)
     if shape["delta"]:
         held = np.float32 if dtype is np.int8 else dtype  # states are never records
-        caches = [new_cache(model.layers[0], sizes[0], (0, 0), held, records) for _ in range(layers)]
+        caches = [new_cache(part, sizes[0], (0, 0), held, records) for _ in range(layers)]
     else:
-        depths = depths_of(model.layers[0].attention)
-        widths = [core.cache_record_bytes(depth) if records else depth for depth in depths]
+        widths = [core.cache_record_bytes(dim) if records else dim for _, dim in cached_parts(part)]
         caches = [
             (*(np.zeros((*sizes, max(width + more_bytes, 0)), dtype) for width in widths), first) for _ in range(layers)
         ]
@@ -409,19 +418,21 @@ def test_bad_pages_are_refused(numbers: list[int], page_tokens: int, seed: int) 
 @settings(max_examples=EXAMPLES, deadline=None)
 @given(
     shape=SHAPES,
-    part=st.sampled_from(["query", "key", "out", "heads", "kv_heads", "depth", "window", "rotary", "sinks", "norm"]),
+    part=st.sampled_from(["query", "key", "out", "heads", "kv_heads", "head_dim", "window", "table", "sinks", "norm"]),
     number=st.integers(-2, 300),
 )
 def test_parts_that_do_not_belong_together_are_refused(shape: dict[str, Any], part: str, number: int) -> None:
     rng = np.random.default_rng(0)
     model = described(rng, [shape | {"delta": False}], np.float32)
-    attention_part = model.layers[0].attention
+    attention_part = model.layers[0].mixer
     if part in ("query", "key", "out"):
         setattr(attention_part, part, matrix(rng, max(number, 1), HIDDEN, np.float32))
     elif part == "sinks":
         attention_part.sinks = np.zeros(max(number, 0), np.float32)
     elif part == "norm":
         model.layers[0].before_block = norm(rng, max(number, 1))
+    elif part == "table":
+        attention_part.rope.table = number
     else:
         setattr(attention_part, part, number)
     try:
@@ -429,8 +440,7 @@ def test_parts_that_do_not_belong_together_are_refused(shape: dict[str, Any], pa
     except (ValueError, TypeError) as problem:
         assert str(problem)
     else:  # it was nothing that matters
-        depths = depths_of(attention_part)
-        caches = [(*(np.zeros((1, attention_part.kv_heads, 4, depth), np.float32) for depth in depths), 0)]
+        caches = [(*(np.zeros((1, heads, 4, dim), np.float32) for heads, dim in cached_parts(attention_part)), 0)]
         decoder.step(np.array([[1, 2]]), caches, 0, None, None, 2, np.zeros((1, 2, HIDDEN), np.float32), None)
 
 
@@ -438,21 +448,21 @@ def test_parts_that_do_not_belong_together_are_refused(shape: dict[str, Any], pa
 @given(
     shape=SHAPES,
     part=st.sampled_from(
-        ["heads", "key_heads", "key_depth", "value_depth", "conv", "bias", "columns", "expansion", "rates", "state"]
+        ["heads", "key_heads", "key_dim", "value_dim", "conv", "bias", "columns", "expansion", "rates", "state"]
     ),
     number=st.integers(-2, 300),
 )
 def test_rules_and_states_that_do_not_fit_are_refused(shape: dict[str, Any], part: str, number: int) -> None:
     rng = np.random.default_rng(0)
     model = described(rng, [shape | {"delta": True, "block": 1}], np.float32)
-    rule, count = model.layers[0].delta, max(number, 0)
-    caches = [new_cache(model.layers[0], 1, (0, 0), np.float32, records=False)]
+    rule, count = model.layers[0].mixer, max(number, 0)
+    caches = [new_cache(rule, 1, (0, 0), np.float32, records=False)]
     if part == "conv":
         rule.conv_weight = np.zeros((len(rule.conv_weight), count), np.float32)
     elif part == "bias":
         rule.decay_bias = np.zeros(count, np.float32)
     elif part == "columns":
-        rule.columns.values.group_stride = rule.columns.decays.first = number
+        rule.values.group_stride = rule.decays.first = number
     elif part == "expansion":
         rule.expansions = (SimpleNamespace(matrix=matrix(rng, 3, max(number, 1), np.float32), first=number),)
     elif part == "rates":

@@ -30,7 +30,7 @@ def load_core() -> Any:
 
 
 core = load_core()
-ISAS = [name for name, supported, _ in core.instruction_sets() if supported]
+ISAS = [name for name, supported, *_ in core.instruction_sets() if supported]
 EXAMPLES = int(os.environ.get("CPUMOE_FUZZ_EXAMPLES", "150"))
 
 

@@ -99,7 +99,7 @@ def test_no_bit_depends_on_threads_parts_or_instructions(batch, tokens, heads, h
         if part.shape[1]
     ]
     assert same((torch.cat(parts, 1), conv_state, state), expected)
-    isas = [name for name, supported, _ in _core.instruction_sets() if supported]
+    isas = [name for name, supported, *_ in _core.instruction_sets() if supported]
     found = cpumoe.get_num_threads()
     try:
         cpumoe.set_num_threads(data.draw(st.integers(1, 3)))

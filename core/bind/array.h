@@ -29,6 +29,7 @@ class Array {
   const Array& writable() const;
 
   const char* name() const { return name_; }
+  int rank() const { return rank_; }
   std::int64_t dim(int i) const { return shape_[i]; }
   std::int64_t size() const;
   std::string shape_text() const;

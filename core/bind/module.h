@@ -3,6 +3,8 @@
 
 #include <nanobind/nanobind.h>
 
+#include "bind/array.h"
+#include "packed/layout.h"
 #include "runtime/threads.h"
 
 namespace cpumoe {
@@ -28,10 +30,17 @@ PyType_Slot* traverse_slots() {
   return slots;
 }
 
+// A checked view of packed weights.
+PackedMatrix packed_matrix(const Array& blob);
+
 void bind_cache_records(nanobind::module_& m);  // kv_cache.cc
 void bind_decoder(nanobind::module_& m);        // step.cc
 void bind_delta_rule(nanobind::module_& m);     // recurrent.cc
 void bind_exchange(nanobind::module_& m);       // ranks.cc
+void bind_experts(nanobind::module_& m);        // experts.cc
+void bind_machine(nanobind::module_& m);        // machine.cc
+void bind_operators(nanobind::module_& m);      // operators.cc
+void bind_packing(nanobind::module_& m);        // packing.cc
 void bind_read_runs(nanobind::module_& m);      // read_runs.cc
 void bind_state_space(nanobind::module_& m);    // state_space.cc
 

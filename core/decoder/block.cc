@@ -5,33 +5,46 @@
 #include "ops/routing.h"
 
 namespace cpumoe {
-void Decoder::Round::run_block(Worker& worker, const DecoderLayer& layer) {
-  if (layer.experts.has_value()) s_.router.prepare(worker);
-  if (layer.dense.has_value()) s_.dense_first.prepare(worker);
+
+void Step::plan_dense(const DenseBlock& d) {
+  const std::int64_t inner = d.down.depth;
+  MatrixOut outs[3];
+  int count = 0;
+  outs[count++] = {&d.up, d.has_both() ? dense_in_ : at(dense_in_, inner, type_), 2 * inner, type_};
+  if (d.gate) outs[count++] = {&d.gate, dense_in_, 2 * inner, type_};
+  if (d.share) outs[count++] = {&d.share, share_, 1, DType::kF32};
+  w_.dense_first.plan(k_, outs, count, normed_, type_, count_, threads_, m_.group);
+  const MatrixOut down{&d.down, dense_out_, hidden_, type_};
+  w_.dense_second.plan(k_, &down, 1, dense_hidden_, type_, count_, threads_, m_.group);
+}
+
+void Step::run_block(Worker& worker, const DecoderLayer& layer) {
+  if (layer.experts.has_value()) w_.router.prepare(worker);
+  if (layer.dense.has_value()) w_.dense_first.prepare(worker);
   end_stage(worker, StepPart::kRows);
   if (layer.experts.has_value()) {
-    s_.router.multiply(worker);
+    w_.router.multiply(worker);
     if (!layer.dense.has_value()) end_stage(worker, StepPart::kRouting);
   }
   if (layer.dense.has_value()) {
-    s_.dense_first.multiply(worker);
+    w_.dense_first.multiply(worker);
     end_stage(worker, StepPart::kProducts);
-    gather(worker, s_.dense_first);
+    gather(worker, w_.dense_first);
     activate(worker, *layer.dense);
-    s_.dense_second.prepare(worker);
+    w_.dense_second.prepare(worker);
   }
   if (layer.experts.has_value()) choose_experts(worker, *layer.experts);
   if (layer.dense.has_value()) {
     end_stage(worker, StepPart::kRows);
-    s_.dense_second.multiply(worker);
+    w_.dense_second.multiply(worker);
   }
   end_stage(worker, layer.dense.has_value() ? StepPart::kProducts : StepPart::kRouting);
-  if (layer.dense.has_value()) gather(worker, s_.dense_second);
+  if (layer.dense.has_value()) gather(worker, w_.dense_second);
   if (layer.experts.has_value()) run_experts(worker, *layer.experts);
 }
 
-void Decoder::Round::run_experts(Worker& worker, const RoutedExperts& e) {
-  if (computes_experts_) s_.experts.run(worker);
+void Step::run_experts(Worker& worker, const RoutedExperts& e) {
+  if (computes_experts_) w_.experts.run(worker);
   end_stage(worker, StepPart::kExperts);
   if (e.travel != RowTravel::kStay) {
     return_sums(worker);
@@ -40,7 +53,7 @@ void Decoder::Round::run_experts(Worker& worker, const RoutedExperts& e) {
   }
 }
 
-void Decoder::Round::activate(const Worker& worker, const DenseBlock& d) {
+void Step::activate(const Worker& worker, const DenseBlock& d) {
   const std::int64_t inner = d.down.depth, padded = (inner + 15) / 16 * 16;
   each_row(worker, [&](std::int64_t r) {
     float *gate = values_of(worker), *up = gate + padded;
@@ -57,7 +70,7 @@ void Decoder::Round::activate(const Worker& worker, const DenseBlock& d) {
   });
 }
 
-void Decoder::Round::choose_experts(Worker& worker, const RoutedExperts& e) {
+void Step::choose_experts(Worker& worker, const RoutedExperts& e) {
   const RouteCall call = e.router.call(count_, logits_, ids_, weights_);
   if (count_ > kFewRows) {
     round_logits(e.router, worker.share(count_), worker.next_share(count_));
@@ -67,19 +80,19 @@ void Decoder::Round::choose_experts(Worker& worker, const RoutedExperts& e) {
     round_logits(e.router, 0, count_);
     route_tokens(k_, call, 0, count_);
   }
-  if (worker.index == 0 && e.loads != nullptr) {
-    for (std::int64_t i = 0; i < count_ * e.router.topk; ++i) ++e.loads[ids_[i]];
+  if (worker.index == 0 && !e.loads.empty()) {
+    for (std::int64_t i = 0; i < count_ * e.router.topk; ++i) ++e.loads[static_cast<std::size_t>(ids_[i])];
   }
-  if (e.travel != RowTravel::kStay) bring_rows(worker, e);
+  if (e.travel != RowTravel::kStay) receive_rows(worker, e);
   if (worker.index == 0) plan_experts(e);
 }
 
-void Decoder::Round::plan_experts(const RoutedExperts& e) {
+void Step::plan_experts(const RoutedExperts& e) {
   const bool travels = e.travel != RowTravel::kStay;
   const std::int64_t topk = e.router.topk;
   MoeCall moe{};
-  moe.tokens = travels ? s_.traffic.received() : count_;
-  moe.out = travels ? s_.traffic.sums() : e.spread ? sums_ : static_cast<void*>(mixed_);
+  moe.tokens = travels ? w_.traffic.received() : count_;
+  moe.out = travels ? w_.traffic.sums() : e.spread ? sums_ : static_cast<void*>(mixed_);
   moe.out_type = e.spread ? DType::kF32 : type_;
   computes_experts_ = e.gate_up.data != nullptr && moe.tokens > 0;
   if (!computes_experts_) {
@@ -94,35 +107,35 @@ void Decoder::Round::plan_experts(const RoutedExperts& e) {
   moe.activation = e.activation;
   if (travels) {
     if (e.prepared_rows) {
-      moe.prepared = s_.traffic.rows();
+      moe.prepared = w_.traffic.rows();
     } else {
-      moe.x = s_.traffic.rows();
+      moe.x = w_.traffic.rows();
     }
-    moe.ids = s_.traffic.copies();
-    moe.weights = s_.traffic.weights();
+    moe.ids = w_.traffic.copies();
+    moe.weights = w_.traffic.weights();
   } else {
     moe.x = normed_;
     moe.ids = ids_;
     moe.weights = weights_;
   }
-  if (e.spread && e.copy_begins == nullptr) moe.slices = m_.exchange;
-  if (e.copy_begins != nullptr && !travels) {
+  if (e.spread && !e.copies.has_value()) moe.slices = m_.exchange;
+  if (e.copies.has_value() && !travels) {
     for (std::int64_t i = 0; i < count_ * topk; ++i) {
-      own_ids_[i] = e.place(e.copy(ids_[i], s_.rows_done + first_ + i / topk));
+      own_ids_[i] = e.place(e.copy(ids_[i], w_.rows_done + first_ + i / topk));
     }
     moe.ids = own_ids_;
   }
-  s_.experts.plan(k_, moe, threads_);
+  w_.experts.plan(k_, moe, threads_);
 }
 
-void Decoder::Round::round_logits(const Router& router, std::int64_t first, std::int64_t last) {
-  if (router.logits == DType::kF32) return;
+void Step::round_logits(const Router& router, std::int64_t first, std::int64_t last) {
+  if (router.in_fp32 || type_ == DType::kF32) return;
   const std::int64_t experts = router.weight.columns;
   std::uint16_t rounded[64];
   for (std::int64_t i = first * experts; i < last * experts; i += 64) {
     const std::int64_t some = std::min<std::int64_t>(64, last * experts - i);
-    k_.store_row(logits_ + i, some, router.logits, rounded);
-    k_.load_row(rounded, router.logits, static_cast<int>(some), logits_ + i);
+    k_.store_row(logits_ + i, some, type_, rounded);
+    k_.load_row(rounded, type_, static_cast<int>(some), logits_ + i);
   }
 }
 

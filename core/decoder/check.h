@@ -1,14 +1,30 @@
-// What a decoder refuses before it computes anything, naming what does not fit.
+// What a decoder rejects before it computes anything, naming what does not fit.
 #pragma once
+
+#include <cstdint>
 
 #include "decoder/decoder.h"
 
 namespace cpumoe {
 
-// Parts that do not belong together.
+// Reject parts that do not belong together.
 void check_model(const DecoderModel& model);
 
-// Rows and caches that do not belong together or to the model.
-void check_step(const DecoderModel& model, const Step& step);
+// Reject rows and caches that do not belong together or to the model.
+void check_step(const DecoderModel& model, const StepInput& input);
+
+// ---- for mixers
+// ------------------------------------------------------------------------------------------------------
+
+void check_norm(const Norm& norm, std::int64_t width, const char* name);
+void check_matrix(const Matrix& m, const DecoderModel& model, std::int64_t columns, std::int64_t depth,
+                  const char* name);
+// What is spread over the ranks of a tensor parallel group is spread over all of them.
+void check_ranks(const DecoderModel& model, int ranks, const char* name);
+// A vector that may be left out.
+void check_count(std::size_t found, std::int64_t count, const char* name);
+void check_tensor(const Tensor& tensor, std::int64_t size, const char* name);
+void check_tensor(const Tensor& tensor, std::int64_t rows, std::int64_t columns, const char* name);
+void check_convolution(const Tensor& weight, const Tensor& bias, std::int64_t channels);
 
 }  // namespace cpumoe

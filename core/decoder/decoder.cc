@@ -19,22 +19,11 @@ namespace {
 // between barriers, and it is shared out as threads come: even a slow one is a help.
 constexpr std::int64_t kCrowdedRows = 64;
 
-// Bytes that a step of so many rows reads, at most; for the number of threads.
+// Upper bound of the bytes that a step of `rows` rows reads; for the number of threads.
 std::int64_t work_of(const DecoderModel& model, std::int64_t rows) {
   std::int64_t bytes = model.head.bytes();
   for (const DecoderLayer& layer : model.layers) {
-    const AttentionPart& a = layer.attention;
-    if (a.latent.has_value()) {
-      bytes += a.latent->down.bytes() + a.latent->latent.bytes() +
-               a.heads * (a.latent->nope + a.value_depth) * a.latent->rank * size_of(model.type);
-    }
-    bytes += a.query.bytes() + a.key.bytes() + a.value.bytes() + a.out.bytes() + a.gate.bytes();
-    if (layer.delta.has_value()) {
-      for (const Matrix& m : layer.delta->projections) bytes += m.bytes();
-      for (const DeltaPart::Expansion& e : layer.delta->expansions) bytes += e.matrix.bytes();
-      bytes += layer.delta->out.bytes() + layer.delta->rule.state_size() * static_cast<std::int64_t>(sizeof(float));
-    }
-    if (layer.convolution.has_value()) bytes += layer.convolution->projection.bytes() + layer.convolution->out.bytes();
+    bytes += std::visit([&](const auto& kind) { return sizes_of(kind, model.type(), 0).weight_bytes; }, layer.mixer);
     if (layer.experts.has_value()) {
       const std::int64_t experts = std::min(rows * layer.experts->router.topk, layer.experts->gate_up.spec.experts);
       bytes += (layer.experts->gate_up.expert_bytes + layer.experts->down.expert_bytes) * experts;
@@ -48,18 +37,26 @@ std::int64_t work_of(const DecoderModel& model, std::int64_t rows) {
 
 }  // namespace
 
+struct Decoder::State {
+  // Held for a whole step: workspace and plans are those of one step. Only `model` may be read without it.
+  std::mutex mutex;
+  DecoderModel model;
+  std::int64_t max_rows = 4096;  // of a chunk
+  Crowding crowding;
+  StepWorkspace workspace;
+};
+
 Decoder::Decoder(DecoderModel model) : state_(std::make_unique<State>()) {
   check_model(model);
-  state_->most_rows = 4096;
   for (const DecoderLayer& layer : model.layers) {
     if (!layer.experts.has_value()) continue;
     const RoutedExperts& e = *layer.experts;
     // Slices may be of different sizes, and a rank without experts does not know any.
-    const bool unequal = e.spread && (e.copy_begins == nullptr || e.router.weight.columns < model.exchange->ranks());
-    state_->most_rows = std::min(state_->most_rows, unequal ? kSpreadTokens : tokens_at_once(e.down, e.router.topk));
+    const bool unequal = e.spread && (!e.copies.has_value() || e.router.weight.columns < model.exchange->ranks());
+    state_->max_rows = std::min(state_->max_rows, unequal ? kSpreadTokens : tokens_at_once(e.down, e.router.topk));
   }
   // The experts of a round have the rows of all groups.
-  state_->most_rows = std::max<std::int64_t>(1, state_->most_rows * model.group_ranks() / model.ranks());
+  state_->max_rows = std::max<std::int64_t>(1, state_->max_rows * model.group_ranks() / model.ranks());
   state_->model = std::move(model);
 }
 
@@ -67,18 +64,18 @@ Decoder::~Decoder() = default;
 
 const DecoderModel& Decoder::model() const { return state_->model; }
 
-std::vector<std::int64_t> Decoder::rows_of_ranks(const Step& step) const {
+std::vector<std::int64_t> Decoder::rows_of_ranks(const StepInput& input) const {
   const DecoderModel& model = state_->model;
-  const auto rows = static_cast<std::int64_t>(step.rows.size());
+  const auto rows = static_cast<std::int64_t>(input.rows.size());
   std::vector<std::int64_t> found(static_cast<std::size_t>(model.ranks()), rows);
   if (!model.has_own_rows()) {
-    check_step(model, step);
+    check_step(model, input);
     return found;
   }
   // A rank that refuses its rows says so: the others would wait for it.
   std::exception_ptr problem;
   try {
-    check_step(model, step);
+    check_step(model, input);
   } catch (...) {
     problem = std::current_exception();
   }
@@ -90,56 +87,51 @@ std::vector<std::int64_t> Decoder::rows_of_ranks(const Step& step) const {
   return found;
 }
 
-std::int64_t Decoder::step(const Kernels& kernels, const Step& step) {
+std::int64_t Decoder::step(const Kernels& kernels, const StepInput& input) {
   const std::lock_guard<std::mutex> lock(state_->mutex);
   const DecoderModel& model = state_->model;
-  const std::vector<std::int64_t> rows = rows_of_ranks(step);
+  const std::vector<std::int64_t> rows = rows_of_ranks(input);
   const std::int64_t all = std::accumulate(rows.begin(), rows.end(), std::int64_t{0}) / model.group_ranks();
   const std::int64_t most = *std::max_element(rows.begin(), rows.end());
-  if (step.clears_states) clear_states(step);
+  if (input.clears_states) clear_states(input);
   const int wanted = threads_for(work_of(model, most));
   std::vector<std::int64_t> counts(rows.size());
-  for (std::int64_t first = 0; first < most; first += state_->most_rows) {
+  for (std::int64_t first = 0; first < most; first += state_->max_rows) {
     std::transform(rows.begin(), rows.end(), counts.begin(),
-                   [&](std::int64_t count) { return std::clamp<std::int64_t>(count - first, 0, state_->most_rows); });
+                   [&](std::int64_t count) { return std::clamp<std::int64_t>(count - first, 0, state_->max_rows); });
     const bool few = most <= kCrowdedRows;
     const int threads = few ? state_->crowding.threads(wanted) : wanted;
-    Round round(kernels, step, *state_, first, counts, threads);
+    Step step(kernels, input, model, state_->workspace, first, counts, threads);
     if (few) {
-      state_->crowding.run(threads, [&](Worker& worker) { round.run(worker); });
+      state_->crowding.run(threads, [&](Worker& worker) { step.run(worker); });
     } else {
-      run_on_threads(threads, [&](Worker& worker) { round.run(worker); });
+      run_on_threads(threads, [&](Worker& worker) { step.run(worker); });
     }
     for (const RankExchange* exchange : {model.exchange, model.group}) {
       if (exchange != nullptr) exchange->rethrow();
     }
   }
-  state_->rows_done += static_cast<std::int64_t>(step.rows.size());
+  state_->workspace.rows_done += static_cast<std::int64_t>(input.rows.size());
   return all;
 }
 
-void Decoder::clear_states(const Step& step) const {
-  for (const StepRow& row : step.rows) {
-    if (row.place != 0) continue;
-    for (std::size_t i = 0; i < step.caches.size(); ++i) {
-      const LayerCache& cache = step.caches[i];
-      if (cache.conv_state == nullptr) continue;
-      const DecoderLayer& layer = state_->model.layers[i];
-      if (layer.delta.has_value()) {
-        const std::int64_t values = layer.delta->rule.state_size();
-        std::fill_n(cache.state + row.sequence * values, values, 0.0f);
+void Decoder::clear_states(const StepInput& input) const {
+  for (std::size_t i = 0; i < input.caches.size(); ++i) {
+    int state = 0;
+    for (const CachePart& part : cache_layout(state_->model.layers[i].mixer, state_->model.type()).parts) {
+      if (part.per != CachePart::kSequence) continue;
+      auto* const data = static_cast<std::uint8_t*>(input.caches[i].states[state++]);
+      for (const StepRow& row : input.rows) {
+        if (row.place == 0) std::memset(data + row.sequence * part.bytes(), 0, static_cast<std::size_t>(part.bytes()));
       }
-      const std::int64_t size = layer.state_convolution()->state_size();
-      std::memset(at(cache.conv_state, row.sequence * size, state_->model.type), 0,
-                  static_cast<std::size_t>(size * size_of(state_->model.type)));
     }
   }
 }
 
 void Decoder::take_seconds(double (&seconds)[kStepParts]) {
   const std::lock_guard<std::mutex> lock(state_->mutex);
-  std::copy(std::begin(state_->seconds), std::end(state_->seconds), seconds);
-  std::fill(std::begin(state_->seconds), std::end(state_->seconds), 0.0);
+  std::copy(std::begin(state_->workspace.seconds), std::end(state_->workspace.seconds), seconds);
+  std::fill(std::begin(state_->workspace.seconds), std::end(state_->workspace.seconds), 0.0);
 }
 
 }  // namespace cpumoe

@@ -20,7 +20,7 @@ struct StepRow {
   std::int64_t position;  // for the rotation
 };
 
-struct Step {
+struct StepInput {
   std::vector<StepRow> rows;             // those of a sequence side by side, in the order of their places
   std::vector<std::int64_t> seen;        // by sequence: the first place that is seen (what lies before is padding)
   const std::int64_t* tokens = nullptr;  // [rows], or
@@ -28,7 +28,7 @@ struct Step {
   std::vector<LayerCache> caches;        // by layer
   std::vector<std::int64_t> wanted;      // ascending: rows whose results are asked for
   bool clears_states = false;            // of sequences whose first place is among the rows
-  void* hidden_out = nullptr;            // [wanted, hidden] behind the last norm, or null
+  void* hidden_out = nullptr;            // [wanted, hidden] after the last norm, or null
   void* logits_out = nullptr;            // [wanted, vocabulary], of the type, or null
 };
 
@@ -46,16 +46,15 @@ class Decoder {
   // Refuses rows and caches that do not belong together, naming them. Where groups of ranks have rows of their own,
   // each of them runs every step, also one in which it has none: others need its experts. Returns how many rows the
   // groups had, all together. Several threads may call it at once, with different caches: they take turns.
-  std::int64_t step(const Kernels& kernels, const Step& step);
+  std::int64_t step(const Kernels& kernels, const StepInput& input);
   // Seconds of each part since the last call.
   void take_seconds(double (&seconds)[kStepParts]);
 
  private:
   struct State;
-  class Round;
 
-  std::vector<std::int64_t> rows_of_ranks(const Step& step) const;
-  void clear_states(const Step& step) const;
+  std::vector<std::int64_t> rows_of_ranks(const StepInput& input) const;
+  void clear_states(const StepInput& input) const;
 
   std::unique_ptr<State> state_;
 };

@@ -1,4 +1,4 @@
-// Rows of other ranks in a round, and those of this one that others compute.
+// Expert parallelism: rows that experts on other ranks compute, and sums of all ranks.
 #include <algorithm>
 #include <numeric>
 #include <string>
@@ -7,24 +7,30 @@
 
 namespace cpumoe {
 
-std::int64_t Decoder::Round::share_begin(int rank) const {
+void Step::add_sums(Worker& worker) {
+  if (worker.index == 0) m_.exchange->sum(sums_, count_ * hidden_);
+  end_stage(worker, StepPart::kExchange);
+  each_row(worker, [&](std::int64_t r) { k_.store_row(sums_ + r * hidden_, hidden_, type_, row(mixed_, r)); });
+}
+
+std::int64_t Step::share_begin(int rank) const {
   const int group = m_.group_ranks();
   return counts_[static_cast<std::size_t>(rank)] * (rank % group) / group;
 }
 
-std::int64_t Decoder::Round::share_end(int rank) const {
+std::int64_t Step::share_end(int rank) const {
   const int group = m_.group_ranks();
   return counts_[static_cast<std::size_t>(rank)] * (rank % group + 1) / group;
 }
 
-void Decoder::Round::plan_traffic(const RoutedExperts& e) {
+void Step::plan_traffic(const RoutedExperts& e) {
   const int rank = m_.exchange->rank();
   const std::int64_t topk = e.router.topk, first = share_begin(rank), count = share_end(rank) - first;
-  s_.shares.resize(counts_.size());
-  for (int r = 0; r < m_.ranks(); ++r) s_.shares[static_cast<std::size_t>(r)] = share_end(r) - share_begin(r);
-  auto* copies = s_.traffic_copies.get<std::int32_t>(count * topk);
+  w_.shares.resize(counts_.size());
+  for (int r = 0; r < m_.ranks(); ++r) w_.shares[static_cast<std::size_t>(r)] = share_end(r) - share_begin(r);
+  auto* copies = w_.traffic_copies.get<std::int32_t>(count * topk);
   for (std::int64_t i = 0; i < count * topk; ++i) {
-    copies[i] = e.copy(ids_[first * topk + i], s_.rows_done + first_ + first + i / topk);
+    copies[i] = e.copy(ids_[first * topk + i], w_.rows_done + first_ + first + i / topk);
   }
   RowSending sending{};
   sending.travel = e.travel;
@@ -36,13 +42,13 @@ void Decoder::Round::plan_traffic(const RoutedExperts& e) {
   sending.copies = copies;
   sending.weights = weights_ + first * topk;
   sending.first = e.prepared_rows ? &e.gate_up : nullptr;
-  sending.owners = e.copy_ranks;
-  sending.other_counts = s_.shares.data();
-  s_.traffic.plan(k_, sending, *m_.exchange);
+  sending.owners = e.copies.has_value() ? e.copies->ranks.data() : nullptr;
+  sending.other_counts = w_.shares.data();
+  w_.traffic.plan(k_, sending, *m_.exchange);
 }
 
-void Decoder::Round::bring_rows(Worker& worker, const RoutedExperts& e) {
-  RowTraffic& traffic = s_.traffic;
+void Step::receive_rows(Worker& worker, const RoutedExperts& e) {
+  RowTraffic& traffic = w_.traffic;
   if (worker.index == 0) plan_traffic(e);
   if (std::accumulate(counts_.begin(), counts_.end(), std::int64_t{0}) <= kFewRows) {
     if (worker.index != 0) return;
@@ -64,13 +70,13 @@ void Decoder::Round::bring_rows(Worker& worker, const RoutedExperts& e) {
   if (worker.index == 0) find_places(e);
 }
 
-void Decoder::Round::find_places(const RoutedExperts& e) {
-  std::int32_t* copies = s_.traffic.copies();
-  for (std::int64_t i = 0; i < s_.traffic.received() * e.router.topk; ++i) {
+void Step::find_places(const RoutedExperts& e) {
+  std::int32_t* copies = w_.traffic.copies();
+  for (std::int64_t i = 0; i < w_.traffic.received() * e.router.topk; ++i) {
     if (copies[i] == -1) continue;
-    if (copies[i] < 0 || copies[i] >= e.copies()) {
+    if (copies[i] < 0 || copies[i] >= e.copy_count()) {
       m_.exchange->give_up("a row has come that asks for copy " + std::to_string(copies[i]) + " of an expert, of " +
-                           std::to_string(e.copies()));
+                           std::to_string(e.copy_count()));
       copies[i] = -1;
     } else {
       copies[i] = e.place(copies[i]);
@@ -78,31 +84,31 @@ void Decoder::Round::find_places(const RoutedExperts& e) {
   }
 }
 
-void Decoder::Round::return_sums(Worker& worker) {
-  if (worker.index == 0) s_.traffic.send_back();
+void Step::return_sums(Worker& worker) {
+  if (worker.index == 0) w_.traffic.send_back();
   end_stage(worker, StepPart::kExchange);
   const int rank = m_.exchange->rank(), group = m_.group_ranks();
   const std::int64_t first = share_begin(rank), count = share_end(rank) - first;
   std::uint8_t* rows = mixed_;
-  if (group > 1) rows = s_.share_rows.get<std::uint8_t>(count_ * hidden_ * size_of(type_));
+  if (group > 1) rows = w_.share_rows.get<std::uint8_t>(count_ * hidden_ * size_of(type_));
   for (std::int64_t r = worker.share(count); r < worker.next_share(count); ++r) {
     float* values = values_of(worker);
-    s_.traffic.add(r, values);
+    w_.traffic.add(r, values);
     k_.store_row(values, hidden_, type_, row(rows, r));
   }
   if (group == 1 || count_ == 0) return;
   end_stage(worker, StepPart::kRows);
   if (worker.index == 0) {
-    s_.share_begins.assign(1, 0);
+    w_.share_begins.assign(1, 0);
     for (int r = rank - rank % group; r < rank - rank % group + group; ++r) {
-      s_.share_begins.push_back(share_end(r) * hidden_ * size_of(type_));
+      w_.share_begins.push_back(share_end(r) * hidden_ * size_of(type_));
     }
-    m_.group->gather_parts(rows, s_.share_begins.data(), mixed_);
+    m_.group->gather_parts(rows, w_.share_begins.data(), mixed_);
   }
   end_stage(worker, StepPart::kExchange);
 }
 
-void Decoder::Round::serve_others(Worker& worker) {
+void Step::serve_others(Worker& worker) {
   for (const DecoderLayer& layer : m_.layers) {
     if (!layer.experts.has_value() || layer.experts->travel == RowTravel::kStay) continue;
     choose_experts(worker, *layer.experts);

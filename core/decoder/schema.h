@@ -1,11 +1,18 @@
-// What a decoder consists of, as values: which norms, which rotation, which window, which router.
+// A decoder as values: the norms, mixers, routers, experts and weights of each layer.
+//
+// Every struct lists its fields once, in `fields`. Reading them from Python, comparing the names with those of the
+// Python values and fuzzing them all go through that list.
 #pragma once
 
 #include <cstdint>
 #include <optional>
+#include <span>
+#include <string>
+#include <variant>
 #include <vector>
 
 #include "kernels/formats.h"
+#include "kernels/table.h"
 #include "ops/delta_rule.h"
 #include "ops/linear.h"
 #include "ops/routing.h"
@@ -15,184 +22,326 @@
 
 namespace cpumoe {
 
-// A root-mean-square norm; see NormalizeRow.
+// Floats of one or two dimensions, contiguous; null data: none.
+struct Tensor {
+  const void* data = nullptr;
+  DType type = DType::kF32;
+  std::int64_t shape[2] = {0, 0};
+  int dims = 0;
+
+  explicit operator bool() const { return data != nullptr; }
+  Parameters parameters() const { return {data, type}; }
+};
+
+// RMSNorm; see NormalizeRow. Without a weight there is no norm.
 struct Norm {
-  const float* weight = nullptr;  // null: there is none
-  std::int64_t width = 0;
+  std::span<const float> weight;
   float epsilon = 0.0f;
   bool round_first = false, plus_one = false;
 
-  explicit operator bool() const { return weight != nullptr; }
+  explicit operator bool() const { return !weight.empty(); }
 };
 
-constexpr std::int64_t kMostRotated = 4096;  // values of a head
+constexpr std::int64_t kMaxRotated = 4096;  // values of a head
+constexpr std::int64_t kMaxHeads = 1 << 16;
 
-// Cosines and sines by position, as a model's rotary embedding gives them.
-struct RotaryTable {
-  const float *cos = nullptr, *sin = nullptr;  // [positions, width]
-  std::int64_t positions = 0, width = 0;
+// Cosines and sines of RoPE by position, as a model's rotary embedding computes them: [positions, width] in fp32.
+struct RopeTable {
+  Tensor cos, sin;
+
+  std::int64_t positions() const { return cos.shape[0]; }
+  std::int64_t width() const { return cos.shape[1]; }
+  const float* angles(const Tensor& of, std::int64_t position) const {
+    return static_cast<const float*>(of.data) + position * width();
+  }
 };
 
-// Queries, keys and values of attention over latents. A token's keys and values would be made of its latent; instead
-// queries are brought to the latents, and sums of latents to values ("absorbed").
-struct LatentPart {
-  Matrix down;  // or none: what queries are made of is made smaller first
-  Norm down_norm;
-  Matrix latent;  // [rank + rotated, hidden]: the latent, and the rotated part of a key that all heads share
-  Norm latent_norm;
-  const void* expansion = nullptr;  // [heads, nope + value_depth, rank], of the decoder's type
-  std::int64_t rank = 0, nope = 0, rotated = 0;
-
-  std::int64_t depth() const { return rank + rotated; }
+// How a mixer applies RoPE.
+struct Rope {
+  int table = -1;            // index in DecoderModel::rope; -1: no RoPE
+  bool interleaved = false;  // pairs are neighbours, see RotateHead
+  bool separated = false;    // pairs are neighbours before the rotation, and half of the width apart after it
 };
 
-// Grouped-query attention, or attention over latents: then there are no key, value and norms, and a head of `query` is
-// nope + rotated wide, which is also its depth.
-struct AttentionPart {
-  Matrix query, key, value, out;  // without key and value, query gives all three side by side
-  std::optional<LatentPart> latent;
-  std::int64_t heads = 0, kv_heads = 0, depth = 0, value_depth = 0;
-  // What is a sigmoid away from the factors of the result, or none: a matrix that gives one for each value or for each
-  // head, or values behind each head of the query, which is twice as wide then.
-  Matrix gate;
-  bool gated_queries = false;
+// What GQA and MLA share: the scores, the gate and the output of attention.
+struct Attention {
+  Matrix query, out;  // `out` takes the heads of all ranks
+  Matrix gate;        // or none: the result times the sigmoid of its output, a factor for each head or each value
+  std::int64_t heads = 0, value_dim = 0;
+  Rope rope;
+  std::int64_t window = 0;       // sliding window: tokens that a query sees, itself included; 0: no window
+  std::span<const float> sinks;  // [heads] or empty: an attention score without a value
+  // [positions] or empty: factors of queries, such as Llama 4's attention temperature.
+  std::span<const float> query_factors;
+  float scale = 1.0f, softcap = 0.0f;
+  int ranks = 1;  // tensor parallel ranks that share the heads; these are the heads of this rank
+};
+
+// Grouped-query attention.
+struct Gqa : Attention {
+  Matrix key, value;  // none: `query` computes all three, side by side
+  std::int64_t kv_heads = 0, head_dim = 0;
+  bool gated_queries = false;  // each query head is followed by its gate, so that `query` is twice as wide
   float value_factor = 1.0f;
   Norm query_norm, key_norm;
-  bool norms_whole_rows = false;    // of all heads at once, not of each
-  bool norms_after_rotary = false;  // else before
-  int rotary = -1;                  // the number of its table; -1: positions are not in queries and keys
-  bool interleaved = false;         // see RotateHead
-  bool separated = false;           // neighbours are turned, and stand half of the width apart behind that
-  std::int64_t window = 0;          // tokens that one sees, itself included; 0: all before it
-  const float* sinks = nullptr;     // [heads] or null
-  // Factors of queries by position (Llama 4's attention temperature), or null.
-  const float* query_factors = nullptr;
-  std::int64_t query_factor_count = 0;
-  float scale = 1.0f, softcap = 0.0f;
-  int ranks = 1;  // over so many the heads are spread, of which these are this rank's: `out` takes those of all
+  bool norms_whole_rows = false;  // a norm spans all heads
+  bool norms_after_rope = false;
 
-  // From one head of queries to the next, and of all of them.
-  std::int64_t query_stride() const { return gated_queries ? 2 * depth : depth; }
+  std::int64_t query_stride() const { return gated_queries ? 2 * head_dim : head_dim; }
   std::int64_t query_width() const { return heads * query_stride(); }
 };
 
-// A gated delta net or Kimi delta attention, in the place of attention. All that it is made of stands side by side in a
-// row: the results of `projections`, and behind them those of `expansions`.
-struct DeltaPart {
-  // Of one row, in elements: see HeadRows.
-  struct Columns {
-    std::int64_t first = 0, group = 1, group_stride = 0, head_stride = 0;
-  };
-  // A matrix of what another one has given, which begins at this column of the row.
-  struct Expansion {
-    Matrix matrix;
-    std::int64_t from = 0;
-  };
+// Multi-head latent attention in its absorbed form: the KV cache has a token's latent and the rotated part of its key,
+// and kv_b_proj is absorbed into the queries and applied to the weighted sums of latents.
+struct Mla : Attention {
+  Matrix query_down;  // q_a_proj, or none
+  Norm query_down_norm;
+  Matrix latent;  // kv_a_proj_with_mqa: [kv_lora_rank + rope_dim, hidden]
+  Norm latent_norm;
+  Tensor expansion;  // kv_b_proj: [heads * (nope_dim + value_dim), kv_lora_rank], of the decoder's type
+  std::int64_t kv_lora_rank = 0, nope_dim = 0, rope_dim = 0;
 
-  DeltaRule rule;
+  std::int64_t head_dim() const { return nope_dim + rope_dim; }
+  std::int64_t cached_dim() const { return kv_lora_rank + rope_dim; }
+  std::int64_t query_width() const { return heads * head_dim(); }
+};
+
+// Positions of heads in a row, in elements: see HeadRows.
+struct HeadColumns {
+  std::int64_t first = 0, group_stride = 0, group = 1, head_stride = 0;
+};
+
+// A linear of columns of the row itself, from column `first` on: the second of two factors of a projection.
+struct Expansion {
+  Matrix matrix;
+  std::int64_t first = 0;
+};
+
+// A gated delta net or Kimi delta attention. A row has the outputs of `projections`, then those of `expansions`.
+struct DeltaNet {
   std::vector<Matrix> projections;
   std::vector<Expansion> expansions;
-  Columns queries, keys, values, gates, betas, decays;
+  HeadColumns queries, keys, values, gates, betas, decays;
+  std::int64_t key_heads = 0, heads = 0, key_dim = 0, value_dim = 0;
+  Tensor log_rates;   // A_log: [heads]
+  Tensor decay_bias;  // dt_bias: [heads], or [heads * key_dim] if every channel has its own decay
+  float decay_bound = 0.0f;
+  Tensor conv_weight, conv_bias;  // [channels, taps] of queries, keys and values; [channels] or none
+  Tensor norm_weight;             // [value_dim]
+  float norm_epsilon = 0.0f;
+  bool sigmoid_gate = false;
   Matrix out;
 
   std::int64_t width() const;
+  DeltaRule rule() const;
 };
 
-// A short convolution in the place of attention: [B, C, x] of one matrix.
-struct ConvolutionPart {
-  ChannelConvolution convolution;
-  Matrix projection, out;
+// A short convolution: out_proj of C * convolution(B * x).
+struct ShortConv {
+  Matrix projection, out;         // in_proj: [3 * channels, hidden], for B, C and x; out_proj: [hidden, channels]
+  Tensor conv_weight, conv_bias;  // [channels, taps], [channels] or none
+
+  ChannelConvolution convolution() const;
 };
+
+// What mixes the tokens of a sequence. mixer.h has the functions that each kind implements in a file of its own.
+using Mixer = std::variant<Gqa, Mla, DeltaNet, ShortConv>;
 
 struct Router {
   Matrix weight;
-  DType logits = DType::kF32;
   std::int64_t topk = 0;
   Scoring scoring = Scoring::kSoftmax;
   bool score_chosen = false, renormalize = false;
-  const float* correction = nullptr;  // [experts] or null
+  std::span<const float> correction_bias;  // [experts] or empty
   std::int64_t groups = 0, topk_groups = 0;
   float scale = 1.0f;
+  bool in_fp32 = true;  // logits are not rounded to the decoder's type
 
   RouteCall call(std::int64_t tokens, const float* logits, std::int32_t* ids, float* weights) const;
 };
 
-struct RoutedExperts {
-  Router router;
-  PackedMatrix gate_up, down;  // without data where this rank has none of the experts
-  ActivationSpec activation;
-  bool weight_on_input = false;
-  // Experts are spread over ranks: each has some, or a slice of all of them. The sums of all ranks are added.
-  bool spread = false;
-  // Where ranks have whole experts, of which there may be copies: those of expert e are copy_begins[e] to
-  // copy_begins[e + 1] - 1, and copy_places has for each its place among those that are here, or -1; copy_ranks has the
-  // rank that it is on. Null for slices, where an expert is its own copy.
-  const std::int32_t *copy_begins = nullptr, *copy_places = nullptr, *copy_ranks = nullptr;
-  std::int64_t* loads = nullptr;  // [experts] or null: how often each has been chosen
-  // Where ranks do not have the same rows, or each computes the experts of its share of them.
-  RowTravel travel = RowTravel::kStay;
-  bool prepared_rows = false;  // rows travel as the first product wants them, which every rank knows then
-
-  // The copy of an expert that a row takes: they take turns.
-  std::int32_t copy(std::int32_t expert, std::int64_t turn) const {
-    if (copy_begins == nullptr) return expert;
-    const std::int32_t first = copy_begins[expert];
-    return first + static_cast<std::int32_t>(turn % (copy_begins[expert + 1] - first));
-  }
-  std::int32_t copies() const {
-    const std::int64_t experts = router.weight.columns;
-    return copy_begins == nullptr ? static_cast<std::int32_t>(experts) : copy_begins[experts];
-  }
-  // Where a copy is among the experts that are here, or -1.
-  std::int32_t place(std::int32_t copy) const { return copy_places == nullptr ? copy : copy_places[copy]; }
+// Copies of experts on ranks that have whole experts: those of expert e are begins[e] to begins[e + 1] - 1.
+struct Copies {
+  std::span<const std::int32_t> begins;  // [experts + 1]
+  std::span<const std::int32_t> places;  // [copies]: index among the experts of this rank, or -1
+  std::span<const std::int32_t> ranks;   // [copies]
 };
 
-// A feed-forward block of linears: that of a layer without experts, or one that all tokens take beside them.
-struct DenseBlock {
-  Matrix gate, up, down;  // without gate, up gives both side by side, or the activation is not gated
+struct RoutedExperts {
+  Router router;
+  PackedMatrix gate_up, down;  // without data if this rank has no experts
   ActivationSpec activation;
-  Matrix share;  // [1, hidden] or none: the result times the sigmoid of this product
+  bool weight_on_input = false;
+  bool spread = false;            // ranks have some experts each, or a slice of each expert: their sums are added
+  std::optional<Copies> copies;   // none for slices, where every expert is here
+  std::span<std::int64_t> loads;  // [experts] or empty: counts how often each expert is chosen
+  // Where rows are computed, if ranks do not have the same rows or share them out.
+  RowTravel travel = RowTravel::kStay;
+  bool prepared_rows = false;  // rows travel in the row format of the first product; every rank has experts then
+
+  // The copy of an expert that a row uses: rows take turns.
+  std::int32_t copy(std::int32_t expert, std::int64_t turn) const {
+    if (!copies.has_value()) return expert;
+    const std::int32_t first = copies->begins[static_cast<std::size_t>(expert)];
+    return first + static_cast<std::int32_t>(turn % (copies->begins[static_cast<std::size_t>(expert) + 1] - first));
+  }
+  std::int32_t copy_count() const {
+    return copies.has_value() ? copies->begins.back() : static_cast<std::int32_t>(router.weight.columns);
+  }
+  // Index of a copy among the experts of this rank, or -1.
+  std::int32_t place(std::int32_t copy) const {
+    return copies.has_value() ? copies->places[static_cast<std::size_t>(copy)] : copy;
+  }
+};
+
+// A feed-forward block of all tokens: that of a layer without experts, or shared experts.
+struct DenseBlock {
+  Matrix gate, up, down;  // without gate, `up` computes both side by side, or the activation is not gated
+  ActivationSpec activation;
+  Matrix share;  // shared_expert_gate, [1, hidden], or none: the result times the sigmoid of its output
 
   bool has_both() const { return activation.gated && !gate; }
 };
 
 struct DecoderLayer {
-  Norm before_attention, after_attention, before_block, after_block;
-  AttentionPart attention;
-  // One of these in the place of attention, which is empty then.
-  std::optional<DeltaPart> delta;
-  std::optional<ConvolutionPart> convolution;
+  Norm before_mixer, after_mixer, before_block, after_block;
+  Mixer mixer;
   std::optional<RoutedExperts> experts;
   std::optional<DenseBlock> dense;
-  float residual_factor = 1.0f;  // of what attention and block add to the residual stream
-
-  // Of a layer that has states, or null.
-  const ChannelConvolution* state_convolution() const {
-    if (delta.has_value()) return &delta->rule.convolution;
-    return convolution.has_value() ? &convolution->convolution : nullptr;
-  }
+  float residual_factor = 1.0f;  // of what mixer and block add to the residual stream
 };
 
 struct DecoderModel {
-  DType type = DType::kF32;  // of hidden states, keys and values
-  std::int64_t hidden = 0;
-  const void* embedding = nullptr;  // [vocabulary, hidden], of the type; null: rows come as hidden states
-  std::int64_t vocabulary = 0;
+  Tensor embedding;  // [vocabulary, hidden]; its type is that of hidden states and of the KV cache
   float embedding_factor = 1.0f;
-  std::vector<RotaryTable> rotary;
+  std::vector<RopeTable> rope;
   std::vector<DecoderLayer> layers;
   Norm norm;
   Matrix head;  // or none
-  // Of the ranks that experts are spread over, or null.
+  // Of all ranks that experts are spread over, or null.
   RankExchange* exchange = nullptr;
-  // Of those that heads and columns are spread over, or null: some of the former, side by side, with the same rows.
-  // Where these are not all of them, every group has rows of its own, and all groups run the same number of steps.
+  // Of the tensor parallel group, or null: some of the ranks of `exchange`, side by side, with the same rows. If these
+  // are not all of them, every group has rows of its own, and all groups run the same number of steps.
   RankExchange* group = nullptr;
 
+  DType type() const { return embedding.type; }
+  std::int64_t vocabulary() const { return embedding.shape[0]; }
+  std::int64_t hidden() const { return embedding.shape[1]; }
   int ranks() const { return exchange == nullptr ? 1 : exchange->ranks(); }
   int group_ranks() const { return group == nullptr ? 1 : group->ranks(); }
   // Whether a rank may have rows while others have none.
   bool has_own_rows() const { return group_ranks() < ranks(); }
 };
+
+// ---- the fields of each struct, by the names that Python has for them
+// ------------------------------------------------
+
+template <class V>
+void fields(V& v, Norm& n) {
+  v("weight", n.weight), v("epsilon", n.epsilon), v("round_first", n.round_first), v("plus_one", n.plus_one);
+}
+
+template <class V>
+void fields(V& v, RopeTable& t) {
+  v("cos", t.cos), v("sin", t.sin);
+}
+
+template <class V>
+void fields(V& v, Rope& r) {
+  v("table", r.table), v("interleaved", r.interleaved), v("separated", r.separated);
+}
+
+template <class V>
+void fields(V& v, Attention& a) {
+  v("query", a.query), v("out", a.out), v("heads", a.heads), v("value_dim", a.value_dim), v("scale", a.scale);
+  v("gate", a.gate), v("rope", a.rope), v("window", a.window), v("sinks", a.sinks);
+  v("query_factors", a.query_factors), v("softcap", a.softcap), v("ranks", a.ranks);
+}
+
+template <class V>
+void fields(V& v, Gqa& g) {
+  fields(v, static_cast<Attention&>(g));
+  v("key", g.key), v("value", g.value), v("kv_heads", g.kv_heads), v("head_dim", g.head_dim);
+  v("gated_queries", g.gated_queries), v("value_factor", g.value_factor);
+  v("query_norm", g.query_norm), v("key_norm", g.key_norm);
+  v("norms_whole_rows", g.norms_whole_rows), v("norms_after_rope", g.norms_after_rope);
+}
+
+template <class V>
+void fields(V& v, Mla& m) {
+  fields(v, static_cast<Attention&>(m));
+  v("query_down", m.query_down), v("query_down_norm", m.query_down_norm);
+  v("latent", m.latent), v("latent_norm", m.latent_norm), v("expansion", m.expansion);
+  v("kv_lora_rank", m.kv_lora_rank), v("nope_dim", m.nope_dim), v("rope_dim", m.rope_dim);
+}
+
+template <class V>
+void fields(V& v, HeadColumns& c) {
+  v("first", c.first), v("group_stride", c.group_stride), v("group", c.group), v("head_stride", c.head_stride);
+}
+
+template <class V>
+void fields(V& v, Expansion& e) {
+  v("matrix", e.matrix), v("first", e.first);
+}
+
+template <class V>
+void fields(V& v, DeltaNet& d) {
+  v("projections", d.projections), v("expansions", d.expansions);
+  v("queries", d.queries), v("keys", d.keys), v("values", d.values);
+  v("gates", d.gates), v("betas", d.betas), v("decays", d.decays);
+  v("key_heads", d.key_heads), v("heads", d.heads), v("key_dim", d.key_dim), v("value_dim", d.value_dim);
+  v("log_rates", d.log_rates), v("decay_bias", d.decay_bias), v("decay_bound", d.decay_bound);
+  v("conv_weight", d.conv_weight), v("conv_bias", d.conv_bias);
+  v("norm_weight", d.norm_weight), v("norm_epsilon", d.norm_epsilon), v("sigmoid_gate", d.sigmoid_gate);
+  v("out", d.out);
+}
+
+template <class V>
+void fields(V& v, ShortConv& c) {
+  v("projection", c.projection), v("out", c.out), v("conv_weight", c.conv_weight), v("conv_bias", c.conv_bias);
+}
+
+template <class V>
+void fields(V& v, ActivationSpec& a) {
+  v("kind", a.kind), v("gated", a.gated), v("alpha", a.alpha), v("limit", a.limit);
+}
+
+template <class V>
+void fields(V& v, Router& r) {
+  v("weight", r.weight), v("topk", r.topk), v("scoring", r.scoring), v("score_chosen", r.score_chosen);
+  v("renormalize", r.renormalize), v("correction_bias", r.correction_bias), v("groups", r.groups);
+  v("topk_groups", r.topk_groups), v("scale", r.scale), v("in_fp32", r.in_fp32);
+}
+
+template <class V>
+void fields(V& v, Copies& c) {
+  v("begins", c.begins), v("places", c.places), v("ranks", c.ranks);
+}
+
+template <class V>
+void fields(V& v, RoutedExperts& e) {
+  v("router", e.router), v("gate_up", e.gate_up), v("down", e.down), v("activation", e.activation);
+  v("weight_on_input", e.weight_on_input), v("spread", e.spread), v("copies", e.copies), v("loads", e.loads);
+  v("travel", e.travel), v("prepared_rows", e.prepared_rows);
+}
+
+template <class V>
+void fields(V& v, DenseBlock& d) {
+  v("gate", d.gate), v("up", d.up), v("down", d.down), v("activation", d.activation), v("share", d.share);
+}
+
+template <class V>
+void fields(V& v, DecoderLayer& l) {
+  v("mixer", l.mixer), v("experts", l.experts), v("dense", l.dense);
+  v("before_mixer", l.before_mixer), v("after_mixer", l.after_mixer);
+  v("before_block", l.before_block), v("after_block", l.after_block), v("residual_factor", l.residual_factor);
+}
+
+template <class V>
+void fields(V& v, DecoderModel& m) {
+  v("embedding", m.embedding), v("embedding_factor", m.embedding_factor), v("rope", m.rope), v("layers", m.layers);
+  v("norm", m.norm), v("head", m.head), v("exchange", m.exchange), v("group", m.group);
+}
 
 }  // namespace cpumoe

@@ -19,6 +19,8 @@ static constexpr int kInt8RecordBytes = kRecordDepth * kBlockColumns;
 static constexpr int kInt4RecordBytes = kInt8RecordBytes / 2;
 static constexpr int kBlockVectorBytes = kBlockColumns * 4;  // one 32-bit value per column
 
+static constexpr int kFormatCount = 24, kRowFormatCount = 16, kRowKindCount = 3, kMaxPlanes = 2;
+
 enum class DType : std::uint8_t { kF32, kBF16, kF16 };
 
 static constexpr int size_of(DType type) { return type == DType::kF32 ? 4 : 2; }

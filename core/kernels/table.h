@@ -187,8 +187,6 @@ struct Epilogues {
   void (*combine)(const BlockRows&, const float* weight, const std::int32_t* token, float* out, std::ptrdiff_t stride);
 };
 
-static constexpr int kFormatCount = 24, kRowFormatCount = 16, kRowKindCount = 3, kMaxPlanes = 2;
-
 // One row of the table: a weight format on one instruction set, and all that packs, unpacks and reads it.
 struct FormatKernels {
   WeightFormat weights;

@@ -1,4 +1,4 @@
-// Rows to and from records in int8, as caches hold them.
+// The KV cache of a layer as steps read and write it, and rows to and from int8 KV records.
 #pragma once
 
 #include <cstdint>
@@ -19,16 +19,17 @@ struct CachedHeads {
   }
 };
 
-// Of a layer with attention keys and values, of another one its states by sequence.
+// The cache of one layer. Parts per token (keys and values, or latents) have room for places first_place to
+// first_place + places - 1; parts per sequence are recurrent states.
 struct LayerCache {
-  CachedHeads keys, values;
-  std::int64_t first_place, places;  // the places that there is room for
-  // Or 0 and null; else tokens lie in pages of so many, with a list of them by sequence, and first_place is 0.
+  CachedHeads tokens[2];
+  std::int64_t first_place, places;
+  // Or 0 and null; else a paged KV cache: pages of so many tokens, with a page table for each sequence, and first_place
+  // is 0.
   std::int64_t page_tokens;
   const std::int32_t* const* pages;
-  bool records;      // in int8: kv_record_table.h
-  void* conv_state;  // see DeltaRuleCall and ShortConvolutionCall
-  float* state;
+  bool is_int8;  // int8 KV records: kv_record_table.h
+  void* states[2];
 
   std::int64_t offset(const CachedHeads& heads, std::int64_t sequence, std::int64_t head, std::int64_t place) const {
     if (page_tokens == 0) return heads.offset(sequence, head, place - first_place);

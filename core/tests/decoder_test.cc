@@ -22,10 +22,8 @@ class TinyDecoder {
  public:
   TinyDecoder() : experts_(make_layer(kHidden, kInner, kExperts, 32, "int4", true, false)) {
     DecoderModel model;
-    model.hidden = kHidden;
-    model.embedding = floats(kVocabulary * kHidden);
-    model.vocabulary = kVocabulary;
-    model.rotary.push_back({floats(kRoom * kDepth), floats(kRoom * kDepth), kRoom, kDepth});
+    model.embedding = tensor(kVocabulary, kHidden);
+    model.rope.push_back({tensor(kRoom, kDepth), tensor(kRoom, kDepth)});
     for (int i = 0; i < 2; ++i) model.layers.push_back(make_decoder_layer());
     model.norm = norm(kHidden);
     model.head = matrix(kVocabulary, kHidden);
@@ -40,15 +38,15 @@ class TinyDecoder {
     std::vector<std::int64_t> tokens = prompt;
     std::int64_t past = 0;
     for (int s = 0; s < steps; ++s) {
-      Step step;
+      StepInput step;
       step.tokens = tokens.data();
       step.seen = {0};
       const auto count = static_cast<std::int64_t>(tokens.size());
       for (std::int64_t t = 0; t < count; ++t) step.rows.push_back({0, past + t, past + t});
       for (std::size_t i = 0; i < layers; ++i) {
         LayerCache cache{};
-        cache.keys = {caches[2 * i].data(), kKvHeads * kRoom * kDepth, kRoom * kDepth, kDepth};
-        cache.values = {caches[2 * i + 1].data(), kKvHeads * kRoom * kDepth, kRoom * kDepth, kDepth};
+        cache.tokens[0] = {caches[2 * i].data(), kKvHeads * kRoom * kDepth, kRoom * kDepth, kDepth};
+        cache.tokens[1] = {caches[2 * i + 1].data(), kKvHeads * kRoom * kDepth, kRoom * kDepth, kDepth};
         cache.places = kRoom;
         step.caches.push_back(cache);
       }
@@ -70,7 +68,11 @@ class TinyDecoder {
     return tensors_.back().data();
   }
 
-  Norm norm(std::int64_t width) { return {floats(width), width, 1e-6f}; }
+  Tensor tensor(std::int64_t rows, std::int64_t columns) {
+    return {floats(rows * columns), DType::kF32, {rows, columns}, 2};
+  }
+
+  Norm norm(std::int64_t width) { return {{floats(width), static_cast<std::size_t>(width)}, 1e-6f}; }
 
   cpumoe::Matrix matrix(std::int64_t columns, std::int64_t depth) {
     cpumoe::Matrix m;
@@ -82,17 +84,17 @@ class TinyDecoder {
 
   DecoderLayer make_decoder_layer() {
     DecoderLayer layer;
-    layer.before_attention = norm(kHidden);
+    layer.before_mixer = norm(kHidden);
     layer.before_block = norm(kHidden);
-    AttentionPart& a = layer.attention;
+    Gqa& a = layer.mixer.emplace<Gqa>();
     a.heads = kHeads;
     a.kv_heads = kKvHeads;
-    a.depth = a.value_depth = kDepth;
+    a.head_dim = a.value_dim = kDepth;
     a.query = matrix(kHeads * kDepth, kHidden);
     a.key = matrix(kKvHeads * kDepth, kHidden);
     a.value = matrix(kKvHeads * kDepth, kHidden);
     a.out = matrix(kHidden, kHeads * kDepth);
-    a.rotary = 0;
+    a.rope.table = 0;
     a.scale = 0.25f;
     layer.experts.emplace();
     layer.experts->router.weight = matrix(kExperts, kHidden);

@@ -28,15 +28,16 @@ from cpumoe.generation.answer_marks import AnswerMarks
 from cpumoe.generation.answers import Answering, ChatFormat, CompletionFormat
 from cpumoe.generation.api_requests import ResponsesRequest
 from cpumoe.generation.choice import Choice
-from cpumoe.generation.engine import BatchEngine, Finish, Job
+from cpumoe.generation.engine import BatchEngine
 from cpumoe.generation.responses_format import ResponsesFormat
-from cpumoe.generation.sampling import Sampling, Token
-from cpumoe.generation.schedule import Schedule
 from cpumoe.generation.session import Session
 from cpumoe.generation.stop_strings import StopAutomaton
 from cpumoe.generation.text import PlainMessage, StructuredMessage
 from cpumoe.generation.token_text import TokenTexts
 from cpumoe.integrations.transformers.layout.tokenizer import load_tokenizer
+from cpumoe.steps.request import Finish, Job
+from cpumoe.steps.sampling import Sampling, Token
+from cpumoe.steps.schedule import Schedule
 
 ASKED = [{"role": "user", "content": "Which experts?"}]
 

@@ -34,13 +34,17 @@ from cpumoe.generation import admission, connections, http_answers
 from cpumoe.generation import http as limits
 from cpumoe.generation.answers import Answering, Choice
 from cpumoe.generation.api_requests import ApiError, ChatRequest, CompletionRequest, parse_body
-from cpumoe.generation.engine import Failure, Job, SequentialEngine
-from cpumoe.generation.sampling import Sampling, Token, TokenChooser
+from cpumoe.generation.engine import SequentialEngine
 from cpumoe.generation.server import Server
-from cpumoe.generation.step_engine import StepEngine
 from cpumoe.generation.stop_strings import StopAutomaton, StopStrings
 from cpumoe.generation.text import PlainMessage, StructuredMessage, TextPieces
 from cpumoe.integrations.transformers.native_decoder import native_with_head
+from cpumoe.integrations.transformers.paged_decoder import PagedDecoder
+from cpumoe.steps.engine import StepEngine
+from cpumoe.steps.request import Failure, Job
+from cpumoe.steps.runner import CoreRunner
+from cpumoe.steps.sampling import Sampling, Token, TokenChooser
+from cpumoe.steps.schedule import MOST_SEQUENCES
 
 SECONDS = 60.0  # at most, for things that take milliseconds
 
@@ -280,7 +284,7 @@ def engine_for(model: Any) -> SequentialEngine | StepEngine:
     native = native_with_head(model)
     if native is None:
         return SequentialEngine(model)
-    engine = StepEngine(model, native, pages=4096, page_tokens=32, step_rows=64)
+    engine = StepEngine(CoreRunner(PagedDecoder(model, native), 4096, 32, MOST_SEQUENCES), 4096, 32, step_rows=64)
     assert engine.start() is None
     return engine
 

@@ -15,14 +15,16 @@ from transformers import DynamicCache
 
 import cpumoe
 from cpumoe import _core
-from cpumoe.generation.engine import Job
-from cpumoe.generation.sampling import Sampling, Token
-from cpumoe.generation.step_engine import StepEngine
 from cpumoe.integrations.transformers.int8_cache import holds_records
 from cpumoe.integrations.transformers.native_decoder import native_of, native_with_head
+from cpumoe.integrations.transformers.paged_decoder import PagedDecoder
 from cpumoe.integrations.transformers.preallocated_cache import CacheForm, make_roomy
 from cpumoe.ops import cache_record_bytes, from_cache_records, to_cache_records
-from cpumoe.ops.decoder import Decoder, Matrix
+from cpumoe.ops.decoder import Decoder, Matrix, Mla
+from cpumoe.steps.engine import StepEngine
+from cpumoe.steps.request import Job
+from cpumoe.steps.runner import CoreRunner
+from cpumoe.steps.sampling import Sampling, Token
 
 #: Grouped heads; latents; windows, sinks and biases; values narrower than keys; norms of whole rows.
 FAMILIES = ["qwen3_moe", "deepseek_v3", "gpt_oss", "mimo_v2_flash", "flex_olmo"]
@@ -87,16 +89,13 @@ def test_logits_are_near_those_of_float_caches(loaded, name):
 def test_attention_is_that_over_floats_which_hold_what_comes_back(loaded, name, dtype):
     """The keys and values of the rows themselves are zeros, which both kinds of caches hold as they are."""
     described = native_in(loaded(name, "int8", dtype)).decoder.model
-    attention = described.layers[0].attention
-    names, width = ("key", "value"), sum(native_in(loaded(name, "int8", dtype))._last.caches.forms[0].depths)
-    if attention.latent is not None:
-        latent = Matrix(torch.zeros_like(attention.latent.latent.weight))
-        attention = replace(attention, latent=replace(attention.latent, latent=latent))
-        heads, depths = 1, (width,)
-    else:
-        attention = replace(attention, **{n: Matrix(torch.zeros_like(getattr(attention, n).weight)) for n in names})
-        heads, depths = attention.kv_heads, (attention.depth, attention.value_depth)
-    decoder = Decoder(replace(described, layers=(replace(described.layers[0], attention=attention),)))
+    mixer = described.layers[0].mixer
+    names = ("latent",) if isinstance(mixer, Mla) else ("key", "value")
+    mixer = replace(mixer, **{n: Matrix(torch.zeros_like(getattr(mixer, n).weight)) for n in names})
+    heads, depths = (
+        (1, (mixer.cached_dim,)) if isinstance(mixer, Mla) else (mixer.kv_heads, (mixer.head_dim, mixer.value_dim))
+    )
+    decoder = Decoder(replace(described, layers=(replace(described.layers[0], mixer=mixer),)))
     past, count, room = 200, 3, 220
     numbers = [torch.randn(2, heads, room, depth).to(dtype) for depth in depths]
     records = [to_cache_records(part) for part in numbers]
@@ -104,7 +103,7 @@ def test_attention_is_that_over_floats_which_hold_what_comes_back(loaded, name, 
     for threads in (1, 2):
         cpumoe.set_num_threads(threads)
         results = [
-            decoder.step(tokens(2, count), [(held[0], held[-1], 0)], past, padding=torch.tensor([5, 0]))
+            decoder.step(tokens(2, count), [(*held, 0)], past, padding=torch.tensor([5, 0]))
             for held in ([part.clone() for part in records], [part.clone() for part in floats])
         ]
         assert torch.equal(*results) and results[0].isfinite().all()
@@ -119,7 +118,7 @@ def test_the_same_bits_everywhere(loaded, name):
         cpumoe.set_num_threads(threads)
         assert torch.equal(logits_of(model, ids, (23, 1, 16)), expected)
         assert torch.equal(torch.cat([logits_of(model, row, (39, 1)) for row in ids.split(1)]), expected)
-    for isa, supported, _ in _core.instruction_sets():
+    for isa, supported, *_ in _core.instruction_sets():
         if supported:
             _core.use_isa(isa)
             assert torch.equal(logits_of(model, ids, (39, 1)), expected)
@@ -135,16 +134,16 @@ def test_padding(loaded):
 def test_bytes_of_a_token(loaded):
     for name, dtype in (("qwen3_moe", torch.bfloat16), ("deepseek_v3", torch.float32)):
         native = native_in(loaded(name, "int8", dtype))
-        attentions = [layer.attention for layer in native.decoder.model.layers]
+        mixers = [layer.mixer for layer in native.decoder.model.layers]
         expected = sum(
-            cache_record_bytes(a.latent.rank + a.latent.rotated)
-            if a.latent is not None
-            else a.kv_heads * (cache_record_bytes(a.depth) + cache_record_bytes(a.value_depth))
-            for a in attentions
+            cache_record_bytes(m.cached_dim)
+            if isinstance(m, Mla)
+            else m.kv_heads * (cache_record_bytes(m.head_dim) + cache_record_bytes(m.value_dim))
+            for m in mixers
         )
         assert native.token_bytes == expected < native_in(loaded(name, None, dtype)).token_bytes
         pages = native.new_pages(3, 16, 1)
-        assert sum(tensor.nbytes for pair in pages for tensor in {id(t): t for t in pair}.values()) == 48 * expected
+        assert sum(tensor.nbytes for parts in pages for tensor in parts) == 48 * expected
 
 
 # ---- generating ----------------------------------------------------------------------------------------------------
@@ -280,7 +279,7 @@ def test_a_server_with_records_in_pages_answers_as_generate_does(loaded):
     for name in ("qwen3_moe", "gpt_oss", "deepseek_v3"):
         model = loaded(name, "int8", torch.float32, "w8a8")
         native = native_with_head(model)
-        engine = StepEngine(model, native, 32, 16, 64)
+        engine = StepEngine(CoreRunner(PagedDecoder(model, native), 32, 16, 256), 32, 16, 64)
         assert engine.start() is None
         try:
             prompts = [tokens(1, count, count)[0].tolist() for count in (5, 40, 17)]

@@ -297,7 +297,7 @@ def test_the_same_bits_for_any_number_of_threads(loaded):
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "deepseek_v3"])
 def test_the_same_bits_on_every_instruction_set(loaded, name):
     model, inputs, results = loaded(name, torch.bfloat16, "w8a8"), prompt(), []
-    for isa, supported, _ in _core.instruction_sets():
+    for isa, supported, *_ in _core.instruction_sets():
         if not supported:
             continue
         _core.use_isa(isa)
@@ -551,7 +551,7 @@ def test_a_description_that_computes_something_else_is_noticed(loaded, monkeypat
     changes = {
         "scale": lambda a: replace(a, scale=a.scale * 1.5),
         "window": lambda a: replace(a, window=2),
-        "rotary": lambda a: replace(a, rotary=-1),
+        "rope": lambda a: replace(a, rope=replace(a.rope, table=-1)),
         "norm": lambda a: replace(a, query_norm=None),
     }
     write_family(tmp_path / "model", "qwen3_moe")
@@ -559,9 +559,7 @@ def test_a_description_that_computes_something_else_is_noticed(loaded, monkeypat
 
         def described(base, choices, positions, change=change):
             model = original(base, choices, positions)
-            return replace(
-                model, layers=tuple(replace(layer, attention=change(layer.attention)) for layer in model.layers)
-            )
+            return replace(model, layers=tuple(replace(layer, mixer=change(layer.mixer)) for layer in model.layers))
 
         monkeypatch.setattr(decoder_check, "describe_decoder", described)
         model = cpumoe.load_model(tmp_path / "model", dtype=torch.float32, scheme="w8a8")

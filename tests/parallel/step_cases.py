@@ -11,14 +11,15 @@ from rank_processes import Cases
 
 import cpumoe
 from cpumoe import ParallelLayout
-from cpumoe.generation.engine import Failure, Job
-from cpumoe.generation.rank_steps import Balancing, follow_steps
-from cpumoe.generation.sampling import Sampling, Token
-from cpumoe.generation.step_engine import StepEngine
 from cpumoe.integrations.transformers.native_decoder import NativeDecoder, native_with_head
+from cpumoe.integrations.transformers.paged_decoder import PagedDecoder
 from cpumoe.layers.parallel_layout import Exchange
 from cpumoe.parallel.experts import ParallelExperts
 from cpumoe.parallel.ranks import Ranks
+from cpumoe.steps.engine import StepEngine
+from cpumoe.steps.rank_runner import Balancing, follow_steps, runner_for
+from cpumoe.steps.request import Failure, Job
+from cpumoe.steps.sampling import Sampling, Token
 
 _SECONDS = 60.0  # at most, for things that take milliseconds
 _POISON = [5, 290, 5, 290, 11]  # a prompt that ranks of other groups than the first cannot read
@@ -95,10 +96,11 @@ def serve(folder: str, name: str) -> dict[str, Any]:
         assert native is not None
         rows = _watch(native, is_poisoned=ranks.rank >= ranks.group.size)
         if ranks.rank > 0:
-            follow_steps(model, native, ranks)
+            follow_steps(PagedDecoder(model, native), ranks)
             return {"rows": rows}
         alone = cpumoe.load_model(folder, scheme="w4a8-g32", dtype=torch.float32)
-        engine = StepEngine(model, native, 20, 16, 32, 8, ranks, Balancing(5, 1) if ranks.layout.uses_ep else None)
+        balancing = Balancing(5, 1) if ranks.layout.uses_ep else None
+        engine = StepEngine(runner_for(PagedDecoder(model, native), 20, 16, 8, ranks, balancing), 20, 16, 32, 8)
         try:
             assert engine.start() is None
             run = _Run(engine, alone, ranks.size // ranks.group.size)
@@ -120,9 +122,9 @@ def lose_a_rank(folder: str, name: str) -> list[str]:
         native = native_with_head(model)
         assert native is not None
         if ranks.rank > 0:
-            follow_steps(model, native, ranks)
+            follow_steps(PagedDecoder(model, native), ranks)
             return []
-        engine = StepEngine(model, native, 2000, 16, 32, 8, ranks)
+        engine = StepEngine(runner_for(PagedDecoder(model, native), 2000, 16, 8, ranks), 2000, 16, 32, 8)
         assert engine.start() is None
         asked = [_Asked(engine, prompt, 8000) for prompt in _prompts(3, 30, 7)]
         _until(lambda: all(one.items for one in asked))

@@ -26,10 +26,10 @@ from cpumoe.tables import size_text
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from cpumoe.generation.rank_steps import Balancing
     from cpumoe.generation.server import Server
     from cpumoe.integrations.transformers.native_decoder import NativeDecoder
     from cpumoe.parallel.ranks import Ranks
+    from cpumoe.steps.rank_runner import Balancing
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -116,7 +116,7 @@ def _refuse_layout(arguments: argparse.Namespace, ranks: Ranks) -> None:
 
 
 def _balancing(arguments: argparse.Namespace) -> Balancing | None:
-    from cpumoe.generation.rank_steps import Balancing
+    from cpumoe.steps.rank_runner import Balancing
 
     if arguments.rebalance is None:
         return None
@@ -126,7 +126,8 @@ def _balancing(arguments: argparse.Namespace) -> Balancing | None:
 
 def _follow(arguments: argparse.Namespace, ranks: Ranks) -> int:
     """What all ranks but the first do. They end with that one, and not by signals, which come to all of them."""
-    from cpumoe.generation.rank_steps import follow_steps
+    from cpumoe.integrations.transformers.paged_decoder import PagedDecoder
+    from cpumoe.steps.rank_runner import follow_steps
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
@@ -134,7 +135,7 @@ def _follow(arguments: argparse.Namespace, ranks: Ranks) -> int:
     model = _load(arguments, ranks)
     native = _native_of(model)
     _least_free_bytes(ranks)
-    follow_steps(model, native, ranks)
+    follow_steps(PagedDecoder(model, native), ranks)
     return 0
 
 

@@ -14,10 +14,11 @@ from transformers import GenerationConfig
 from cpumoe.generation.answers import Answering
 from cpumoe.generation.api_requests import ApiError, ChatRequest, CompletionRequest
 from cpumoe.generation.choice import Choice
-from cpumoe.generation.engine import ENDING, Engine
-from cpumoe.generation.sampling import Sampling
+from cpumoe.generation.engine import Engine
 from cpumoe.generation.stop_strings import StopAutomaton
 from cpumoe.generation.text import PlainMessage, StructuredMessage
+from cpumoe.steps.request import ENDING
+from cpumoe.steps.sampling import Sampling
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -12,10 +12,11 @@ from typing import Any
 
 from cpumoe.generation.api_requests import ApiError
 from cpumoe.generation.choice import Choice
-from cpumoe.generation.engine import ENDING, Engine, Failure, Finish, Job, deliver_to
-from cpumoe.generation.sampling import Sampling, Token
+from cpumoe.generation.engine import Engine, deliver_to
 from cpumoe.generation.text import Delta, ToolCall
 from cpumoe.generation.token_text import TokenTexts
+from cpumoe.steps.request import ENDING, Failure, Finish, Job
+from cpumoe.steps.sampling import Sampling, Token
 
 _ITEMS_AT_ONCE = 16  # tokens that are made text of before other connections have their turn
 

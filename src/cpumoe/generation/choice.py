@@ -11,8 +11,8 @@ from cpumoe.generation.text import Delta, PlainMessage, StructuredMessage, TextP
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from cpumoe.generation.engine import Finish
-    from cpumoe.generation.sampling import Token
+    from cpumoe.steps.request import Finish
+    from cpumoe.steps.sampling import Token
 
 
 @dataclass

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cpumoe import settings
+from cpumoe.steps.schedule import MOST_SEQUENCES
 from cpumoe.tables import size_text
 
 if TYPE_CHECKING:
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
 # other programs.
 _SHARE = 0.5
 _STATES_SHARE = 0.25  # of the cache, for the states of sequences
-MOST_SEQUENCES = 256  # that are computed at the same time; further ones wait
 BATCHED_SEQUENCES = 64  # the same in transformers' continuous batching
 _BLOCK_TOKENS = 32
 _LEAST_BLOCKS = 16

@@ -2,7 +2,7 @@
 
 Only ``cpumoe serve`` imports this module, and only when it runs, since it needs transformers and the ``serve`` extra.
 The event loop does nothing but answer connections (:mod:`cpumoe.generation.endpoints`). One thread renders prompts
-(:mod:`cpumoe.generation.prompts`), and another one computes (:mod:`cpumoe.generation.step_engine`, or
+(:mod:`cpumoe.generation.prompts`), and another one computes (:mod:`cpumoe.steps.engine`, or
 :mod:`cpumoe.generation.engine` for models whose steps go through transformers).
 """
 
@@ -25,10 +25,11 @@ from cpumoe.generation.connections import Acceptor, RepeatedLines
 from cpumoe.generation.endpoints import Endpoints
 from cpumoe.generation.engine import BatchEngine, CannotBatch, Engine, SequentialEngine
 from cpumoe.generation.http import ImpatientProtocol
-from cpumoe.generation.memory import MOST_SEQUENCES
 from cpumoe.generation.prompts import Prompts
-from cpumoe.generation.rank_steps import Balancing
-from cpumoe.generation.step_engine import StepEngine
+from cpumoe.integrations.transformers.paged_decoder import PagedDecoder
+from cpumoe.steps.engine import StepEngine
+from cpumoe.steps.rank_runner import Balancing, runner_for
+from cpumoe.steps.schedule import MOST_SEQUENCES
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -81,7 +82,9 @@ class Server:
 
         Returns what went wrong, if so.
         """
-        engine = StepEngine(self._model, native, blocks, block_tokens, batch_tokens, sequences, ranks, balancing)
+        paged = PagedDecoder(self._model, native)
+        runner = runner_for(paged, blocks, block_tokens, sequences, ranks, balancing)
+        engine = StepEngine(runner, blocks, block_tokens, batch_tokens, sequences)
         obstacle = engine.start()
         if obstacle is not None:
             engine.stop()

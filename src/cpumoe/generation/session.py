@@ -12,9 +12,9 @@ import torch
 
 from cpumoe.generation.answer_marks import AnswerMarks
 from cpumoe.generation.choice import Choice
-from cpumoe.generation.sampling import Token
 from cpumoe.generation.stop_strings import StopAutomaton
 from cpumoe.generation.text import Delta, PlainMessage
+from cpumoe.steps.sampling import Token
 from cpumoe_command import interrupts_raised
 
 if TYPE_CHECKING:

@@ -40,87 +40,108 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Rotary:
-    """Cosines and sines [positions, width] in fp32 that the first ``width`` values of a head are turned by."""
+class RopeTable:
+    """Cosines and sines of RoPE [positions, width] in fp32, for the first ``width`` values of a head."""
 
     cos: Tensor
     sin: Tensor
 
 
 @dataclass(frozen=True)
-class Latent:
-    """Attention over cached latents in its absorbed form.
+class Rope:
+    """How a mixer applies RoPE.
 
     Attributes:
-        down: [.., H] or None: what queries are made of is made smaller first, and normed.
-        latent: [rank + rotated, H]: the latent of a token, which is normed, and the rotated part of its keys.
-        expansion: [heads * (nope + value_depth), rank], of the decoder's dtype.
+        table: index in ``DecoderModel.rope``; -1 for no RoPE.
+        interleaved: pairs that are rotated are neighbours, not half of the width apart.
+        separated: pairs are neighbours before the rotation, and half of the width apart after it.
     """
 
-    down: Matrix | None
-    down_norm: Norm | None
-    latent: Matrix
-    latent_norm: Norm | None
-    expansion: Tensor
-    rank: int
-    nope: int
-    rotated: int
+    table: int = -1
+    interleaved: bool = False
+    separated: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Grouped-query attention.
+    """What GQA and MLA share.
 
     Attributes:
-        query: [heads * depth, H]; without key and value it gives all three, side by side.
-        key: [kv_heads * depth, H]. value: [kv_heads * value_depth, H]. out: [H, heads * value_depth].
-        query_norm: over [depth], or with ``norms_whole_rows`` over all heads at once; ``key_norm`` likewise.
-        norms_after_rotary: the norms come behind the rotation.
-        rotary: the number of its table; -1 where positions are not in queries and keys.
-        interleaved: pairs to be turned are neighbours, not half of the width apart.
-        separated: they are neighbours before they are turned, and half of the width apart behind that.
-        window: tokens that one sees, itself included; 0 for all before it.
-        sinks: [heads] fp32, a score that every row has besides.
-        query_factors: [positions] fp32: queries are multiplied by the factor of their position (Llama 4's attention
-            temperature).
-        gate: [heads * value_depth, H] or [heads, H]: the result times the sigmoid of what it gives.
-        gated_queries: every head of ``query`` is followed by its gate: then it is [heads * 2 * depth, H].
-        value_factor: values are multiplied by this.
-        latent: where attention is over latents: then there are no key and value, kv_heads is 1, and a head of ``query``
-            is nope + rotated wide, which is its depth. Caches then have latents and rotated parts side by side.
-        ranks: over so many the heads are spread, of which these are one part; ``out`` takes those of all ranks.
+        query: [heads * head_dim, H]. out: [H, heads * value_dim] of all ranks.
+        window: sliding window, tokens that a query sees, itself included; 0 for no window.
+        sinks: [heads] fp32, attention scores without values.
+        query_factors: [positions] fp32, factors of queries (Llama 4's attention temperature).
+        gate: [heads * value_dim, H] or [heads, H]: the result times the sigmoid of its output.
+        ranks: number of tensor parallel ranks that share the heads; these are the heads of one rank.
     """
 
     query: Matrix
-    key: Matrix | None
-    value: Matrix | None
     out: Matrix
     heads: int
-    kv_heads: int
-    depth: int
-    value_depth: int
+    value_dim: int
     scale: float
+    gate: Matrix | None = None
+    rope: Rope = Rope()
+    window: int = 0
+    sinks: Tensor | None = None
+    query_factors: Tensor | None = None
+    softcap: float = 0.0
+    ranks: int = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gqa(Attention):
+    """Grouped-query attention.
+
+    Attributes:
+        key: [kv_heads * head_dim, H]. value: [kv_heads * value_dim, H]. Without both, ``query`` computes all three side
+            by side.
+        gated_queries: every head of ``query`` is followed by its gate: then it is [heads * 2 * head_dim, H].
+        value_factor: factor of values.
+        query_norm: over [head_dim], or with ``norms_whole_rows`` over all heads at once; ``key_norm`` likewise.
+    """
+
+    key: Matrix | None
+    value: Matrix | None
+    kv_heads: int
+    head_dim: int
+    gated_queries: bool = False
+    value_factor: float = 1.0
     query_norm: Norm | None = None
     key_norm: Norm | None = None
     norms_whole_rows: bool = False
-    norms_after_rotary: bool = False
-    rotary: int = -1
-    interleaved: bool = False
-    separated: bool = False
-    window: int = 0
-    sinks: Tensor | None = None
-    softcap: float = 0.0
-    gate: Matrix | None = None
-    gated_queries: bool = False
-    value_factor: float = 1.0
-    latent: Latent | None = None
-    ranks: int = 1
-    query_factors: Tensor | None = None
+    norms_after_rope: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mla(Attention):
+    """Multi-head latent attention in its absorbed form. Heads of ``query`` are nope_dim + rope_dim wide.
+
+    Attributes:
+        query_down: q_a_proj or None; its output is normed.
+        latent: kv_a_proj_with_mqa, [kv_lora_rank + rope_dim, H]: the latent of a token, and the rotated part of its
+            key. The KV cache has both, side by side.
+        expansion: kv_b_proj, [heads * (nope_dim + value_dim), kv_lora_rank], in the decoder's dtype.
+    """
+
+    query_down: Matrix | None
+    query_down_norm: Norm | None
+    latent: Matrix
+    latent_norm: Norm | None
+    expansion: Tensor
+    kv_lora_rank: int
+    nope_dim: int
+    rope_dim: int
+
+    @property
+    def cached_dim(self) -> int:
+        """Values of a token in the KV cache."""
+        return self.kv_lora_rank + self.rope_dim
 
 
 @dataclass(frozen=True)
 class HeadColumns:
-    """Where heads stand in a row: head h from column first + h // group * group_stride + h % group * head_stride on."""
+    """Position of heads in a row: head h from column first + h // group * group_stride + h % group * head_stride on."""
 
     first: int
     group_stride: int
@@ -129,48 +150,40 @@ class HeadColumns:
 
 
 @dataclass(frozen=True)
-class DeltaColumns:
-    """Where all that the delta rule takes stands in a row. Of ``betas`` and ``decays`` a head has one value.
+class Expansion:
+    """A linear of columns of a row, from column ``first`` on: the second factor of a low-rank projection."""
 
-    Where every channel has its own decay, a head has key_depth of them.
+    matrix: Matrix
+    first: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaNet:
+    """A gated delta net or Kimi delta attention; see :func:`cpumoe.ops.gated_delta_rule`.
+
+    A row has the outputs of ``projections`` side by side, then those of ``expansions``.
+
+    Attributes:
+        queries, keys, values, gates: columns of the row. betas: one column a head. decays: likewise, or key_dim columns
+            a head if every channel has its own decay.
+        log_rates: A_log, [heads]. decay_bias: dt_bias, [heads] or [heads * key_dim].
+        conv_weight: [channels, taps], of queries, keys and values. conv_bias: [channels] or None.
+        norm_weight: [value_dim].
+        out: [H, heads * value_dim].
     """
 
+    projections: tuple[Matrix, ...]
+    expansions: tuple[Expansion, ...]
     queries: HeadColumns
     keys: HeadColumns
     values: HeadColumns
     gates: HeadColumns
     betas: HeadColumns
     decays: HeadColumns
-
-
-@dataclass(frozen=True)
-class Expansion:
-    """A linear of what another one has given, from column ``first`` of a row on."""
-
-    matrix: Matrix
-    first: int
-
-
-@dataclass(frozen=True)
-class DeltaRule:
-    """A gated delta net or Kimi delta attention, in the place of attention; see :func:`cpumoe.ops.gated_delta_rule`.
-
-    The results of ``projections`` stand side by side in a row, and behind them those of ``expansions``.
-
-    Attributes:
-        log_rates: [heads]. decay_bias: [heads], or [heads * key_depth] where every channel has its own decay.
-        conv_weight: [channels, taps], of queries, keys and values. conv_bias: [channels] or None.
-        norm_weight: [value_depth].
-        out: [H, heads * value_depth].
-    """
-
-    projections: tuple[Matrix, ...]
-    expansions: tuple[Expansion, ...]
-    columns: DeltaColumns
     key_heads: int
     heads: int
-    key_depth: int
-    value_depth: int
+    key_dim: int
+    value_dim: int
     log_rates: Tensor
     decay_bias: Tensor
     decay_bound: float
@@ -183,11 +196,11 @@ class DeltaRule:
 
 
 @dataclass(frozen=True)
-class ShortConvolution:
-    """A short convolution in the place of attention; see :func:`cpumoe.ops.short_convolution`.
+class ShortConv:
+    """A short convolution; see :func:`cpumoe.ops.short_convolution`.
 
     Attributes:
-        projection: [3 * channels, H]. out: [H, channels].
+        projection: in_proj, [3 * channels, H]. out: out_proj, [H, channels].
         conv_weight: [channels, taps]. conv_bias: [channels] or None.
     """
 
@@ -195,6 +208,10 @@ class ShortConvolution:
     out: Matrix
     conv_weight: Tensor
     conv_bias: Tensor | None
+
+
+#: What mixes the tokens of a sequence.
+Mixer = Gqa | Mla | DeltaNet | ShortConv
 
 
 @dataclass(frozen=True)
@@ -216,7 +233,7 @@ class Router:
     scoring: int
     score_chosen: bool
     renormalize: bool
-    correction: Tensor | None
+    correction_bias: Tensor | None
     groups: int
     topk_groups: int
     scale: float
@@ -291,21 +308,16 @@ class DenseBlock:
 
 @dataclass(frozen=True)
 class Layer:
-    """One layer: norms around attention and block, each of which is added to the residual stream.
+    """One layer: norms around mixer and block, each of which is added to the residual stream."""
 
-    ``delta`` or ``convolution``: in the place of attention.
-    """
-
-    attention: Attention | None
+    mixer: Mixer
     experts: RoutedExperts | None
     dense: DenseBlock | None
-    before_attention: Norm | None = None
-    after_attention: Norm | None = None
+    before_mixer: Norm | None = None
+    after_mixer: Norm | None = None
     before_block: Norm | None = None
     after_block: Norm | None = None
     residual_factor: float = 1.0
-    delta: DeltaRule | None = None
-    convolution: ShortConvolution | None = None
 
 
 @dataclass(frozen=True)
@@ -318,7 +330,7 @@ class DecoderModel:
 
     embedding: Tensor
     embedding_factor: float
-    rotary: tuple[Rotary, ...]
+    rope: tuple[RopeTable, ...]
     layers: tuple[Layer, ...]
     norm: Norm | None
     head: Matrix | None
@@ -326,8 +338,9 @@ class DecoderModel:
     group: RankExchange | None = None
 
 
-#: What a step keeps of a layer's tokens: keys, values and the place of their first token, or states.
-LayerCache = tuple[Tensor, Tensor, int] | tuple[Tensor, ...]
+#: The cache of a layer: a tensor for each part that its mixer keeps and, where these are per token and not in pages,
+#: the place of the first token. GQA keeps keys and values, MLA latents, the others recurrent states.
+LayerCache = tuple[Tensor | int, ...]
 
 #: What the seconds of a decoder are counted for, in their order.
 STEP_PARTS = ("rows", "products", "attention", "routing", "experts", "head", "exchange")
@@ -358,10 +371,10 @@ class Decoder:
 
         Args:
             tokens: int64 [B, T], or hidden states [B, T, H].
-            caches: for each layer keys and values [B, kv_heads, room, depth], and the place of their first token; in
-                int8 they are records, [B, kv_heads, room, cache_record_bytes(depth)]. Of a layer with the delta rule
-                the states [B, channels, taps] of its convolution and, in fp32, [B, heads, key_depth, value_depth]; of
-                a short convolution its state alone.
+            caches: for each layer keys and values [B, kv_heads, room, dim], or latents [B, 1, room, dim], and the place
+                of their first token; as int8 KV records they are [.., room, cache_record_bytes(dim)]. Of a delta net
+                the state [B, channels, taps] of its convolution and, in fp32, [B, heads, key_dim, value_dim]; of a
+                short convolution its state alone.
             past: places that are filled.
             positions: int64 [B, T] or [1, T]; by default those behind ``past``.
             padding: int64 [B], the places at the beginning of each sequence that no token sees.
@@ -398,8 +411,8 @@ class Decoder:
             sequences: int64 [N], the sequence of each. places: int64 [N], where in its sequence each is.
             pages: int32 [S, P]: the page of tokens p * page_tokens and the following of sequence s is pages[s, p].
             page_tokens: tokens of a page, a power of two from 16 on.
-            caches: for each layer keys and values [pages, kv_heads, page_tokens, depth], or records or states as in
-                :meth:`step`, the latter [S, ..].
+            caches: for each layer keys and values, or latents, [pages, kv_heads, page_tokens, dim], or states as in
+                :meth:`step`, [S, ..].
             wanted: int64 [W], ascending: the rows whose logits are asked for.
 
         Returns:

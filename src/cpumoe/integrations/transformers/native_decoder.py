@@ -47,7 +47,7 @@ from cpumoe.integrations.transformers.watched_modules import (
 )
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.linear import QuantizedLinear
-from cpumoe.ops.decoder import Decoder
+from cpumoe.ops.decoder import Decoder, Gqa
 
 _log = logging.getLogger("cpumoe")
 
@@ -276,9 +276,7 @@ class NativeDecoder:
         if (group := model.group) is not None:
             model = with_own_heads(model, group.rank, group.ranks)
         own_heads = tuple(
-            index
-            for index, layer in enumerate(model.layers)
-            if layer.attention is not None and layer.attention.ranks > 1 and layer.attention.latent is None
+            index for index, layer in enumerate(model.layers) if isinstance(layer.mixer, Gqa) and layer.mixer.ranks > 1
         )
         dtype, hidden = model.embedding.dtype, model.embedding.shape[1]
         forms = [cache_form(*pair, dtype, self.records) for pair in zip(base.layers, model.layers, strict=True)]
@@ -463,8 +461,8 @@ class NativeDecoder:
     def new_pages(self, pages: int, page_tokens: int, sequences: int) -> list[tuple[Tensor, ...]]:
         """What :meth:`step_rows` keeps of tokens, for each layer.
 
-        Keys and values in pages, [pages, kv_heads, page_tokens, depth]; of latent attention they are one tensor, given
-        twice. In int8 they are records. Of layers with states those of each sequence, [sequences, ..].
+        Keys and values in pages, [pages, kv_heads, page_tokens, dim], or latents; in int8 they are records. Of layers
+        with states those of each sequence, [sequences, ..].
         """
         return self._last.caches.new_pages(pages, page_tokens, sequences)
 

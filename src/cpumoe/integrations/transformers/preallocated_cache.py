@@ -58,6 +58,10 @@ class CacheForm:
             held = [torch.empty((*sizes, width), dtype=dtype) for width in self._widths]
         return held[0], held[-1]
 
+    def parts(self, held: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        """The tensors of ``held``, each once."""
+        return held[:1] if self.joined else held
+
     def numbers(self, held: tuple[Tensor, Tensor], index: int) -> Tensor:
         """Keys (index 0) or values [..., depth] of what is held: a view, or what comes back of records."""
         numbers = held[index]
@@ -209,11 +213,8 @@ class _Roomy:
         if room is None or not self._select(torch.arange(room.batch)[indices]):
             super().batch_select_indices(indices)  # type: ignore[misc]
 
-    def reserve(self, batch: int, form: CacheForm, new: int) -> tuple[Tensor, Tensor, int]:
-        """Tensors [B, heads, room, D] with room for ``new`` tokens behind those held, and the place of their first.
-
-        Of a joined form they are one tensor.
-        """
+    def reserve(self, batch: int, form: CacheForm, new: int) -> tuple[Tensor | int, ...]:
+        """Tensors [B, heads, room, D] with room for ``new`` tokens after those held, and the place of their first."""
         room, last = self._room, self._held()[1]
         fits = room is not None and room.form == form and last + new <= room.first_place + room.capacity
         if room is None or not fits or room.owner != id(self) or last < room.shown:
@@ -222,7 +223,7 @@ class _Roomy:
             self._room = room
             if not self.is_initialized:
                 self.dtype, self.device, self.is_initialized = form.dtype, torch.device("cpu"), True
-        return *room.whole, room.first_place
+        return *form.parts(room.whole), room.first_place
 
     def advance(self, new: int) -> None:
         """Counts ``new`` tokens that have been written behind those held."""

@@ -83,11 +83,11 @@ class StepCaches:
                 cache.layers[index].advance(new)
 
     def new_pages(self, pages: int, page_tokens: int, sequences: int) -> list[tuple[Tensor, ...]]:
-        """For each layer keys and values in pages, [pages, heads, page_tokens, depth], or states [sequences, ..]."""
+        """For each layer keys and values or latents [pages, heads, page_tokens, dim], or states [sequences, ..]."""
         return [
             form.new_states(sequences, self._dtype)
             if not isinstance(form, CacheForm)
-            else form.empty(pages, form.heads, page_tokens)
+            else form.parts(form.empty(pages, form.heads, page_tokens))
             for form in self.forms
         ]
 

@@ -59,7 +59,7 @@ class Choices:
     """What cannot be seen of a layer's parts, to be found by trying.
 
     ``rotates``: whether positions are in queries and keys. ``interleaved`` and ``separated``: see
-    :class:`cpumoe.ops.decoder.Attention`.
+    :class:`cpumoe.ops.decoder.Rope` and :class:`cpumoe.ops.decoder.Gqa`.
     """
 
     interleaved: bool = False
@@ -129,28 +129,24 @@ def with_own_heads(model: decoder.DecoderModel, rank: int, ranks: int) -> decode
     normed together, stays whole: what its projections give is gathered.
     """
 
-    def own(attention: decoder.Attention) -> decoder.Attention:
-        a = attention
-        split = [m for m in (a.query, a.key, a.value, a.gate) if m is not None]
-        kv_heads = 1 if a.latent is not None else a.kv_heads // ranks
-        divides = a.heads % ranks == 0 and (a.latent is not None or a.kv_heads % ranks == 0)
-        if not divides or a.norms_whole_rows or any(m.ranks != ranks for m in (*split, a.out)):
-            return a
-        latent = a.latent
-        if latent is not None:
-            latent = replace(latent, expansion=latent.expansion.chunk(ranks)[rank].contiguous())
-        local = {
-            name: replace(m, ranks=1)
-            for name in ("query", "key", "value", "gate")
-            if (m := getattr(a, name)) is not None
-        }
-        sinks = None if a.sinks is None else a.sinks.chunk(ranks)[rank].contiguous()
-        return replace(a, **local, heads=a.heads // ranks, kv_heads=kv_heads, sinks=sinks, latent=latent, ranks=ranks)
+    def own(mixer: decoder.Mixer) -> decoder.Mixer:
+        if not isinstance(mixer, decoder.Attention):
+            return mixer
+        names = ("query", "gate") if isinstance(mixer, decoder.Mla) else ("query", "key", "value", "gate")
+        split = {name: m for name in names if (m := getattr(mixer, name)) is not None}
+        if mixer.heads % ranks or any(m.ranks != ranks for m in (*split.values(), mixer.out)):
+            return mixer
+        local = {name: replace(m, ranks=1) for name, m in split.items()}
+        sinks = None if mixer.sinks is None else mixer.sinks.chunk(ranks)[rank].contiguous()
+        heads = mixer.heads // ranks
+        if isinstance(mixer, decoder.Mla):
+            expansion = mixer.expansion.chunk(ranks)[rank].contiguous()
+            return replace(mixer, **local, heads=heads, sinks=sinks, expansion=expansion, ranks=ranks)
+        if mixer.kv_heads % ranks or mixer.norms_whole_rows:
+            return mixer
+        return replace(mixer, **local, heads=heads, kv_heads=mixer.kv_heads // ranks, sinks=sinks, ranks=ranks)
 
-    layers = tuple(
-        layer if layer.attention is None else replace(layer, attention=own(layer.attention)) for layer in model.layers
-    )
-    return replace(model, layers=layers)
+    return replace(model, layers=tuple(replace(layer, mixer=own(layer.mixer)) for layer in model.layers))
 
 
 def refuse_other_parts(base: Any) -> None:
@@ -221,13 +217,13 @@ class RotaryTables:
             self._tables.append(key)
         return self._tables.index(key)
 
-    def made(self) -> tuple[decoder.Rotary, ...]:
+    def made(self) -> tuple[decoder.RopeTable, ...]:
         """Return the tables for all positions, with values as the model has them in its dtype."""
         x = torch.empty(1, dtype=self._base.embed_tokens.weight.dtype)
         where = self.positions.unsqueeze(0)
         return tuple(self._table(x, where, *key) for key in self._tables)
 
-    def _table(self, x: Tensor, where: Tensor, kind: str | None, interleaved: bool) -> decoder.Rotary:
+    def _table(self, x: Tensor, where: Tensor, kind: str | None, interleaved: bool) -> decoder.RopeTable:
         assert self._module is not None  # or no layer would have asked for a table
         options = {} if kind is None else {"layer_type": kind}
         try:
@@ -246,8 +242,8 @@ class RotaryTables:
         elif torch.equal(cos[:, ::2], cos[:, 1::2]) and torch.equal(sin[:, ::2], sin[:, 1::2]):
             cos, sin = cos[:, ::2], sin[:, ::2]
         if interleaved:
-            return decoder.Rotary(cos.repeat_interleave(2, 1), sin.repeat_interleave(2, 1))
-        return decoder.Rotary(torch.cat((cos, cos), 1), torch.cat((sin, sin), 1))
+            return decoder.RopeTable(cos.repeat_interleave(2, 1), sin.repeat_interleave(2, 1))
+        return decoder.RopeTable(torch.cat((cos, cos), 1), torch.cat((sin, sin), 1))
 
 
 def _activation(activation: Activation) -> decoder.Activation:
@@ -258,10 +254,7 @@ def _layer(base: Any, index: int, chosen: Choices, tables: RotaryTables) -> deco
     layer = base.layers[index]
     parts = Parts(type(layer).__name__, layer)
     mixer: Any = mixer_of(layer)
-    form = state_form(mixer)
-    attention = _attention(base, index, mixer, chosen, tables, parts) if form is None else None
-    delta = describe_delta(mixer, form, parts) if isinstance(form, DeltaForm) else None
-    convolution = describe_convolution(mixer, parts) if isinstance(form, ConvolutionForm) else None
+    described = _mixer(base, index, mixer, chosen, tables, parts)
     block_name = next((name for name in _BLOCKS if isinstance(getattr(layer, name, None), nn.Module)), None)
     if block_name is None:
         raise NotDescribed(f"{type(layer).__name__} has no block behind its attention")
@@ -269,18 +262,16 @@ def _layer(base: Any, index: int, chosen: Choices, tables: RotaryTables) -> deco
     factor = float(getattr(layer, "residual_multiplier", 1.0))
     found = _layer_norms(layer, parts)
     parts.refuse_rest()
-    return decoder.Layer(
-        attention,
-        experts,
-        dense,
-        found.get("before_attention"),
-        found.get("after_attention"),
-        found.get("before_block"),
-        found.get("after_block"),
-        factor,
-        delta,
-        convolution,
-    )
+    return decoder.Layer(described, experts, dense, **found, residual_factor=factor)
+
+
+def _mixer(base: Any, index: int, mixer: Any, chosen: Choices, tables: RotaryTables, parts: Parts) -> decoder.Mixer:
+    form = state_form(mixer)
+    if isinstance(form, DeltaForm):
+        return describe_delta(mixer, form, parts)
+    if isinstance(form, ConvolutionForm):
+        return describe_convolution(mixer, parts)
+    return _attention(base, index, mixer, chosen, tables, parts)
 
 
 def _layer_norms(layer: Any, parts: Parts) -> dict[str, decoder.Norm]:
@@ -294,13 +285,13 @@ def _layer_norms(layer: Any, parts: Parts) -> dict[str, decoder.Norm]:
     )
     after_block = next((n for n in ("post_feedforward_layernorm", "post_mlp_layernorm") if hasattr(layer, n)), None)
     names = {
-        "before_attention": next((n for n in ("input_layernorm", "operator_norm") if hasattr(layer, n)), None),
+        "before_mixer": next((n for n in ("input_layernorm", "operator_norm") if hasattr(layer, n)), None),
         "before_block": before_block,
         "after_block": after_block,
     }
     if hasattr(layer, "post_attention_layernorm"):
         behind = before_block is not None or after_block is not None
-        names["after_attention" if behind else "before_block"] = "post_attention_layernorm"
+        names["after_mixer" if behind else "before_block"] = "post_attention_layernorm"
     found = {}
     for place, name in names.items():
         if name is not None:
@@ -312,7 +303,7 @@ def _layer_norms(layer: Any, parts: Parts) -> dict[str, decoder.Norm]:
 
 def _attention(
     base: Any, index: int, attention: Any, chosen: Choices, tables: RotaryTables, parts: Parts
-) -> decoder.Attention:
+) -> decoder.Gqa | decoder.Mla:
     if not getattr(attention, "is_causal", True):
         raise NotDescribed(f"its attention ({type(attention).__name__}) is not causal")
     if hasattr(attention, "kv_lora_rank"):
@@ -337,23 +328,21 @@ def _attention(
     sinks = getattr(attention, "sinks", None)
     parts.take(sinks)
     softcap = getattr(attention, "attn_logit_softcapping", None)
-    return decoder.Attention(
+    return decoder.Gqa(
         query=describe_matrix(projections["q_proj"], "q_proj"),
         key=describe_matrix(projections["k_proj"], "k_proj"),
         value=describe_matrix(projections["v_proj"], "v_proj"),
         out=describe_matrix(projections["o_proj"], "o_proj"),
         heads=heads,
         kv_heads=kv_heads,
-        depth=depth,
-        value_depth=value_depth,
+        head_dim=depth,
+        value_dim=value_depth,
         scale=float(scale),
         query_norm=query_norm,
         key_norm=key_norm,
         norms_whole_rows=query_norm is not None and len(query_norm.weight) == heads * depth != depth,
-        norms_after_rotary=chosen.norms_after_rotary,
-        rotary=tables.number(index, chosen.interleaved) if chosen.rotates else -1,
-        interleaved=chosen.interleaved,
-        separated=chosen.separated,
+        norms_after_rope=chosen.norms_after_rotary,
+        rope=_rope(index, chosen, tables),
         window=_window(base, index),
         query_factors=_query_factors(base, tables.positions),
         sinks=None if sinks is None else sinks.detach().float().contiguous(),
@@ -366,12 +355,11 @@ def _attention(
 
 def _latent_attention(
     base: Any, index: int, attention: Any, chosen: Choices, tables: RotaryTables, parts: Parts
-) -> decoder.Attention:
+) -> decoder.Mla:
     view = absorbed(attention)
     scale, heads = getattr(attention, "scaling", None), getattr(attention, "num_heads", None)
     if view is None or not isinstance(scale, float | int) or not isinstance(heads, int):
         raise NotDescribed(f"its latent attention ({type(attention).__name__}) is none that we know")
-    rank, nope, rotated = attention.kv_lora_rank, attention.qk_nope_head_dim, attention.qk_rope_head_dim
     names = ["kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"]
     is_lower = getattr(attention, "q_proj", None) is None
     names += ["q_a_proj", "q_a_layernorm", "q_b_proj"] if is_lower else ["q_proj"]
@@ -380,35 +368,31 @@ def _latent_attention(
             raise NotDescribed(f"its latent attention ({type(attention).__name__}) has no {name}")
         parts.take_all_of(getattr(attention, name))
     dtype = base.embed_tokens.weight.dtype
-    latent = decoder.Latent(
-        down=describe_matrix(attention.q_a_proj, "q_a_proj") if is_lower else None,
-        down_norm=describe_norm(attention.q_a_layernorm, "q_a_layernorm") if is_lower else None,
-        latent=describe_matrix(attention.kv_a_proj_with_mqa, "kv_a_proj_with_mqa"),
-        latent_norm=describe_norm(attention.kv_a_layernorm, "kv_a_layernorm"),
-        expansion=view.weight(dtype).detach().contiguous(),
-        rank=rank,
-        nope=nope,
-        rotated=rotated,
-    )
     query = "q_b_proj" if is_lower else "q_proj"
-    return decoder.Attention(
+    return decoder.Mla(
         query=describe_matrix(getattr(attention, query), query),
-        key=None,
-        value=None,
         out=describe_matrix(attention.o_proj, "o_proj"),
         heads=heads,
-        kv_heads=1,
-        depth=nope + rotated,
-        value_depth=attention.v_head_dim,
+        value_dim=attention.v_head_dim,
         scale=float(scale),
-        rotary=tables.number(index, chosen.interleaved) if chosen.rotates else -1,
-        interleaved=chosen.interleaved,
-        separated=chosen.separated,
+        rope=_rope(index, chosen, tables),
         window=_window(base, index),
         query_factors=_query_factors(base, tables.positions),
         gate=_gate_of(attention, parts),
-        latent=latent,
+        query_down=describe_matrix(attention.q_a_proj, "q_a_proj") if is_lower else None,
+        query_down_norm=describe_norm(attention.q_a_layernorm, "q_a_layernorm") if is_lower else None,
+        latent=describe_matrix(attention.kv_a_proj_with_mqa, "kv_a_proj_with_mqa"),
+        latent_norm=describe_norm(attention.kv_a_layernorm, "kv_a_layernorm"),
+        expansion=view.weight(dtype).detach().contiguous(),
+        kv_lora_rank=attention.kv_lora_rank,
+        nope_dim=attention.qk_nope_head_dim,
+        rope_dim=attention.qk_rope_head_dim,
     )
+
+
+def _rope(index: int, chosen: Choices, tables: RotaryTables) -> decoder.Rope:
+    table = tables.number(index, chosen.interleaved) if chosen.rotates else -1
+    return decoder.Rope(table, chosen.interleaved, chosen.separated)
 
 
 def _query_factors(base: Any, positions: Tensor) -> Tensor | None:
@@ -429,14 +413,14 @@ def _gate_of(attention: Any, parts: Parts) -> decoder.Matrix | None:
 
 def cache_form(layer: Any, described: decoder.Layer, dtype: torch.dtype, records: bool = False) -> CacheForm | Form:
     """What a layer keeps of tokens: keys and values, latents and rotated parts of keys side by side, or states."""
-    attention = described.attention
-    if attention is None:
-        form = state_form(mixer_of(layer))
-        assert form is not None  # it was described as one
-        return form
-    if (latent := attention.latent) is not None:
-        return CacheForm(1, (latent.rank, latent.rotated), dtype, joined=True, records=records)
-    return CacheForm(attention.kv_heads, (attention.depth, attention.value_depth), dtype, records=records)
+    mixer = described.mixer
+    if isinstance(mixer, decoder.Mla):
+        return CacheForm(1, (mixer.kv_lora_rank, mixer.rope_dim), dtype, joined=True, records=records)
+    if isinstance(mixer, decoder.Gqa):
+        return CacheForm(mixer.kv_heads, (mixer.head_dim, mixer.value_dim), dtype, records=records)
+    form = state_form(mixer_of(layer))
+    assert form is not None  # it was described as one
+    return form
 
 
 def _block(

@@ -62,7 +62,7 @@ class _Row:
         self._width += linear.out_features
 
 
-def describe_delta(module: Any, form: DeltaForm, parts: Parts) -> decoder.DeltaRule:
+def describe_delta(module: Any, form: DeltaForm, parts: Parts) -> decoder.DeltaNet:
     """A layer of the given form. Raises NotDescribed if a linear of it is none."""
     row = _Row(module, parts)
     columns = _COLUMNS[form.projections](form, row)  # before the projections are read off it
@@ -71,14 +71,14 @@ def describe_delta(module: Any, form: DeltaForm, parts: Parts) -> decoder.DeltaR
     conv: nn.Conv1d = module.conv1d
     parts.take(decay.A_log, decay.dt_bias, norm.weight, conv.weight, conv.bias)
     parts.take_all_of(out)
-    return decoder.DeltaRule(
-        tuple(row.projections),
-        tuple(row.expansions),
-        columns,
+    return decoder.DeltaNet(
+        projections=tuple(row.projections),
+        expansions=tuple(row.expansions),
+        **columns,
         key_heads=form.key_heads,
         heads=form.heads,
-        key_depth=form.key_depth,
-        value_depth=form.value_depth,
+        key_dim=form.key_depth,
+        value_dim=form.value_depth,
         log_rates=_plain(decay.A_log).flatten(),
         decay_bias=_plain(decay.dt_bias).flatten(),
         decay_bound=form.decay_bound,
@@ -91,12 +91,12 @@ def describe_delta(module: Any, form: DeltaForm, parts: Parts) -> decoder.DeltaR
     )
 
 
-def describe_convolution(module: Any, parts: Parts) -> decoder.ShortConvolution:
+def describe_convolution(module: Any, parts: Parts) -> decoder.ShortConv:
     """A short convolution between its two linears. Raises NotDescribed if one of them is none."""
     conv: nn.Conv1d = module.conv
     parts.take(conv.weight, conv.bias)
     parts.take_all_of(module.in_proj, module.out_proj)
-    return decoder.ShortConvolution(
+    return decoder.ShortConv(
         describe_matrix(module.in_proj, "in_proj"),
         describe_matrix(module.out_proj, "out_proj"),
         _plain(conv.weight).flatten(1),
@@ -108,11 +108,22 @@ def _plain(parameter: Tensor) -> Tensor:
     return parameter.detach().contiguous()
 
 
-def _grouped(form: DeltaForm, row: _Row) -> decoder.DeltaColumns:
+def _columns(
+    queries: decoder.HeadColumns,
+    keys: decoder.HeadColumns,
+    values: decoder.HeadColumns,
+    gates: decoder.HeadColumns,
+    betas: decoder.HeadColumns,
+    decays: decoder.HeadColumns,
+) -> dict[str, decoder.HeadColumns]:
+    return {"queries": queries, "keys": keys, "values": values, "gates": gates, "betas": betas, "decays": decays}
+
+
+def _grouped(form: DeltaForm, row: _Row) -> dict[str, decoder.HeadColumns]:
     row.add("in_proj_qkvz", "in_proj_ba")
     group, dk, dv = form.heads // form.key_heads, form.key_depth, form.value_depth
     stride = 2 * dk + 2 * group * dv
-    return decoder.DeltaColumns(
+    return _columns(
         row.columns("in_proj_qkvz", stride),
         row.columns("in_proj_qkvz", stride, dk),
         row.columns("in_proj_qkvz", stride, 2 * dk, group, dv),
@@ -122,10 +133,10 @@ def _grouped(form: DeltaForm, row: _Row) -> decoder.DeltaColumns:
     )
 
 
-def _joined(form: DeltaForm, row: _Row) -> decoder.DeltaColumns:
+def _joined(form: DeltaForm, row: _Row) -> dict[str, decoder.HeadColumns]:
     row.add("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
     keys, dk, dv = form.key_heads * form.key_depth, form.key_depth, form.value_depth
-    return decoder.DeltaColumns(
+    return _columns(
         row.columns("in_proj_qkv", dk),
         row.columns("in_proj_qkv", dk, keys),
         row.columns("in_proj_qkv", dv, 2 * keys),
@@ -135,12 +146,12 @@ def _joined(form: DeltaForm, row: _Row) -> decoder.DeltaColumns:
     )
 
 
-def _apart(form: DeltaForm, row: _Row) -> decoder.DeltaColumns:
+def _apart(form: DeltaForm, row: _Row) -> dict[str, decoder.HeadColumns]:
     row.add("q_proj", "k_proj", "v_proj", "b_proj")
     gates = row.add_one_or_two("g_proj", "g_a_proj", "g_b_proj")
     decays = row.add_one_or_two("forget_gate.f_proj", "forget_gate.f_a_proj", "forget_gate.f_b_proj")
     row.expand()
-    return decoder.DeltaColumns(
+    return _columns(
         row.columns("q_proj", form.key_depth),
         row.columns("k_proj", form.key_depth),
         row.columns("v_proj", form.value_depth),

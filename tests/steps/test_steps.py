@@ -20,15 +20,17 @@ from tiny_models import write_tiny_model
 pytest.importorskip("transformers")
 
 import cpumoe
-from cpumoe.generation import step_engine
-from cpumoe.generation.engine import Failure, Job
-from cpumoe.generation.group_schedules import GroupSchedules
-from cpumoe.generation.page_pool import PagePool, page_name
-from cpumoe.generation.sampling import Sampling, Token
-from cpumoe.generation.schedule import Schedule
-from cpumoe.generation.step_engine import StepEngine
 from cpumoe.integrations.transformers.native_decoder import native_with_head
+from cpumoe.integrations.transformers.paged_decoder import PagedDecoder
 from cpumoe.integrations.transformers.recognition.described_parts import NotDescribed
+from cpumoe.steps import engine as step_engine
+from cpumoe.steps.engine import StepEngine
+from cpumoe.steps.group_schedules import GroupSchedules
+from cpumoe.steps.page_pool import PagePool, page_name
+from cpumoe.steps.request import Failure, Job
+from cpumoe.steps.runner import CoreRunner
+from cpumoe.steps.sampling import Sampling, Token
+from cpumoe.steps.schedule import Schedule
 
 SECONDS = 60.0  # at most, for things that take milliseconds
 
@@ -330,11 +332,18 @@ def steps(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return steps
 
 
+def new_engine(
+    model: Any, native: Any, pages: int, page_tokens: int, step_rows: int, sequences: int = 256
+) -> StepEngine:
+    runner = CoreRunner(PagedDecoder(model, native), pages, page_tokens, sequences)
+    return StepEngine(runner, pages, page_tokens, step_rows, sequences)
+
+
 @contextmanager
 def engine_of(model: Any, pages: int = 256, page_tokens: int = 16, step_rows: int = 64) -> Iterator[StepEngine]:
     native = native_with_head(model)
     assert native is not None
-    engine = StepEngine(model, native, pages, page_tokens, step_rows)
+    engine = new_engine(model, native, pages, page_tokens, step_rows)
     try:
         assert engine.start() is None
         yield engine
@@ -534,7 +543,7 @@ def test_a_model_that_fails_at_once(model: Any, monkeypatch: pytest.MonkeyPatch)
 
     native = native_with_head(model)
     monkeypatch.setattr(native, "step_rows", fail)
-    engine = StepEngine(model, native, 16, 16, 64)
+    engine = new_engine(model, native, 16, 16, 64)
     assert "could not compute" in (engine.start() or "")
     assert engine.stop()
 
@@ -551,7 +560,7 @@ def test_the_end(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         release.wait(SECONDS)
         return compute(*arguments)
 
-    engine = StepEngine(model, native, 16, 16, 64)
+    engine = new_engine(model, native, 16, 16, 64)
     assert engine.start() is None
     monkeypatch.setattr(native, "step_rows", slow)
     asked = [ask(engine, [5], 2)[1] for _ in range(3)]
@@ -585,7 +594,7 @@ def test_states_are_of_their_sequence_alone(tmp_path: Path) -> None:
     prompts = prompts_of([50, 50, 3, 70])
     prompts[1] = prompts[0]
     expected = [generated(model, prompt, 12) for prompt in prompts]
-    engine = StepEngine(model, native, 64, 16, 32, sequences=2)
+    engine = new_engine(model, native, 64, 16, 32, sequences=2)
     try:
         assert engine.start() is None
         for _ in range(2):

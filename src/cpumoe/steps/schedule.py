@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from cpumoe.generation.engine import Job
-from cpumoe.generation.memory import MOST_SEQUENCES
-from cpumoe.generation.page_pool import PagePool, page_name
+from cpumoe.steps.page_pool import PagePool, page_name
+from cpumoe.steps.request import Job
+
+MOST_SEQUENCES = 256  # that are computed at the same time; further ones wait
 
 
 class Sequence:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from cpumoe.generation.engine import Job
-from cpumoe.generation.schedule import Piece, Schedule
+from cpumoe.steps.request import Job
+from cpumoe.steps.schedule import Piece, Schedule
 
 
 class GroupSchedules:

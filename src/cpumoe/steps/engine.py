@@ -1,4 +1,4 @@
-"""The engine for models whose steps are one call of the core: rows of all requests in every step."""
+"""The engine: one thread that computes all requests together, with continuous batching and chunked prefill."""
 
 from __future__ import annotations
 
@@ -6,23 +6,16 @@ import logging
 import queue
 import threading
 import time
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from cpumoe.errors import RankError
-from cpumoe.generation.engine import ENDED, ENDING, NOT_COMPUTED, STOP_SECONDS, Failure, Finish, Job
-from cpumoe.generation.group_schedules import GroupSchedules
-from cpumoe.generation.memory import MOST_SEQUENCES
-from cpumoe.generation.rank_steps import Balancing, LeadingSteps, Rows, Steps
-from cpumoe.generation.sampling import Sampling, Token
-from cpumoe.generation.schedule import Piece, Schedule
-from cpumoe.integrations.transformers.native_decoder import NativeDecoder
-from cpumoe.parallel.ranks import Ranks
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from cpumoe.steps.group_schedules import GroupSchedules
+from cpumoe.steps.request import ENDED, ENDING, NOT_COMPUTED, STOP_SECONDS, Failure, Finish, Job
+from cpumoe.steps.runner import Rows, Runner
+from cpumoe.steps.sampling import Sampling, Token
+from cpumoe.steps.schedule import MOST_SEQUENCES, Piece, Schedule
 
 _log = logging.getLogger("cpumoe")
 
@@ -33,40 +26,25 @@ _LEAST_PROMPT_ROWS = 128
 
 
 class StepEngine:
-    """Computes all requests together with :meth:`NativeDecoder.step_rows`; see :class:`Schedule` for what a step has.
+    """Computes all requests together; see :class:`Schedule` for what a step has.
 
-    Of several ranks, every group that has tokens of its own has a schedule, and each step a part for each group. A
-    step's results do not depend on what else is computed in it, so that an answer is the same whoever else asks.
+    Every group of ranks that has tokens of its own has a schedule, and each step a part for each group. The results of
+    a step do not depend on what else is computed in it, so an answer is the same whatever other requests there are.
 
     Args:
-        native: what computes the steps of ``model``, to logits.
-        pages: of keys and values, each for ``page_tokens`` tokens, on every rank.
-        step_rows: the most tokens that one step of a group computes; a longer prompt is read in pieces.
+        pages: of the runner's KV cache, each for ``page_tokens`` tokens.
+        step_rows: the most tokens that one step of a group computes; a longer prompt is read in chunks.
         sequences: the most requests that a group computes at the same time; further ones wait.
-        ranks: that compute the steps together, of which this is the first; None: they are computed here alone.
-        balancing: when experts are moved between the ranks; None: never.
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        native: NativeDecoder,
-        pages: int,
-        page_tokens: int,
-        step_rows: int,
-        sequences: int = MOST_SEQUENCES,
-        ranks: Ranks | None = None,
-        balancing: Balancing | None = None,
+        self, runner: Runner, pages: int, page_tokens: int, step_rows: int, sequences: int = MOST_SEQUENCES
     ) -> None:
-        sizes = (pages, page_tokens, sequences)
-        self._steps = LeadingSteps(model, native, *sizes, ranks, balancing) if ranks else Steps(model, native, *sizes)
-        self._vocabulary = native.decoder.model.embedding.shape[0]
-        # States are those behind all tokens of a sequence: what another one has computed of the same tokens is no help.
-        shares_pages = native.state_bytes == 0
+        self._runner = runner
         self._schedules = GroupSchedules(
             [
-                Schedule(pages, page_tokens, step_rows, sequences, shares_pages=shares_pages)
-                for _ in range(ranks.size // ranks.group.size if ranks else 1)
+                Schedule(pages, page_tokens, step_rows, sequences, shares_pages=runner.shares_prefixes)
+                for _ in range(runner.groups)
             ]
         )
         self._least_prompt_rows = self._prompt_rows = min(_LEAST_PROMPT_ROWS, step_rows)
@@ -88,9 +66,9 @@ class StepEngine:
         return item.sentence if isinstance(item, Failure) else None
 
     def add(self, job: Job) -> None:
-        if any(not 0 <= token < self._vocabulary for token in job.prompt):
+        if any(not 0 <= token < self._runner.vocabulary for token in job.prompt):
             # The core would refuse the whole step.
-            _log.error("a request failed: its prompt has tokens that are not 0 to %d", self._vocabulary - 1)
+            _log.error("a request failed: its prompt has tokens that are not 0 to %d", self._runner.vocabulary - 1)
             job.fail(NOT_COMPUTED)
             return
         tokens = len(job.prompt) + job.max_new_tokens
@@ -133,7 +111,7 @@ class StepEngine:
                 pieces = self._schedules.next_step(self._prompt_rows)
                 if any(pieces):
                     self._compute(pieces)
-            self._steps.end()
+            self._runner.end()
         except RankError as problem:
             _log.error("no more requests are computed: %s", problem)
             self.lost = problem
@@ -151,10 +129,10 @@ class StepEngine:
         while not self._stopping:
             idle = self._schedules.is_idle
             try:
-                job = self._added.get(block=idle, timeout=self._steps.rest_seconds)
+                job = self._added.get(block=idle, timeout=self._runner.rest_seconds)
             except queue.Empty:
                 if idle:
-                    self._steps.rest()
+                    self._runner.rest()
                     continue
                 break
             if job is not None:
@@ -169,7 +147,7 @@ class StepEngine:
         groups = self._schedules.groups
         rows = [_rows_of(*part) for part in zip(groups, pieces, strict=True)]
         started = time.perf_counter()
-        logits = self._steps.compute(rows)
+        logits = self._runner.compute(rows)
         most = max(len(part.tokens) for part in rows)  # all groups wait for the one that has them
         if most >= self._least_prompt_rows and None not in logits:
             rate = most / (time.perf_counter() - started)

@@ -1,4 +1,4 @@
-"""Steps of a server's batches: in this process, or on several ranks of which the first leads.
+"""Steps on several ranks, of which the first leads.
 
 All ranks compute every step, each with its own experts, columns and heads, and with pages of its own for the keys and
 values of these. Ranks of a tensor parallel group compute the same rows, and each group has rows of its own; one without
@@ -12,94 +12,18 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from cpumoe.errors import RankError
-from cpumoe.integrations.transformers.native_decoder import NativeDecoder
-from cpumoe.integrations.transformers.recognition.described_parts import NotDescribed
-from cpumoe.parallel.experts import ParallelExperts
 from cpumoe.parallel.ranks import Ranks
 from cpumoe.parallel.rebalance import rebalance
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+from cpumoe.steps.runner import CoreRunner, PagedModel, Rows
 
 _log = logging.getLogger("cpumoe")
 
 # The leader says this often that it is still there.
 _SIGN_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What a group of ranks computes in a step: tokens of any sequences, or none.
-
-    Attributes:
-        tokens: int64 [T].
-        lines: int64 [T], the sequence of each, by its line in the table.
-        places: int64 [T], of each in its sequence.
-        table: int32 [lines, pages], the pages of every sequence.
-        wanted: int64 [W], the rows whose logits are asked for.
-    """
-
-    tokens: Tensor
-    lines: Tensor
-    places: Tensor
-    table: Tensor
-    wanted: Tensor
-
-
-class Steps:
-    """Computes steps in this process.
-
-    Args:
-        native: what computes the steps of ``model``, to logits.
-        pages: of keys and values, each for ``page_tokens`` tokens.
-        sequences: the most that are computed at the same time.
-    """
-
-    #: How long nothing may be computed before :meth:`rest` has to be called; None: as long as one likes.
-    rest_seconds: float | None = None
-
-    def __init__(
-        self, model: PreTrainedModel, native: NativeDecoder, pages: int, page_tokens: int, sequences: int
-    ) -> None:
-        self._model = model
-        self._native = native
-        self._page_tokens = page_tokens
-        self._caches = native.new_pages(pages, page_tokens, sequences)
-
-    def compute(self, groups: Sequence[Rows]) -> list[Tensor | None]:
-        """Logits [W, vocabulary] of each group; None where they could not be computed, and the next step may be.
-
-        Here there is one group.
-        """
-        (rows,) = groups
-        return [self.try_rows(rows)]
-
-    def try_rows(self, rows: Rows) -> Tensor | None:
-        """Logits [W, vocabulary] of a group; None if that failed in a way that others need not."""
-        try:
-            return self.compute_rows(rows)
-        except (NotDescribed, RankError):  # nor will the next step be computed
-            raise
-        except Exception:  # an error in one step must not end all others
-            _log.exception("a step failed")
-            return None
-
-    def compute_rows(self, rows: Rows) -> Tensor:
-        """Logits [W, vocabulary]; see :meth:`NativeDecoder.step_rows`."""
-        where = rows.lines, rows.places, rows.table, self._page_tokens, self._caches
-        return self._native.step_rows(self._model, rows.tokens, *where, rows.wanted)
-
-    def rest(self) -> None:
-        """Nothing is to be computed at the moment."""
-
-    def end(self) -> None:
-        """No more steps will be computed."""
 
 
 @dataclass(frozen=True)
@@ -130,15 +54,14 @@ class _Say(IntEnum):
 _NUMBERS = 5  # that the leader says with it
 
 
-class LeadingSteps(Steps):
+class LeadingRunner(CoreRunner):
     """Steps that the other ranks compute too."""
 
     rest_seconds = _SIGN_SECONDS
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        native: NativeDecoder,
+        model: PagedModel,
         pages: int,
         page_tokens: int,
         sequences: int,
@@ -147,10 +70,11 @@ class LeadingSteps(Steps):
     ) -> None:
         self._ranks = ranks
         self._balancing = balancing
-        self._layers = 0 if balancing is None else len(_spread_layers(model))
+        self.groups = ranks.size // ranks.group.size
+        self._layers = 0 if balancing is None else len(model.spread_experts)
         self._steps_left, self._next_layer = 0 if balancing is None else balancing.steps, 0
         self._say(_Say.PAGES, pages, page_tokens, sequences)
-        super().__init__(model, native, pages, page_tokens, sequences)
+        super().__init__(model, pages, page_tokens, sequences)
 
     def compute(self, groups: Sequence[Rows]) -> list[Tensor | None]:
         with self._ranks.together():  # what is raised here is the end of all steps
@@ -169,7 +93,7 @@ class LeadingSteps(Steps):
             return
         first, last = self._next_layer, min(self._next_layer + _LAYERS_AT_ONCE, self._layers)
         self._say(_Say.MOVE, first, last, balancing.spare_slots, balancing.nodes)
-        _move_experts(self._model, self._native, first, last, balancing.spare_slots, balancing.nodes)
+        _move_experts(self._model, first, last, balancing.spare_slots, balancing.nodes)
         self._next_layer = last % self._layers
         self._steps_left = balancing.steps
 
@@ -181,6 +105,23 @@ class LeadingSteps(Steps):
 
     def _say(self, what: _Say, *numbers: int) -> None:
         self._ranks.gather_numbers([what, *numbers, *[0] * (_NUMBERS - 1 - len(numbers))])
+
+
+def runner_for(
+    model: PagedModel,
+    pages: int,
+    page_tokens: int,
+    sequences: int,
+    ranks: Ranks | None = None,
+    balancing: Balancing | None = None,
+) -> CoreRunner:
+    """Return what computes steps: here alone, or on ``ranks``, of which this is the first.
+
+    ``balancing``: when experts are moved between the ranks; None: never.
+    """
+    if ranks is None:
+        return CoreRunner(model, pages, page_tokens, sequences)
+    return LeadingRunner(model, pages, page_tokens, sequences, ranks, balancing)
 
 
 # ---- what all ranks do in a step -----------------------------------------------------------------------------------
@@ -214,14 +155,14 @@ def _read_message(message: Tensor, tables: Sequence[Tensor]) -> list[Rows]:
     return groups
 
 
-def _compute_together(steps: Steps, ranks: Ranks, groups: Sequence[Rows]) -> list[Tensor | None]:
+def _compute_together(runner: CoreRunner, ranks: Ranks, groups: Sequence[Rows]) -> list[Tensor | None]:
     """Logits of all groups on the first rank; on others those of their own group alone, and None for the rest.
 
     A step that one rank refuses fails on all of them, and they go on with the next. One that fails on some of them
     leaves these and the others at different messages, which is an error that names them, and the end.
     """
     size = ranks.group.size
-    mine = steps.try_rows(groups[ranks.rank // size])
+    mine = runner.try_rows(groups[ranks.rank // size])
     logits: list[Tensor | None] = [None] * len(groups)
     if mine is None:
         return logits
@@ -239,23 +180,17 @@ def _compute_together(steps: Steps, ranks: Ranks, groups: Sequence[Rows]) -> lis
     return logits
 
 
-def _spread_layers(model: PreTrainedModel) -> list[ParallelExperts]:
-    return [module for module in model.modules() if isinstance(module, ParallelExperts)]
-
-
-def _move_experts(
-    model: PreTrainedModel, native: NativeDecoder, first: int, last: int, spare_slots: int, nodes: int
-) -> None:
-    moves = rebalance(_spread_layers(model)[first:last], spare_slots=spare_slots, nodes=nodes)
+def _move_experts(model: PagedModel, first: int, last: int, spare_slots: int, nodes: int) -> None:
+    moves = rebalance(model.spread_experts[first:last], spare_slots=spare_slots, nodes=nodes)
     if any(move.after < move.before for move in moves):
-        native.describe_anew(model)
+        model.refresh()
         for layer, move in enumerate(moves, first):
             _log.info("experts of layer %d: slowest rank %.2f -> %.2f of the mean", layer, move.before, move.after)
 
 
-def follow_steps(model: PreTrainedModel, native: NativeDecoder, ranks: Ranks) -> None:
+def follow_steps(model: PagedModel, ranks: Ranks) -> None:
     """Computes the steps of the first rank until it ends. Raises RankError if it, or another one, is gone."""
-    steps: Steps | None = None
+    runner: CoreRunner | None = None
     tables: list[Tensor] = []
     while True:
         what, *numbers = ranks.gather_numbers([_Say.HERE] + [0] * (_NUMBERS - 1))[0]
@@ -263,12 +198,12 @@ def follow_steps(model: PreTrainedModel, native: NativeDecoder, ranks: Ranks) ->
             return
         if what == _Say.PAGES:
             pages, page_tokens, sequences, _ = numbers
-            steps = Steps(model, native, pages, page_tokens, sequences)
+            runner = CoreRunner(model, pages, page_tokens, sequences)
             groups = ranks.size // ranks.group.size
             tables = [torch.zeros((sequences, pages), dtype=torch.int32) for _ in range(groups)]
         if what == _Say.MOVE:
-            _move_experts(model, native, *numbers)
+            _move_experts(model, *numbers)
         if what == _Say.STEP:
-            assert steps is not None  # pages come first
+            assert runner is not None  # pages come first
             message = ranks.broadcast(torch.empty(numbers[0], dtype=torch.int64))
-            _compute_together(steps, ranks, _read_message(message, tables))
+            _compute_together(runner, ranks, _read_message(message, tables))

@@ -1,0 +1,1 @@
+"""Continuous batching on the native decoder: requests, scheduler, paged KV cache, sampler and engine."""

@@ -14,13 +14,13 @@ from word_checkpoints import Rounded, Tensors, gptq_section, gptq_tensors, round
 
 import cpumoe
 from cpumoe.checkpoints.formats import QUANT_METHODS
-from cpumoe.integrations.transformers.hook import ALL_NAMES, OLDER_NAMES
 from cpumoe.integrations.transformers.loading.module_sources import pack_float_linear
 from cpumoe.layers import reference
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.layers.packed_weights import unpack_weight
 from cpumoe.layers.scheme import Scheme
+from cpumoe.quant_methods import QUANT_METHODS as NAMES
 
 IDS = torch.arange(1, 9).view(1, 8)
 
@@ -102,7 +102,7 @@ def test_a_cache_does_not_change_what_is_saved(source: Path, tmp_path: Path) -> 
         assert torch.equal(logits(cpumoe.load_model(tmp_path / name, dtype=torch.float32)), logits(plain))
 
 
-@pytest.mark.parametrize("method", OLDER_NAMES)
+@pytest.mark.parametrize("method", [name for name, method in NAMES.items() if name != method])
 def test_older_names_of_a_method_are_read(source: Path, tmp_path: Path, method: str) -> None:
     """transformers skips the quantisation of what it does not know, and makes the weights up."""
     folder = write_gptq(source, tmp_path / "model").folder
@@ -115,7 +115,9 @@ def test_older_names_of_a_method_are_read(source: Path, tmp_path: Path, method: 
 
 
 def test_transformers_is_told_of_every_method() -> None:
-    assert set(ALL_NAMES) == set(QUANT_METHODS)
+    from transformers.quantizers import auto
+
+    assert set(QUANT_METHODS) == set(NAMES) <= set(auto.AUTO_QUANTIZER_MAPPING)
 
 
 def test_int8_activations_through_every_door(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

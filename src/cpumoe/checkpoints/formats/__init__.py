@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from cpumoe import quant_methods
 from cpumoe.checkpoints.formats.auto_round import AutoRoundQuantization
 from cpumoe.checkpoints.formats.awq import AwqQuantization
 from cpumoe.checkpoints.formats.compressed_tensors import QuantizationConfig as CompressedTensors
@@ -15,8 +16,7 @@ from cpumoe.checkpoints.formats.quark import QuarkQuantization
 from cpumoe.checkpoints.storage import Quantization
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 
-#: ``quant_method`` of a quantization_config -> what parses it.
-QUANT_METHODS: dict[str, type[Quantization]] = {
+_PARSERS: dict[str, type[Quantization]] = {
     "compressed-tensors": CompressedTensors,
     "mxfp4": Mxfp4,
     "fp8": Fp8Quantization,
@@ -25,9 +25,10 @@ QUANT_METHODS: dict[str, type[Quantization]] = {
     "gptq": GptqQuantization,
     "awq": AwqQuantization,
     "auto-round": AutoRoundQuantization,
-    "auto_round": AutoRoundQuantization,
-    "intel/auto-round": AutoRoundQuantization,
 }
+
+#: ``quant_method`` of a quantization_config -> what parses it.
+QUANT_METHODS = {name: _PARSERS[method] for name, method in quant_methods.QUANT_METHODS.items()}
 
 #: Files that have the configuration of a method where config.json has none.
 CONFIG_FILES = {"hf_quant_config.json": "modelopt"}

@@ -21,18 +21,9 @@ from typing import Any
 
 from cpumoe import settings
 from cpumoe.import_hooks import after_import
+from cpumoe.quant_methods import QUANT_METHODS
 
 _log = logging.getLogger("cpumoe")
-
-#: What transformers calls the kinds of quantisation that we read, at least in part.
-METHODS = ("compressed-tensors", "mxfp4", "fp8", "gptq", "awq", "auto-round", "quark")
-#: Names that older files have for one of them, which transformers does not know: it would read such a file as float.
-OLDER_NAMES = {"auto_round": "auto-round", "intel/auto-round": "auto-round"}
-
-#: Kinds that transformers does not read at all.
-OWN_METHODS = ("modelopt",)
-#: Every name of a kind of quantisation that is ours to read.
-ALL_NAMES = (*METHODS, *OWN_METHODS, *OLDER_NAMES)
 
 # Names that transformers accepts as experts_implementation. A name without a scheme takes that of CPUMOE_SCHEME.
 _SCHEMES = ["w4a8", "w4a8-g32", "w4a8-g64", "w4a8-g128", "w8a8"]
@@ -75,18 +66,15 @@ def _add_quantizers(auto: ModuleType, is_wanted: Callable[[], bool] = _always) -
 
     ``is_wanted`` is asked each time; if it says no, transformers' own reader is used.
     """
-    stock = {
-        method: (auto.AUTO_QUANTIZER_MAPPING[method], auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method])
-        for method in METHODS
-    }
-    for method in ALL_NAMES:
-        stock_quantizer, stock_config = stock.get(OLDER_NAMES.get(method, method), (_not_read, _NotRead))
-        auto.AUTO_QUANTIZER_MAPPING[method] = _quantizer_maker(stock_quantizer, is_wanted)
-        auto.AUTO_QUANTIZATION_CONFIG_MAPPING[method] = _ConfigMaker(stock_config, is_wanted)
+    quantizers, configs = dict(auto.AUTO_QUANTIZER_MAPPING), dict(auto.AUTO_QUANTIZATION_CONFIG_MAPPING)
+    for name, method in QUANT_METHODS.items():
+        stock_quantizer, stock_config = quantizers.get(method, _not_read), configs.get(method, _NotRead)
+        auto.AUTO_QUANTIZER_MAPPING[name] = _quantizer_maker(stock_quantizer, is_wanted)
+        auto.AUTO_QUANTIZATION_CONFIG_MAPPING[name] = _ConfigMaker(stock_config, is_wanted)
 
 
 def _not_read(*_: Any, **__: Any) -> Any:
-    raise ValueError(f"transformers does not read quantised files of the kinds {', '.join(OWN_METHODS)}")
+    raise ValueError("transformers itself does not read files with this quant_method")
 
 
 class _NotRead:
@@ -170,7 +158,7 @@ def _log_take_over() -> None:
     _log.info(
         "transformers loads quantised checkpoints (%s) through cpumoe from here on and knows "
         "experts_implementation=%r and others; %s=0 switches this off",
-        ", ".join(METHODS),
+        ", ".join(sorted(set(QUANT_METHODS.values()))),
         EXPERTS_IMPLEMENTATIONS[0],
         settings.TRANSFORMERS.name,
     )
@@ -214,7 +202,7 @@ def own_reader() -> Iterator[None]:
     block = object()
     with _own_reader_lock:
         if not _own_reader_blocks:
-            places = ((name, method) for name in _MAPPINGS for method in ALL_NAMES)
+            places = ((name, method) for name in _MAPPINGS for method in QUANT_METHODS)
             _stock_readers.update(((name, method), getattr(auto, name).get(method)) for name, method in places)
             _add_quantizers(auto, is_wanted=_in_own_reader.get)
         _own_reader_blocks.append(block)

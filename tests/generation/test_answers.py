@@ -93,13 +93,13 @@ def harmony(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def read(tokenizer: Any, marks: AnswerMarks, text: str, tools: Any = ()) -> Choice:
-    """What is read in an answer of this text, which ends by itself."""
+def read(tokenizer: Any, marks: AnswerMarks, text: str, tools: Any = (), finish: Finish = "stop") -> Choice:
+    """What is read in an answer of this text."""
     prompt = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_dict=False)
     choice = Choice(0, tokenizer, StopAutomaton(()), marks.message(prompt, tools), marks.ends)
     for token in tokenizer.encode(text, add_special_tokens=False):
         choice.add(Token(token))
-    choice.end("stop")
+    choice.end(finish)
     return choice
 
 
@@ -397,6 +397,54 @@ def test_harmony(harmony: tuple[Any, Any]) -> None:
     assert read(tokenizer, marks, "Just text.").content == "Just text."
 
 
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+TO_ADD = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "tools", "finish", "content", "calls"),
+    [
+        (CALL, (), "stop", '{"a": 1}', []),
+        (
+            CALL.replace("<|channel|>commentary to=functions.add", " to=f<|channel|>commentary"),
+            (),
+            "stop",
+            '{"a": 1}',
+            [],
+        ),
+        (TO_ADD + '{"a": 1}', TOOLS, "length", "", ['{"a": 1}']),  # cut after its last character
+        (TO_ADD + '{"a": ', TOOLS, "length", '{"a":', []),
+        (TO_ADD, TOOLS, "length", "", []),
+        (TO_ADD + "<|call|>", TOOLS, "stop", "", ["{}"]),
+        (TO_ADD + '"{<|call|>', TOOLS, "stop", '"{', []),
+        (TO_ADD + '"x"<|call|>', TOOLS, "stop", "", ['"x"']),
+        (TO_ADD + "[" * 3000 + "<|call|>", TOOLS, "stop", "[" * 3000, []),
+        (TO_ADD + "no<|end|><|start|>assistant" + CALL, TOOLS, "stop", "no", ['{"a": 1}']),
+        ("<|channel|>analysis to=python code<|message|>print(1)<|call|>", TOOLS, "stop", "print(1)", []),
+        ('<|channel|>commentary to=browser.search<|message|>{"q": 1}<|call|>', (), "stop", '{"q": 1}', []),
+        # Headers that are cut or malformed.
+        ("<|channel|>commentary to=functions.add <|constr", TOOLS, "length", "", []),
+        ("<|channel|>commentary to=functions.add <|constrain|>", (), "length", "", []),
+        ("<|channel|>final<|message|>Yes.<|end|><|start|>assistant", (), "stop", "Yes.", []),
+        ("<|channel|>final now or<|message|>Yes.", (), "stop", "final now orYes.", []),
+        ("<|constrain|>Yes.<|start|>", (), "stop", "Yes.", []),
+    ],
+)
+def test_harmony_has_no_marks_in_content(
+    harmony: tuple[Any, Any], text: str, tools: Any, finish: Finish, content: str, calls: list[str]
+) -> None:
+    """Calls that cannot be delivered are content."""
+    marks = AnswerMarks(*harmony)
+    for ends in (marks.ends, marks.ends | {harmony[1].convert_tokens_to_ids("<|call|>")}):
+        marks.ends = ends
+        found = read(
+            harmony[1], marks, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant" + text, tools, finish
+        )
+        assert (found.reasoning, found.content) == ("Hm.", content)
+        assert [(call.name, call.arguments) for call in found.tool_calls] == [("add", arguments) for arguments in calls]
+        assert found.finish == ("tool_calls" if calls else finish)
+
+
 def test_only_the_end_of_a_turn_ends_an_answer(harmony: tuple[Any, Any]) -> None:
     """``<|end|>`` ends the reasoning too, so the answer goes on after it, even if a template ends turns with it."""
     model, tokenizer = harmony
@@ -443,14 +491,17 @@ def test_end_of_turn_of_templates(harmony: tuple[Any, Any], template: str, end: 
 @pytest.mark.parametrize("unit", [" ", "a", "<|channel|>final", "<|start|>assistant", "<|constrain|>"])
 def test_unfinished_marks_are_not_held_back_for_long(start: str, unit: str) -> None:
     """All of what is held back is searched again after every token."""
-    tools = [{"type": "function", "function": {"name": "add"}}]
-    message = StructuredMessage(HARMONY_MARKS, "<|start|>assistant", tools)
     text = start + 300 * unit
-    shown, held = message.add(start).content, 0
-    for _ in range(300):
-        shown += message.add(unit).content
-        held = max(held, len(message._parser._buffer) - message._parser._pos)
-    assert held < 400 and shown + message.rest().content == text
+    for marks in ((), HARMONY_TOKENS):
+        message = StructuredMessage(HARMONY_MARKS, "<|start|>assistant", TOOLS, marks)
+        shown, held = message.add(start).content, 0
+        for _ in range(300):
+            shown += message.add(unit).content
+            held = max(held, len(message._parser._buffer) - message._parser._pos)
+        shown += message.rest().content
+        for mark in marks:
+            text = text.replace(mark, "")
+        assert held < 400 and text.startswith(shown) and len(shown) >= len(text) - (held if marks else 0)
 
 
 def test_another_transformers_generates_text_and_reads_no_chats(

@@ -23,6 +23,7 @@ from served_models import Server, serve
 from cpumoe.cli import generate, main
 from cpumoe.cli.chat import Conversation
 from cpumoe.cli.chat import _turn as take_turn
+from cpumoe.generation import token_text
 from cpumoe.generation.answer_marks import _HARMONY as HARMONY_MARKS
 from cpumoe.generation.answer_marks import AnswerMarks
 from cpumoe.generation.answers import Answering, ChatFormat, CompletionFormat
@@ -328,7 +329,6 @@ def test_offsets_where_characters_have_several_tokens(folder: Path) -> None:
     tokens = [*tokenizer.encode(text), 3]  # the last one is not shown
     answer = CompletionFormat("tiny", TokenTexts(tokenizer), logprobs=True, echoes=[""])
     choice = answered(tokenizer, tokens)
-    streamed = CompletionFormat("tiny", TokenTexts(tokenizer), logprobs=True, echoes=[""])
     assert choice.content == text
     logprobs = answer._logprobs_of(choice, choice.tokens)
     assert logprobs is not None
@@ -338,14 +338,43 @@ def test_offsets_where_characters_have_several_tokens(folder: Path) -> None:
     parts = tokenizer.encode("\N{GRINNING FACE}")
     assert len(parts) > 1 and offsets[1 : 2 + len(parts)] == [1] * len(parts) + [2]
     assert offsets[-1] == len(text)
-    # Token by token, as in a stream.
+    assert streamed_offsets(tokenizer, tokens) == offsets
+
+
+def streamed_offsets(tokenizer: Any, tokens: list[int]) -> list[int]:
+    """Return the offsets token by token, as in a stream."""
+    streamed = CompletionFormat("tiny", TokenTexts(tokenizer), logprobs=True, echoes=[""])
     grown, found = answered(tokenizer, []), []
     for token in tokens:
         grown.add(Token(token, -1.0))
         part = streamed._logprobs_of(grown, grown.tokens[-1:])
         assert part is not None
         found += part["text_offset"]
-    assert found == offsets
+    return found
+
+
+@pytest.mark.parametrize(
+    ("parts", "offsets"),
+    [
+        # Unfinished characters, then a whole one and a letter; every byte is a token.
+        ("e8 ba e2 9b ef ac e3 82 bd 61", [0, 0, 1, 1, 2, 2, 3, 3, 3, 4]),
+        ("61 e8 61 80 80 62", [0, 1, 2, 3, 4, 5]),
+        ("e3 82 bd e3 82 bd e3", [0, 0, 0, 1, 1, 1, 2]),
+        ("efbfbd e3 82 bd", [0, 1, 1, 1]),  # the replacement character itself
+        ("e3 82bde3 82 bde3 61", [0, 0, 1, 1, 3]),  # a token has the end of a character and the beginning of another
+        ("80 " * 300 + "61", [*range(301)]),  # more than are held back
+    ],
+)
+def test_offsets_after_invalid_bytes(parts: str, offsets: list[int]) -> None:
+    from tokenizers import Tokenizer, decoders, models
+
+    letters = {byte: letter for letter, byte in token_text._byte_letters().items()}
+    names = ["".join(letters[byte] for byte in bytes.fromhex(part)) for part in parts.split()]
+    vocabulary = {name: number for number, name in enumerate(dict.fromkeys([*names, *letters.values()]), start=4)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=letters[0]))
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert streamed_offsets(tokenizer, [vocabulary[name] for name in names]) == offsets
 
 
 def test_parts_of_characters_in_log_probabilities(folder: Path) -> None:

@@ -121,7 +121,9 @@ def test_reasoning_can_be_sent_back(server: Server) -> None:
             max_tokens=2,
             temperature=0,
         )
-        assert second.usage.input_tokens == chat.usage.prompt_tokens
+        cut = {"role": "assistant", "content": None, "reasoning_content": said}  # an answer that is reasoning alone
+        same = client.chat.completions.create(model="tiny", messages=[*ASKED, cut, history[-1]], max_tokens=1)
+        assert second.usage.input_tokens == chat.usage.prompt_tokens == same.usage.prompt_tokens
         assert second.output[0].content[0].text == chat.choices[0].message.reasoning_content
         assert chat.usage.prompt_tokens_details.cached_tokens == (second.usage.input_tokens - 1) // 32 * 32 > 0
 

@@ -405,7 +405,9 @@ def test_too_many_answers_at_once(parts: tuple[Any, Any], monkeypatch: pytest.Mo
         post(connection, "/v1/completions", {"model": "tiny", "prompt": "The", "n": 3})
         response = http.client.HTTPResponse(connection)
         response.begin()
-        assert response.status == 429 and "ask again later" in json.loads(response.read())["error"]["message"]
+        error = json.loads(response.read())["error"]
+        assert response.status == 429 and "ask again later" in error["message"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
         assert int(response.headers["retry-after"]) > 0
 
 

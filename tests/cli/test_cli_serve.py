@@ -230,6 +230,7 @@ REFUSED = [
     ({"messages": [{"content": "no role"}]}, 400, "messages.0.role", "is needed"),
     ({"messages": [{"role": "wizard", "content": "x"}]}, 400, "messages.0.role", "messages.0.role is 'wizard'"),
     ({"messages": [{"role": "user"}]}, 400, "messages.0", "needs content"),
+    ({"messages": [{"role": "user", "reasoning_content": "So."}]}, 400, "messages.0", "needs content"),
     ({"messages": ["hi"]}, 400, "messages.0", "messages.0 is 'hi': input should be a valid object"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -249,7 +250,7 @@ REFUSED = [
     ({"n": 1000}, 400, "n", "n is 1000"),
     ({"top_logprobs": 3}, 400, "top_logprobs", "with logprobs: true only"),
     ({"stop": [""]}, 400, "stop.0", "at least 1 character"),
-    ({"stop": ["x"] * 17}, 400, "stop", "at most 16 items after validation, not 17"),
+    ({"stop": ["x"] * 17}, 400, "stop", "at most 16 items, not 17"),
     ({"stop": 5}, 400, "stop", "should be a valid string or a valid list"),
     ({"logit_bias": []}, 400, "logit_bias", "logit_bias is []"),
     ({"logit_bias": {"100000": 1}}, 400, "logit_bias", "tokens from 0 to"),

@@ -23,6 +23,7 @@ from served_models import Server, serve
 from cpumoe.cli import generate, main
 from cpumoe.cli.chat import Conversation
 from cpumoe.cli.chat import _turn as take_turn
+from cpumoe.generation import token_text
 from cpumoe.generation.answer_marks import _HARMONY as HARMONY_MARKS
 from cpumoe.generation.answer_marks import AnswerMarks
 from cpumoe.generation.answers import Answering, ChatFormat, CompletionFormat
@@ -94,13 +95,13 @@ def harmony(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-def read(tokenizer: Any, marks: AnswerMarks, text: str, tools: Any = ()) -> Choice:
-    """What is read in an answer of this text, which ends by itself."""
+def read(tokenizer: Any, marks: AnswerMarks, text: str, tools: Any = (), finish: Finish = "stop") -> Choice:
+    """What is read in an answer of this text."""
     prompt = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True, return_dict=False)
     choice = Choice(0, tokenizer, StopAutomaton(()), marks.message(prompt, tools), marks.ends)
     for token in tokenizer.encode(text, add_special_tokens=False):
         choice.add(Token(token))
-    choice.end("stop")
+    choice.end(finish)
     return choice
 
 
@@ -121,7 +122,9 @@ def test_reasoning_can_be_sent_back(server: Server) -> None:
             max_tokens=2,
             temperature=0,
         )
-        assert second.usage.input_tokens == chat.usage.prompt_tokens
+        cut = {"role": "assistant", "content": None, "reasoning_content": said}  # an answer that is reasoning alone
+        same = client.chat.completions.create(model="tiny", messages=[*ASKED, cut, history[-1]], max_tokens=1)
+        assert second.usage.input_tokens == chat.usage.prompt_tokens == same.usage.prompt_tokens
         assert second.output[0].content[0].text == chat.choices[0].message.reasoning_content
         assert chat.usage.prompt_tokens_details.cached_tokens == (second.usage.input_tokens - 1) // 32 * 32 > 0
 
@@ -329,7 +332,6 @@ def test_offsets_where_characters_have_several_tokens(folder: Path) -> None:
     tokens = [*tokenizer.encode(text), 3]  # the last one is not shown
     answer = CompletionFormat("tiny", TokenTexts(tokenizer), logprobs=True, echoes=[""])
     choice = answered(tokenizer, tokens)
-    streamed = CompletionFormat("tiny", TokenTexts(tokenizer), logprobs=True, echoes=[""])
     assert choice.content == text
     logprobs = answer._logprobs_of(choice, choice.tokens)
     assert logprobs is not None
@@ -339,14 +341,43 @@ def test_offsets_where_characters_have_several_tokens(folder: Path) -> None:
     parts = tokenizer.encode("\N{GRINNING FACE}")
     assert len(parts) > 1 and offsets[1 : 2 + len(parts)] == [1] * len(parts) + [2]
     assert offsets[-1] == len(text)
-    # Token by token, as in a stream.
+    assert streamed_offsets(tokenizer, tokens) == offsets
+
+
+def streamed_offsets(tokenizer: Any, tokens: list[int]) -> list[int]:
+    """Return the offsets token by token, as in a stream."""
+    streamed = CompletionFormat("tiny", TokenTexts(tokenizer), logprobs=True, echoes=[""])
     grown, found = answered(tokenizer, []), []
     for token in tokens:
         grown.add(Token(token, -1.0))
         part = streamed._logprobs_of(grown, grown.tokens[-1:])
         assert part is not None
         found += part["text_offset"]
-    assert found == offsets
+    return found
+
+
+@pytest.mark.parametrize(
+    ("parts", "offsets"),
+    [
+        # Unfinished characters, then a whole one and a letter; every byte is a token.
+        ("e8 ba e2 9b ef ac e3 82 bd 61", [0, 0, 1, 1, 2, 2, 3, 3, 3, 4]),
+        ("61 e8 61 80 80 62", [0, 1, 2, 3, 4, 5]),
+        ("e3 82 bd e3 82 bd e3", [0, 0, 0, 1, 1, 1, 2]),
+        ("efbfbd e3 82 bd", [0, 1, 1, 1]),  # the replacement character itself
+        ("e3 82bde3 82 bde3 61", [0, 0, 1, 1, 3]),  # a token has the end of a character and the beginning of another
+        ("80 " * 300 + "61", [*range(301)]),  # more than are held back
+    ],
+)
+def test_offsets_after_invalid_bytes(parts: str, offsets: list[int]) -> None:
+    from tokenizers import Tokenizer, decoders, models
+
+    letters = {byte: letter for letter, byte in token_text._byte_letters().items()}
+    names = ["".join(letters[byte] for byte in bytes.fromhex(part)) for part in parts.split()]
+    vocabulary = {name: number for number, name in enumerate(dict.fromkeys([*names, *letters.values()]), start=4)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token=letters[0]))
+    backend.decoder = decoders.ByteLevel()
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
+    assert streamed_offsets(tokenizer, [vocabulary[name] for name in names]) == offsets
 
 
 def test_parts_of_characters_in_log_probabilities(folder: Path) -> None:
@@ -398,6 +429,54 @@ def test_harmony(harmony: tuple[Any, Any]) -> None:
     assert read(tokenizer, marks, "Just text.").content == "Just text."
 
 
+TOOLS = [{"type": "function", "function": {"name": "add"}}]
+TO_ADD = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "tools", "finish", "content", "calls"),
+    [
+        (CALL, (), "stop", '{"a": 1}', []),
+        (
+            CALL.replace("<|channel|>commentary to=functions.add", " to=f<|channel|>commentary"),
+            (),
+            "stop",
+            '{"a": 1}',
+            [],
+        ),
+        (TO_ADD + '{"a": 1}', TOOLS, "length", "", ['{"a": 1}']),  # cut after its last character
+        (TO_ADD + '{"a": ', TOOLS, "length", '{"a":', []),
+        (TO_ADD, TOOLS, "length", "", []),
+        (TO_ADD + "<|call|>", TOOLS, "stop", "", ["{}"]),
+        (TO_ADD + '"{<|call|>', TOOLS, "stop", '"{', []),
+        (TO_ADD + '"x"<|call|>', TOOLS, "stop", "", ['"x"']),
+        (TO_ADD + "[" * 3000 + "<|call|>", TOOLS, "stop", "[" * 3000, []),
+        (TO_ADD + "no<|end|><|start|>assistant" + CALL, TOOLS, "stop", "no", ['{"a": 1}']),
+        ("<|channel|>analysis to=python code<|message|>print(1)<|call|>", TOOLS, "stop", "print(1)", []),
+        ('<|channel|>commentary to=browser.search<|message|>{"q": 1}<|call|>', (), "stop", '{"q": 1}', []),
+        # Headers that are cut or malformed.
+        ("<|channel|>commentary to=functions.add <|constr", TOOLS, "length", "", []),
+        ("<|channel|>commentary to=functions.add <|constrain|>", (), "length", "", []),
+        ("<|channel|>final<|message|>Yes.<|end|><|start|>assistant", (), "stop", "Yes.", []),
+        ("<|channel|>final now or<|message|>Yes.", (), "stop", "final now orYes.", []),
+        ("<|constrain|>Yes.<|start|>", (), "stop", "Yes.", []),
+    ],
+)
+def test_harmony_has_no_marks_in_content(
+    harmony: tuple[Any, Any], text: str, tools: Any, finish: Finish, content: str, calls: list[str]
+) -> None:
+    """Calls that cannot be delivered are content."""
+    marks = AnswerMarks(*harmony)
+    for ends in (marks.ends, marks.ends | {harmony[1].convert_tokens_to_ids("<|call|>")}):
+        marks.ends = ends
+        found = read(
+            harmony[1], marks, "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant" + text, tools, finish
+        )
+        assert (found.reasoning, found.content) == ("Hm.", content)
+        assert [(call.name, call.arguments) for call in found.tool_calls] == [("add", arguments) for arguments in calls]
+        assert found.finish == ("tool_calls" if calls else finish)
+
+
 def test_only_the_end_of_a_turn_ends_an_answer(harmony: tuple[Any, Any]) -> None:
     """``<|end|>`` ends the reasoning too, so the answer goes on after it, even if a template ends turns with it."""
     model, tokenizer = harmony
@@ -444,14 +523,17 @@ def test_end_of_turn_of_templates(harmony: tuple[Any, Any], template: str, end: 
 @pytest.mark.parametrize("unit", [" ", "a", "<|channel|>final", "<|start|>assistant", "<|constrain|>"])
 def test_unfinished_marks_are_not_held_back_for_long(start: str, unit: str) -> None:
     """All of what is held back is searched again after every token."""
-    tools = [{"type": "function", "function": {"name": "add"}}]
-    message = StructuredMessage(HARMONY_MARKS, "<|start|>assistant", tools)
     text = start + 300 * unit
-    shown, held = message.add(start).content, 0
-    for _ in range(300):
-        shown += message.add(unit).content
-        held = max(held, len(message._parser._buffer) - message._parser._pos)
-    assert held < 400 and shown + message.rest().content == text
+    for marks in ((), HARMONY_TOKENS):
+        message = StructuredMessage(HARMONY_MARKS, "<|start|>assistant", TOOLS, marks)
+        shown, held = message.add(start).content, 0
+        for _ in range(300):
+            shown += message.add(unit).content
+            held = max(held, len(message._parser._buffer) - message._parser._pos)
+        shown += message.rest().content
+        for mark in marks:
+            text = text.replace(mark, "")
+        assert held < 400 and text.startswith(shown) and len(shown) >= len(text) - (held if marks else 0)
 
 
 def test_another_transformers_generates_text_and_reads_no_chats(

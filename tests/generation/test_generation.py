@@ -30,7 +30,7 @@ import transformers
 from pydantic import ValidationError
 
 import cpumoe
-from cpumoe.generation import admission, connections, http_answers
+from cpumoe.generation import admission, connections
 from cpumoe.generation import http as limits
 from cpumoe.generation.answers import Answering, Choice
 from cpumoe.generation.api_requests import ApiError, ChatRequest, CompletionRequest, parse_body
@@ -47,6 +47,7 @@ from cpumoe.steps.sampling import Sampling, Token, TokenChooser
 from cpumoe.steps.schedule import MOST_SEQUENCES
 
 SECONDS = 60.0  # at most, for things that take milliseconds
+HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 
 # ---- choosing tokens -------------------------------------------------------------------------------------------------
 
@@ -351,9 +352,13 @@ def test_a_model_that_cannot_be_batched_and_a_mistake_of_our_own(
 
 
 @contextmanager
-def serving(parts: tuple[Any, Any], max_connections: int = 100) -> Iterator[tuple[Server, int]]:
-    """The server inside this process, on a thread of its own."""
+def serving(
+    parts: tuple[Any, Any], max_connections: int = 100, send_buffer: int | None = None
+) -> Iterator[tuple[Server, int]]:
+    """The server inside this process, on a thread of its own; ``send_buffer`` is the kernel's for each connection."""
     with socket.create_server(("127.0.0.1", 0)) as listener, Server(*parts, "tiny", 2048) as served:
+        if send_buffer is not None:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         native = native_with_head(parts[0])
         if native is None:
             served.start_sequential()
@@ -371,9 +376,10 @@ def serving(parts: tuple[Any, Any], max_connections: int = 100) -> Iterator[tupl
             thread.join(SECONDS)
 
 
-def post(connection: socket.socket, path: str, body: dict[str, Any]) -> None:
+def post(connection: socket.socket, path: str, body: dict[str, Any], headers: str = "") -> None:
     data = json.dumps(body).encode()
-    connection.sendall(f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data)
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n{headers}\r\n"
+    connection.sendall(head.encode() + data)
 
 
 def answer_on(connection: socket.socket) -> tuple[int, Any]:
@@ -403,7 +409,9 @@ def test_too_many_answers_at_once(parts: tuple[Any, Any], monkeypatch: pytest.Mo
         post(connection, "/v1/completions", {"model": "tiny", "prompt": "The", "n": 3})
         response = http.client.HTTPResponse(connection)
         response.begin()
-        assert response.status == 429 and "ask again later" in json.loads(response.read())["error"]["message"]
+        error = json.loads(response.read())["error"]
+        assert response.status == 429 and "ask again later" in error["message"]
+        assert (error["type"], error["code"]) == ("rate_limit_error", "rate_limit_exceeded")
         assert int(response.headers["retry-after"]) > 0
 
 
@@ -488,16 +496,57 @@ def test_waiting_jobs_are_told_that_the_engine_ends() -> None:
         release.set()
 
 
-@pytest.mark.full
-def test_a_client_that_does_not_read(parts: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_answers, "_SEND_SECONDS", 0.5)
-    with serving(parts) as (served, port), socket.socket() as connection:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+MANY_TOKENS = {"model": "tiny", "prompt": "The", "n": 64, "max_tokens": 20, "logprobs": 20}  # answered by a megabyte
+
+
+@contextmanager
+def reading_little(port: int) -> Iterator[socket.socket]:
+    """Yield a connection with small buffers on this side too; serve with ``send_buffer``."""
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         connection.connect(("127.0.0.1", port))
-        body = {"model": "tiny", "prompt": "The", "n": 64, "max_tokens": 60, "stream": True, "logprobs": 20}
-        post(connection, "/v1/completions", body)
-        until(lambda: served._admission._answers == 64)
+        yield connection
+
+
+@pytest.mark.parametrize("way", ["stream", "whole", "pipelined", "closing"])
+def test_clients_that_do_not_read_lose_their_connections(
+    parts: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    """Their places are free for others again, and nothing is computed for them any more."""
+    monkeypatch.setattr(limits, "SEND_SECONDS", 0.5)
+    with serving(parts, max_connections=1, send_buffer=4096) as (served, port), reading_little(port) as connection:
+        if way == "pipelined":
+            connection.settimeout(0.3)
+            with pytest.raises((TimeoutError, ConnectionError)):  # up to where neither side takes more
+                while True:
+                    connection.sendall(b"GET /v1/models HTTP/1.1\r\nhost: x\r\n\r\n" * 1000)
+        else:
+            # Before "closing" comes less than asyncio lets wait by default.
+            body = {**MANY_TOKENS, "stream": way == "stream", "n": 4 if way == "closing" else 64}
+            post(connection, "/v1/completions", body, "connection: close\r\n" if way == "closing" else "")
+            assert select.select([connection], [], [], SECONDS)[0]  # the answer begins
+        with socket.create_connection(("127.0.0.1", port)) as other:
+            other.sendall(HEALTH)
+            assert answer_on(other) == (200, {"status": "ok"})
         until(lambda: served._admission._answers == 0)
+
+
+def test_a_client_that_reads_slowly_has_its_whole_answer(
+    parts: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long it takes, as long as it takes something."""
+    monkeypatch.setattr(limits, "SEND_SECONDS", 1.0)
+    with serving(parts, send_buffer=4096) as (_, port), reading_little(port) as connection:
+        post(connection, "/v1/completions", MANY_TOKENS)
+        connection.settimeout(SECONDS)
+        response = http.client.HTTPResponse(connection)
+        response.begin()
+        started, data = time.monotonic(), b""
+        while part := response.read(32 << 10):
+            data += part
+            time.sleep(0.1)
+        assert time.monotonic() - started > 1.5
+        assert len(json.loads(data)["choices"]) == 64
 
 
 @pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest])
@@ -536,9 +585,6 @@ def test_requests_that_are_never_finished(parts: tuple[Any, Any], monkeypatch: p
                 connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
                 assert answer_on(connection) == (200, {"status": "ok"})
                 time.sleep(0.5)
-
-
-HEALTH = b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n"
 
 
 def test_connections_above_the_limit_wait(parts: tuple[Any, Any], caplog: pytest.LogCaptureFixture) -> None:

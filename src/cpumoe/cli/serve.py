@@ -49,7 +49,11 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1)")
     parser.add_argument("--port", type=_port, default=8000, help="port to listen on; 0 takes a free one (8000)")
     parser.add_argument(
-        "--memory-gb", type=_gigabytes, metavar="F", help="memory for keys and values (half of what the model leaves)"
+        "--memory-gb",
+        type=_gigabytes,
+        metavar="F",
+        help="memory for the KV cache (half of what the model leaves, at most what 256 requests of full context length "
+        "take, or 64 with transformers' batching)",
     )
     parser.add_argument(
         "--max-connections",

@@ -18,11 +18,13 @@ _TESTED_WITH = "5.22"
 
 # The harmony format of gpt-oss, for which transformers has no template. A message has a channel: analysis (reasoning),
 # final, or commentary, which is for tool calls and for what the user is told before them. A recipient ("to=") may stand
-# before or after the channel. Nothing here is unbounded or backtracks ("+" after a quantifier): after every token the
-# patterns are searched for in whatever the model writes.
+# before or after the channel. Messages to a recipient that is not one of the client's functions are content. Nothing
+# here is unbounded or backtracks ("+" after a quantifier): after every token the patterns are searched for in whatever
+# the model writes.
 _SPACE = r"\s{0,16}+"
 _WORD = r"\w{1,32}+"
-_RECIPIENT = rf"{_SPACE}to=functions\.(?P<name>[\w.-]{{1,128}}+)"
+_FUNCTION = rf"{_SPACE}to=functions\.(?P<name>[\w.-]{{1,128}}+)"
+_RECIPIENT = rf"{_SPACE}to=[\w.-]{{1,138}}+"
 _CONTENT_TYPE = rf"{_SPACE}(?:<\|constrain\|>{_SPACE})?+(?:{_WORD}{_SPACE})?+"
 _HARMONY: Mapping[str, Any] = {
     "defaults": {"role": "assistant"},
@@ -36,22 +38,26 @@ _HARMONY: Mapping[str, Any] = {
         "tool_calls": {
             "open_pattern": (
                 r"(?:<\|start\|>assistant)?"
-                rf"(?:<\|channel\|>{_WORD}{_RECIPIENT}|{_RECIPIENT}{_SPACE}<\|channel\|>{_WORD}){_CONTENT_TYPE}<\|message\|>"
+                rf"(?:<\|channel\|>{_WORD}{_FUNCTION}|{_FUNCTION}{_SPACE}<\|channel\|>{_WORD}){_CONTENT_TYPE}<\|message\|>"
             ),
             "close": ["<|call|>", "<|end|>"],
             "repeats": True,
-            "content": "json",
+            "content": "text",  # StructuredMessage parses the arguments, and gives them as content if they are not JSON
             "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
         },
         "content": {
             "close_pattern": (
-                rf"(?:<\|start\|>assistant)?(?:<\|channel\|>(?:final|commentary){_CONTENT_TYPE})?<\|message\|>"
-                r"|<\|end\|>|<\|return\|>"
+                rf"(?:<\|start\|>assistant)?(?:(?:{_RECIPIENT})?{_SPACE}<\|channel\|>{_WORD}(?:{_RECIPIENT})?"
+                rf"{_CONTENT_TYPE})?<\|message\|>|<\|end\|>|<\|return\|>|<\|call\|>"
             ),
             "content": "text",
         },
     },
 }
+_HARMONY_MARKS = (
+    "<|start|>assistant",
+    *("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>", "<|return|>", "<|call|>"),
+)
 
 _ANSWER = "the answer of cpumoe"  # no template writes this by itself; one may write it in capitals
 _QUESTION = {"role": "user", "content": "?"}
@@ -101,7 +107,8 @@ class AnswerMarks:
             return PlainMessage()
         text = self._tokenizer.decode(list(prompt))
         assert isinstance(text, str)
-        return StructuredMessage(self.template, text, tools)
+        marks = _HARMONY_MARKS if self.template is _HARMONY else ()
+        return StructuredMessage(self.template, text, tools, marks)
 
     def _chat_template(self) -> str:
         """Return the default chat template, or nothing if there is none."""

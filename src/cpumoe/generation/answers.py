@@ -14,10 +14,11 @@ from cpumoe.generation.api_requests import ApiError
 from cpumoe.generation.choice import Choice
 from cpumoe.generation.engine import Engine, deliver_to
 from cpumoe.generation.text import Delta, ToolCall
-from cpumoe.generation.token_text import TokenTexts
+from cpumoe.generation.token_text import TokenText, TokenTexts
 from cpumoe.steps.request import ENDING, Failure, Finish, Job
 from cpumoe.steps.sampling import Sampling, Token
 
+_REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _ITEMS_AT_ONCE = 16  # tokens that are made text of before other connections have their turn
 
 
@@ -212,6 +213,7 @@ class CompletionFormat:
         self._logprobs = logprobs
         self._echoes = echoes  # the text that each choice begins with
         self._lengths: dict[int, int] = {}  # of the text of each choice up to the next token
+        self._held: dict[int, bytes] = {}  # what follows it: the unfinished characters that each choice holds back
 
     def whole(self, answering: Answering) -> dict[str, Any]:
         choices = [
@@ -251,9 +253,7 @@ class CompletionFormat:
             "tokens": [text.key for text in texts],
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [self._likeliest(token) for token in tokens],
-            "text_offset": [
-                self._offset(choice.index, piece, text.text) for piece, text in zip(pieces, texts, strict=True)
-            ],
+            "text_offset": [self._offset(choice.index, piece, text) for piece, text in zip(pieces, texts, strict=True)],
         }
 
     def _likeliest(self, token: Token) -> dict[str, float | None]:
@@ -263,14 +263,33 @@ class CompletionFormat:
             out.setdefault(self._texts.of(other).key, logprob)
         return {**out, self._texts.of(token.id).key: token.logprob}
 
-    def _offset(self, index: int, piece: str, own: str) -> int:
+    def _offset(self, index: int, piece: str, token: TokenText) -> int:
         """Where a token begins in the answer's text; for a part of a character, where that character is.
 
         Args:
             index: of the choice.
-            piece: the text that the token has finished. It is empty for tokens that are not shown.
-            own: the token's text. Before it, ``piece`` may have what was held back.
+            piece: the text that the token has finished. It is empty for tokens that are not shown. It may begin with
+                unfinished characters of the tokens before, which were held back.
+            token: the text and the bytes of the token alone.
         """
-        begin = self._lengths.get(index, 0)
+        begin, held = self._lengths.get(index, 0), self._held.get(index, b"")
         self._lengths[index] = begin + len(piece)
-        return begin + len(piece) - len(own) if own and piece.endswith(own) else begin
+        if token.bytes is None or (token.is_whole and _REPLACEMENT not in token.text):
+            self._held[index] = b"" if piece else held
+            is_shown = token.text and piece.endswith(token.text)
+            return begin + (len(piece) - len(token.text) if is_shown else _characters(held))
+        self._held[index] = _unfinished(held + token.bytes, piece)
+        return begin + _characters(held + token.bytes[:1]) - 1
+
+
+def _characters(text: bytes) -> int:
+    """Return the number of characters, invalid ones included."""
+    return len(text.decode(errors="replace"))
+
+
+def _unfinished(text: bytes, piece: str) -> bytes:
+    """Return the end of a text that was held back when ``piece`` was shown: invalid bytes after the last character."""
+    if piece.endswith(_REPLACEMENT):  # they were too many, and all were shown
+        return b""
+    last = text.decode(errors="replace").rstrip(_REPLACEMENT)[-1:]
+    return text.rpartition(last.encode())[2] if last and piece else text

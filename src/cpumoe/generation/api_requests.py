@@ -41,6 +41,8 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         kind = "invalid_request_error" if self.status < 500 else "server_error"
+        if self.status == 429:
+            kind = "rate_limit_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
 
@@ -138,7 +140,8 @@ class Message(Part):
 
     @model_validator(mode="after")
     def _has_something_to_say(self) -> Message:
-        if self.content is None and not self.tool_calls:
+        has_reasoning = self.role == "assistant" and self.reasoning_content is not None
+        if self.content is None and not self.tool_calls and not has_reasoning:
             raise ValueError(f"a message of role {self.role!r} needs content")
         if self.tool_calls and self.role != "assistant":
             raise ValueError(f"tool_calls in a message of role {self.role!r}; those of the assistant may have them")
@@ -399,7 +402,9 @@ def _reached(location: tuple[str | int, ...]) -> tuple[int, tuple[int, ...]]:
 
 
 def _text_of(error: ErrorDetails) -> str:
-    return "input should be a valid object" if error["type"] == "model_type" else error["msg"]
+    if error["type"] == "model_type":
+        return "input should be a valid object"
+    return error["msg"].replace(" after validation", "")  # that is when pydantic counts the items of a list
 
 
 # Words that pydantic puts into the location of an error besides the names of fields and positions.

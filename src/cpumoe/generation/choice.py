@@ -82,7 +82,7 @@ class Choice:
 
     def end(self, finish: Finish) -> Delta:
         delta = self._appended(self._message.add(self._pieces.rest()))
-        last = self._appended(self._message.rest())
+        last = self._appended(self._message.rest(is_cut=finish == "length"))
         held_back = "" if self._stops.found else self._stops.rest()
         self._append("content", held_back)
         self.finish = "stop" if self._stops.found else "tool_calls" if self.tool_calls else finish

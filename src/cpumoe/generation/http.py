@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -13,16 +14,25 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from cpumoe.generation.api_requests import ApiError
 
+_log = logging.getLogger("cpumoe")
+
 HEAD_SECONDS = 20.0  # for the first line and the headers of a request, counted from its first byte or the connection
 BODY_SECONDS = 60.0
+SEND_SECONDS = 60.0  # in which a client must take everything that was written, or at least SEND_BYTES of it
+SEND_BYTES = 64 << 10
 
 _SKIPPED_BYTES, _SKIPPED_SECONDS = 64 << 20, 5.0  # how much of a too long body is read and dropped, and for how long
 
 
 class ImpatientProtocol(H11Protocol):
-    """uvicorn's HTTP protocol, which in addition closes connections that do not send a request in time."""
+    """uvicorn's HTTP protocol with time limits: closes connections that send no request or read no answer in time.
+
+    A client that does not read may also keep a connection open that was closed already, since ``transport.close()``
+    first sends what was written. The send timer therefore runs whenever bytes wait to be sent, and its end aborts.
+    """
 
     _deadline: asyncio.TimerHandle | None = None
+    _send_deadline: asyncio.TimerHandle | None = None
 
     def __init__(self, *arguments: Any, on_lost: Callable[[], None], **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -30,6 +40,7 @@ class ImpatientProtocol(H11Protocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(high=0)  # so that writing is paused exactly while bytes wait to be sent
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -39,8 +50,17 @@ class ImpatientProtocol(H11Protocol):
         else:
             self._unwatch()
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_sending()
+
+    def resume_writing(self) -> None:
+        self._unwatch_sending()
+        super().resume_writing()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._unwatch()
+        self._unwatch_sending()
         self._on_lost()
         super().connection_lost(exc)
 
@@ -63,6 +83,24 @@ class ImpatientProtocol(H11Protocol):
         self._deadline = None
         if self._waits_for_head():
             self.transport.close()
+
+    def _watch_sending(self) -> None:
+        self._unwatch_sending()
+        unsent = self.transport.get_write_buffer_size()
+        self._send_deadline = self.loop.call_later(SEND_SECONDS, self._check_sending, unsent)
+
+    def _unwatch_sending(self) -> None:
+        if self._send_deadline is not None:
+            self._send_deadline.cancel()
+            self._send_deadline = None
+
+    def _check_sending(self, unsent: int) -> None:
+        """Abort the connection unless the client has taken enough of the ``unsent`` bytes since the last check."""
+        if unsent - self.transport.get_write_buffer_size() >= SEND_BYTES:
+            self._watch_sending()
+            return
+        _log.info("a client does not read its answer, which ends here")
+        self.transport.abort()
 
 
 async def read_body(request: Request, max_bytes: int) -> bytes:

@@ -8,7 +8,6 @@ import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 
-import anyio
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
@@ -19,8 +18,6 @@ from cpumoe.generation.http import client_left
 from cpumoe.generation.responses_format import ResponsesFormat
 
 _log = logging.getLogger("cpumoe")
-
-_SEND_SECONDS = 60.0  # that a client may take to read what it was sent
 
 
 async def completion_response(
@@ -72,14 +69,8 @@ class _EventStream(StreamingResponse):
         self._on_end = on_end
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        async def send_in_time(message: Any) -> None:
-            with anyio.fail_after(_SEND_SECONDS):
-                await send(message)
-
         try:
-            await super().__call__(scope, receive, send_in_time)
-        except TimeoutError:
-            _log.info("a client does not read its answer, which ends here")
+            await super().__call__(scope, receive, send)
         finally:
             self._on_end()
 

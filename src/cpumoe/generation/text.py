@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -92,7 +93,7 @@ class PlainMessage:
     def add(self, piece: str) -> Delta:
         return Delta(content=piece)
 
-    def rest(self) -> Delta:
+    def rest(self, *, is_cut: bool = False) -> Delta:
         return Delta()
 
 
@@ -107,11 +108,19 @@ class StructuredMessage:
         prompt: the text that the model continues. It may contain the beginning of the message, such as the opening mark
             of the reasoning.
         tools: the client's tools; their schemas say how arguments are to be read.
+        marks: special tokens that are never part of a text, also where a message does not keep to the format. With
+            them, calls that cannot be delivered are content without marks; else they are content as written.
     """
 
     special_tokens = True  # the marks are special tokens
 
-    def __init__(self, template: Mapping[str, Any], prompt: str, tools: Sequence[Mapping[str, Any]]) -> None:
+    def __init__(
+        self,
+        template: Mapping[str, Any],
+        prompt: str,
+        tools: Sequence[Mapping[str, Any]],
+        marks: Sequence[str] = (),
+    ) -> None:
         from transformers.utils.chat_parsing import ResponseParser
         from transformers.utils.chat_parsing.response_templates import load_response_template
 
@@ -125,9 +134,11 @@ class StructuredMessage:
         at = len(prompt) - len(begun)
         prefix = prompt[:at] + begun.rstrip() if at > 0 and begun != prompt else ""
         self._parser = ResponseParser(spec, prefix=prefix, tools=[dict(tool) for tool in tools] or None)
+        self._marks = re.compile("|".join(map(re.escape, marks))) if marks else None
         self._call = ""  # the text of a tool call that has not ended
         self._calling = False
         self._broken = False
+        self._is_cut = False
 
     @property
     def in_reasoning(self) -> bool:
@@ -136,7 +147,7 @@ class StructuredMessage:
 
     def add(self, piece: str) -> Delta:
         if self._broken:
-            return Delta(content=piece)
+            return Delta(content=self._without_marks(piece))
         self._call += piece
         try:
             events = self._parser.feed(piece)
@@ -144,9 +155,13 @@ class StructuredMessage:
             return self._give_up(problem)
         return self._read(events)
 
-    def rest(self) -> Delta:
+    def rest(self, *, is_cut: bool = False) -> Delta:
+        """Return what is left at the end of an answer, which may have been cut by its maximum length."""
         if self._broken:
             return Delta()
+        self._is_cut = is_cut
+        if self._marks is not None and self._marks.search(self._held_back()) and not self._holds_whole_header():
+            self._parser._buffer = self._parser._buffer[: self._parser._pos]  # the header of a message was cut
         try:
             _, events = self._parser.finalize()
         except Exception as problem:  # as above
@@ -165,32 +180,58 @@ class StructuredMessage:
             if event.get("field") == "tool_calls":
                 self._calling = event["type"] != "region_close"
         if not self._calling:  # the text that the parser holds back may be the beginning of a call
-            self._call = self._parser._buffer[self._parser._pos :]
+            self._call = self._held_back()
         elif delta.content:  # it was written before the call began
             self._call = self._call.partition(delta.content)[2]
         return delta
+
+    def _held_back(self) -> str:
+        """Return the text that may be the beginning of a mark."""
+        held: str = self._parser._buffer[self._parser._pos :]
+        return held
+
+    def _holds_whole_header(self) -> bool:
+        """Return whether the text that is held back has a whole mark or header, after which nothing came."""
+        return self._parser._scan(self._parser._watchlist(), True)[0] is not None
 
     def _give_up(self, problem: Exception) -> Delta:
         """Passes on what the model wrote as plain content from now on, so that nothing of it is lost."""
         reason = str(problem).partition("\n")[0]  # the lines after it are what the model wrote
         _log.warning("an answer does not keep to its model's format (%.200s); it is given as it is", reason)
         self._broken = True
-        return Delta(content=self._call)
+        return Delta(content=self._without_marks(self._call))
 
-    @staticmethod
-    def _delta(events: Iterable[Mapping[str, Any]]) -> Delta:
+    def _delta(self, events: Iterable[Mapping[str, Any]]) -> Delta:
         delta = Delta()
         for event in events:
             kind, region = event["type"], event.get("field")
             if kind == "region_chunk" and not event.get("dirty"):  # a dirty one is read as a whole when it closes
-                text = event.get("text") or ""
+                text = self._without_marks(event.get("text") or "")
                 if region == "content":
                     delta.content += text
                 elif region in _REASONING:
                     delta.reasoning += text
             elif kind == "region_close" and region == "tool_calls":
-                delta.tool_calls += (_parsed_call(event.get("value")),)
+                if self._marks is None:
+                    delta.tool_calls += (_parsed_call(event.get("value")),)
+                else:
+                    self._add_marked_call(delta, event["value"])
         return delta
+
+    def _add_marked_call(self, delta: Delta, value: dict[str, Any]) -> None:
+        """Add a call with arguments in JSON, or if they are cut or malformed, their text as content."""
+        function = value["function"]
+        text = self._without_marks(function["arguments"])
+        try:
+            function["arguments"] = json.loads(text if text or self._is_cut else "{}")
+            arguments = self._parser._coerce_tool_calls(value)["function"]["arguments"]
+            delta.tool_calls += (ToolCall(function["name"], json.dumps(arguments)),)
+        except (ValueError, RecursionError) as problem:
+            _log.warning("a call of a tool is given as content: its arguments are not JSON: %.200s", problem)
+            delta.content += text
+
+    def _without_marks(self, text: str) -> str:
+        return text if self._marks is None else self._marks.sub("", text)
 
 
 class _MalformedCall(Exception):

@@ -181,7 +181,9 @@ class IntegerStorage(LinearStorage):
             words = (-(-rows // self._per_word), scale_shape[1])
             tensors["weight_zero_point"] = StoredTensor(("I32",), words, by_rows=False)
         if self.has_shape:
-            tensors["weight_shape"] = StoredTensor(("I64", "I32"), (2,), by_rows=False, values=(rows, columns))
+            tensors["weight_shape"] = StoredTensor(
+                ("I64", "I32"), (2,), by_rows=False, values=(rows, columns), optional=True
+            )
         return tensors
 
     def _check_order(self, name: str, group_index: Tensor) -> None:

@@ -58,6 +58,7 @@ def test_calibrated_floats_are_refused_in_one_sentence(tmp_path: Path) -> None:
 
     folder = changed_copy(tmp_path / "model", BYTES, uncompressed, section(quantization_status="frozen"))
     said = refusal(folder, UnsupportedScheme)
+    assert said.startswith(f"{folder}: quantization_status is 'frozen'") and said.count(str(folder)) == 1
     assert "quantization_status is 'frozen', and 56 linears have weights in float beside their scales, such as" in said
     assert ".weight (BF16 [" in said and "save_compressed=True" in said and len(said) < 600
 

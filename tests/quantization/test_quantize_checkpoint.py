@@ -415,7 +415,12 @@ def test_bad_arguments_are_named(float_model, tmp_path):
         cpumoe.quantize_checkpoint(float_model, tmp_path / "a/b", "w4a8-g32")
     (tmp_path / "link").symlink_to(float_model)
     before = sorted(float_model.iterdir())
-    for inside in (float_model / "x", tmp_path / "link/x", float_model / "../" / float_model.name / "x"):
+    for inside in (
+        float_model / "x",
+        float_model / "x/y",
+        tmp_path / "link/x",
+        float_model / "../" / float_model.name / "x",
+    ):
         with pytest.raises(ValueError, match="dst=.* is inside of src=.*; name a folder next to it, such as"):
             cpumoe.quantize_checkpoint(float_model, inside, "w4a8-g32")
     (tmp_path / "link").unlink()

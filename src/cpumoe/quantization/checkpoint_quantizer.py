@@ -170,7 +170,7 @@ def _quantize_layers(
     if not shards[0].exists():
         with TensorFileWriter(shards[0], plan.stored(plan.outside), {"format": "pt"}) as shard:
             for name in plan.outside:
-                shard.write(name, plan.checkpoint.read(name))
+                shard.copy(name, plan.checkpoint.read_into)
             watch.check()
     for index, layer in enumerate(plan.layers):
         if shards[index + 1].exists():

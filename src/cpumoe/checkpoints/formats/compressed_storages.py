@@ -165,7 +165,9 @@ class IntegerStorage(LinearStorage):
         others = {} if self.input_scale_suffix is None else {self.input_scale_suffix: one_scale()}
         if self.activation_order:
             contents = grouping_check(columns, self.scheme.group_size)
-            others["weight_g_idx"] = StoredTensor(("I32",), (columns,), by_rows=False, contents=contents)
+            others["weight_g_idx"] = StoredTensor(
+                ("I32",), (columns,), by_rows=False, contents=contents, inspected=True
+            )
         elif self.has_g_idx:
             others["weight_g_idx"] = StoredTensor(
                 ("I32",), (columns,), by_rows=False, optional=True, check=self._check_order

@@ -83,7 +83,9 @@ class TransposedStorage(LinearStorage):
         if self.has_g_idx or self.activation_order:
             known = None if self.activation_order else self._check_order
             contents = grouping_check(columns, self.scheme.group_size) if self.activation_order else None
-            tensors["g_idx"] = StoredTensor(("I32",), (columns,), by_rows=False, check=known, contents=contents)
+            tensors["g_idx"] = StoredTensor(
+                ("I32",), (columns,), by_rows=False, check=known, contents=contents, inspected=True
+            )
         return tensors
 
     def size(self, found: Mapping[str, TensorInfo], read: Callable[[str], Tensor]) -> tuple[int, int]:

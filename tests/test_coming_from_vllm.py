@@ -74,8 +74,9 @@ def _quark(text: str) -> dict[str, Any] | None:
         return None
     kind, _, how = text.partition(", ")
     dtype, qscheme = kind.split(" ")
-    section = {"dtype": dtype, "qscheme": qscheme, "is_dynamic": how == "dynamic", "symmetric": True}
-    groups = {"group_size": 32, "scale_format": "e8m0", "ch_axis": -1}
+    section = {"dtype": dtype, "qscheme": qscheme, "is_dynamic": how == "dynamic"}
+    section |= {"symmetric": not dtype.startswith("uint")}
+    groups = {"group_size": 32, "scale_format": None if "int" in dtype else "e8m0", "ch_axis": -1}
     return section | (groups if qscheme == "per_group" else {})
 
 
@@ -86,7 +87,12 @@ def _section(weights: str, activations: str) -> dict[str, Any]:
         return {"quant_method": "awq", "bits": int(bits), "group_size": int(size), "zero_point": True}
     if tool == "Quark":
         linear = {"weight": _quark(form), "input_tensors": _quark(activations)}
-        return {"quant_method": "quark", "export": {}, "global_quant_config": linear, "exclude": []}
+        return {
+            "quant_method": "quark",
+            "export": {"pack_method": "reorder"},
+            "global_quant_config": linear,
+            "exclude": [],
+        }
     formats = {"int": "pack-quantized", "fp8": "float-quantized", "fp4": "mxfp4-pack-quantized"}
     group = {
         "format": formats.get(form[:3], "mxfp6-pack-quantized"),

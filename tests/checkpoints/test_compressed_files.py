@@ -58,6 +58,7 @@ def test_calibrated_floats_are_refused_in_one_sentence(tmp_path: Path) -> None:
 
     folder = changed_copy(tmp_path / "model", BYTES, uncompressed, section(quantization_status="frozen"))
     said = refusal(folder, UnsupportedScheme)
+    assert said.startswith(f"{folder}: quantization_status is 'frozen'") and said.count(str(folder)) == 1
     assert "quantization_status is 'frozen', and 56 linears have weights in float beside their scales, such as" in said
     assert ".weight (BF16 [" in said and "save_compressed=True" in said and len(said) < 600
 
@@ -167,12 +168,17 @@ def test_the_kv_cache_alone_may_be_quantised(tmp_path: Path, groups: dict[str, A
 # ---- weight_shape --------------------------------------------------------------------------------------------------
 
 
-def test_files_need_not_say_sizes(weights: Weights, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["", ".self_attn.", ".experts.", ".experts.3.", "layers.0.self_attn.q_proj."])
+def test_files_need_not_say_sizes(part: str, weights: Weights, tmp_path: Path) -> None:
     def without_shapes(tensors: Tensors) -> None:
-        for name in [name for name in tensors if name.endswith(".weight_shape")]:
+        for name in [name for name in tensors if name.endswith(".weight_shape") and part in name]:
             del tensors[name]
 
-    assert_loads(changed_copy(tmp_path, PACKED, without_shapes), weights[PACKED])
+    folder = changed_copy(tmp_path / "model", PACKED, without_shapes)
+    assert_loads(folder, weights[PACKED])
+    cpumoe.load_model(folder).save_pretrained(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "config.json").read_text())["quantization_config"]
+    assert len(saved["config_groups"]) == 1
 
 
 # ---- weight_g_idx --------------------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ from cpumoe.checkpoints.formats.compressed_storages import FORMATS, formats_of, 
 from cpumoe.checkpoints.formats.fp8 import InverseFp8Storage
 from cpumoe.checkpoints.formats.modelopt import ModeloptFp4Storage
 from cpumoe.checkpoints.formats.quark import QuarkFp6Storage, QuarkRowFp8Storage
+from cpumoe.checkpoints.formats.quark_integers import QuarkInt8Storage
 from cpumoe.checkpoints.loading import experts_of, load_experts
 from cpumoe.checkpoints.model_tensors import quantized_linears
 from cpumoe.checkpoints.storage import LinearStorage
@@ -322,7 +323,11 @@ def _storages() -> list[LinearStorage]:
             found += [storage_in(scheme, form) for form in formats_of(scheme)]
     inverse = [InverseFp8Storage(Scheme.parse(n), "fp8") for n in ("fp8-block", "fp8-tensor", "fp8-tensor-token")]
     mx = ("mxfp6-e3m2", "mxfp6-e3m2afp8-static")
-    quark = [QuarkRowFp8Storage(Scheme.parse("fp8"), "quark"), *(QuarkFp6Storage(Scheme.parse(n), "quark") for n in mx)]
+    quark: list[LinearStorage] = [
+        QuarkRowFp8Storage(Scheme.parse("fp8"), "quark"),
+        *(QuarkFp6Storage(Scheme.parse(n), "quark") for n in mx),
+    ]
+    quark += [QuarkInt8Storage(Scheme.parse(name), "quark") for name in ("w8a8", "w8a8-static", "w8a16")]
     return [*found, *inverse, *quark, *(ModeloptFp4Storage(Scheme.parse(n), "modelopt") for n in ("nvfp4", "nvfp4a16"))]
 
 

@@ -112,6 +112,10 @@ def quark(weight: Any, inputs: Config | None, **fields: Any) -> Config:
     }
 
 
+INT8_TENSOR, INT8_ROW = {"dtype": "int8", "qscheme": "per_tensor"}, {"dtype": "int8", "qscheme": "per_channel"}
+INT4 = {"dtype": "int4", "qscheme": "per_group", "group_size": 32, "ch_axis": -1}
+UINT4 = INT4 | {"dtype": "uint4", "symmetric": False}
+ORDER = {"export": {"kv_cache_group": [], "pack_method": "order", "weight_format": "real_quantized"}}
 PER_TENSOR, PER_ROW = {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}, {"dtype": "fp8_e4m3", "qscheme": "per_channel"}
 DYNAMIC = {"is_dynamic": True}
 GROUPS = {"qscheme": "per_group", "group_size": 32, "ch_axis": -1, "scale_format": "e8m0"}
@@ -139,6 +143,51 @@ def quark_rows(weight: Tensor) -> tuple[Tensors, Tensor]:
     scale = weight.abs().amax(1) / 448
     stored = (weight / scale[:, None]).clamp(-448, 448).to(torch.float8_e4m3fn)
     return {"weight": stored, "weight_scale": scale}, stored.float() * scale[:, None]
+
+
+def quark_int8(weight: Tensor, by_rows: bool, has_inputs: bool = False) -> tuple[Tensors, Tensor]:
+    """A byte each; zero points of symmetric weights and inputs are there, and 0."""
+    scale = (weight.abs().amax(1) if by_rows else weight.abs().max()) / 127
+    stored = (weight / scale.unsqueeze(-1)).round().to(torch.int8)
+    zeros = {"weight_zero_point": torch.zeros(scale.shape, dtype=torch.int8)}
+    if has_inputs:
+        zeros |= {"input_scale": torch.tensor(0.03), "input_zero_point": torch.tensor(0, dtype=torch.int8)}
+    return {"weight": stored, "weight_scale": scale, **zeros}, stored.float() * scale.unsqueeze(-1)
+
+
+def quark_words(values: Tensor, order: tuple[int, ...]) -> Tensor:
+    """[groups or inputs, outputs] -> int32 words of eight outputs, bit by bit as Quark's packing is described."""
+    words = torch.zeros(values.shape[0], values.shape[1] // 8, dtype=torch.int64)
+    for place, output in enumerate(order):
+        words |= (values[:, output::8].to(torch.int64) & 0xF) << (4 * place)
+    return words.to(torch.int32)  # which wraps
+
+
+def quark_int4(weight: Tensor, asymmetric: bool = False, pack_method: str = "reorder") -> tuple[Tensors, Tensor]:
+    """int4 in two's complement, or uint4 with zero points, in groups of 32 inputs; inputs come before outputs."""
+    grouped = weight.unflatten(1, (-1, 32))  # [out, groups, 32]
+    if asymmetric:
+        low, high = grouped.amin(-1, keepdim=True), grouped.amax(-1, keepdim=True)
+        scale = (high - low) / 15
+        zero = (-low / scale).round().clamp(0, 15)
+        values = (grouped / scale + zero).round().clamp(0, 15)
+    else:
+        scale = grouped.abs().amax(-1, keepdim=True) / 7
+        zero = torch.zeros_like(scale)
+        values = (grouped / scale).round().clamp(-8, 7)
+        values[0, 0, 0] = -8
+    order = (0, 2, 4, 6, 1, 3, 5, 7) if pack_method == "reorder" else (0, 1, 2, 3, 4, 5, 6, 7)
+    tensors = {
+        "weight": quark_words(values.flatten(1).T, order),
+        "weight_scale": scale.squeeze(-1).T.contiguous(),
+        "weight_zero_point": quark_words(zero.squeeze(-1).T, order),
+    }
+    return tensors, ((values - zero) * scale).flatten(1)
+
+
+def without_zeros(stored: tuple[Tensors, Tensor]) -> tuple[Tensors, Tensor]:
+    tensors, truth = stored
+    return {suffix: tensor for suffix, tensor in tensors.items() if "zero_point" not in suffix}, truth
 
 
 Store = Callable[[Tensor], tuple[Tensors, Tensor]]
@@ -220,6 +269,52 @@ WRITTEN: dict[str, tuple[Config, Store, str, str]] = {
         "mxfp6-e2m3afp8-static",
         "mxfp6-e2m3afp8-static",
     ),
+    "Quark int8": (
+        quark(INT8_ROW | {"ch_axis": 0}, INT8_ROW | DYNAMIC),
+        lambda w: quark_int8(w, True),
+        "w8a8",
+        "w8a8",
+    ),
+    "Quark int8, one scale": (
+        quark(INT8_TENSOR, INT8_TENSOR | DYNAMIC | {"symmetric": False}),
+        lambda w: quark_int8(w, False),
+        "w8a8",
+        "w8a8",
+    ),
+    "Quark int8, static": (
+        quark(INT8_TENSOR, INT8_TENSOR),
+        lambda w: quark_int8(w, False, True),
+        "w8a8-static",
+        "w8a8-static",
+    ),
+    "Quark int8, rows, static": (
+        quark(INT8_ROW, INT8_TENSOR),
+        lambda w: without_zeros(quark_int8(w, True, True)),
+        "w8a8-static",
+        "w8a8-static",
+    ),
+    "Quark int8, weights alone": (quark(INT8_ROW, None), lambda w: quark_int8(w, True), "w8a16", "w8a16"),
+    "Quark int4": (quark(INT4, None), quark_int4, "w4a16-g32", "w4a16-g32"),
+    "Quark int4, no zero points": (
+        quark(INT4, None),
+        lambda w: without_zeros(quark_int4(w)),
+        "w4a16-g32",
+        "w4a16-g32",
+    ),
+    "Quark int4, in order": (
+        quark(INT4, None, **ORDER),
+        lambda w: quark_int4(w, pack_method="order"),
+        "w4a16-g32",
+        "w4a16-g32",
+    ),
+    "Quark int4, int8 activations": (quark(INT4, INT8_ROW | DYNAMIC), quark_int4, "w4a8-g32", "w4a8-g32"),
+    "Quark uint4": (quark(UINT4, None), lambda w: quark_int4(w, True), "w4a16-g32-asym", "w4a16-g32-asym"),
+    "Quark uint4, in order": (
+        quark(UINT4, None, **ORDER),
+        lambda w: quark_int4(w, True, "order"),
+        "w4a16-g32-asym",
+        "w4a16-g32-asym",
+    ),
     "Quark MXFP4, weights alone": (
         quark(GROUPS | {"dtype": "fp4"}, None),
         lambda w: quark_mx(w, 4),
@@ -244,7 +339,7 @@ def test_experts_and_linears_are_those_of_the_file(source: Path, tmp_path: Path,
         error = float((weight - truth[name]).norm() / truth[name].norm())
         assert error < 1e-6, name
     inputs = experts.quantized().down.input_scales
-    static = {"fp8-static", "mxfp4afp8-static", "mxfp6-e2m3afp8-static"}
+    static = {"fp8-static", "w8a8-static", "mxfp4afp8-static", "mxfp6-e2m3afp8-static"}
     expected = {"nvfp4": 4.0, **dict.fromkeys(static, 0.03)}.get(scheme)  # the first divides
     assert (inputs is None) == (expected is None) and (inputs is None or torch.allclose(inputs, torch.tensor(expected)))
     with Checkpoint.open(tmp_path / "model") as checkpoint:
@@ -311,6 +406,26 @@ def test_scales_of_a_quantised_kv_cache_are_known(
     with Checkpoint.open(tmp_path / "model") as checkpoint:
         use = checkpoint.kv_cache_use(None) or ""
     assert use.startswith(said) and "the KV cache is held in the model's dtype" in use
+
+
+@pytest.mark.parametrize(
+    ("kind", "suffix", "said"),
+    [
+        ("Quark int8", "weight_zero_point", "holds 3, and config.json says that it is symmetric; 0 is accepted"),
+        ("Quark int8, static", "input_zero_point", "holds 3, and config.json says that it is symmetric; 0 is accepted"),
+        ("Quark int4", "weight_zero_point", "has the zero point 3 for output 0, group 0, and config.json says that"),
+    ],
+)
+@pytest.mark.parametrize("module", [UP, KEY])
+def test_zero_points_of_symmetric_integers_are_refused(
+    source: Path, tmp_path: Path, kind: str, suffix: str, said: str, module: str
+) -> None:
+    write(source, tmp_path / "model", kind)
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    tensors[f"{module}.{suffix}"].view(-1)[0] = 3
+    save_tensors(tmp_path / "model", tensors)
+    with pytest.raises(CheckpointError, match=f"{module}.{suffix} {said}"):
+        cpumoe.load_model(tmp_path / "model")
 
 
 @pytest.mark.parametrize("kind", ["blocks", "AutoFP8, static", "ModelOpt NVFP4"])
@@ -408,18 +523,30 @@ def test_damaged_tensors_are_named(
                 f"global_quant_config: weights {said}.* not served; weights in",
             )
             for weight, inputs, said in (
-                ({"dtype": "int8", "qscheme": "per_tensor"}, {"dtype": "int8", "qscheme": "per_tensor"}, "int8 per_t"),
-                (
-                    {"dtype": "uint4", "qscheme": "per_group", "group_size": 128},
-                    None,
-                    "uint4 per_group of 128 with acti",
-                ),
+                (INT8_TENSOR | {"symmetric": False}, INT8_TENSOR, "asymmetric int8 per_tensor with activations int8"),
+                (INT8_TENSOR, INT8_TENSOR | {"symmetric": False}, "int8 per_tensor with activations asymmetric int8"),
+                (INT8_TENSOR, INT8_ROW, "int8 per_tensor with activations int8 per_channel"),
+                (INT8_ROW | {"ch_axis": 1}, None, "int8 per_channel with activations in float"),
+                (INT4 | {"dtype": "int8"}, None, "int8 per_group of 32 with"),
+                (INT4 | {"dtype": "uint8"}, None, "uint8 per_group of 32 with"),
+                (INT8_ROW | {"dtype": "int4"}, None, "int4 per_channel with"),
+                (INT4 | {"dtype": "int3"}, None, "int3 per_group"),
+                (INT4 | {"symmetric": False}, None, "asymmetric int4 per_group of 32 with acti"),
+                (INT4 | {"group_size": 48}, None, "int4 per_group of 48 with acti"),
+                (INT4 | {"scale_format": "e8m0"}, None, "int4 per_group of 32 with e8m0 scales with acti"),
+                (INT4, INT8_TENSOR, "int4 per_group of 32 with activations int8 per_tensor"),
+                (INT4, PER_TENSOR, "int4 per_group of 32 with activations fp8_e4m3 per_tensor"),
+                (UINT4 | {"group_size": 128, "symmetric": True}, None, "uint4 per_group of 128 with acti"),
                 (GROUPS | {"dtype": "fp4", "group_size": 16}, None, "fp4 per_group of 16 with e8m0 scales"),
                 (PER_TENSOR, PER_TENSOR | {"symmetric": False}, "fp8_e4m3 per_tensor with activations asymmetric fp8"),
                 (PER_TENSOR | DYNAMIC, None, "dynamic fp8_e4m3"),
                 (GROUPS | {"dtype": "fp4"}, GROUPS | {"dtype": "fp4"}, "fp4 per_group of 32 with e8m0 scales with"),
             )
         ),
+        (quark(UINT4, INT8_ROW | DYNAMIC), {}, UnsupportedScheme, "asymmetric int4 weights with int8 activations"),
+        (quark(INT8_ROW, PER_ROW | DYNAMIC), {}, UnsupportedScheme, "int8 weights with fp8 activations"),
+        (quark(INT4, None), {"export": None}, UnsupportedScheme, "pack_method None in export is not served; 'reorder'"),
+        (quark(INT4, None), {"export": {"pack_method": "x"}}, UnsupportedScheme, "pack_method 'x' in export is not"),
         (quark(None, PER_TENSOR), {}, UnsupportedScheme, "weights in float with activations fp8_e4m3"),
         (
             quark(PER_ROW, GROUPS | {"dtype": "fp4"} | DYNAMIC),

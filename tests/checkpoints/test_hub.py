@@ -310,3 +310,14 @@ def test_from_python(downloaded: Path, cache: Cache) -> None:
         find_model(downloaded, revision="main")
     with pytest.raises(NotDownloaded, match="hf download owner/name --revision v2$"):
         find_model("owner/name", revision="v2")
+
+
+def test_load_model_takes_a_revision(downloaded: Path, cache: Cache) -> None:
+    cache(downloaded)
+    with pytest.raises(ValueError, match="revision='v2' for .*@main, which names the revision 'main'; leave one"):
+        cpumoe.load_model(f"{ID}@main", revision="v2")
+    with pytest.raises(ValueError, match="revision='zzz' for the folder"):
+        cpumoe.load_model(snapshot(downloaded), revision="zzz")
+    with pytest.raises(NotDownloaded, match=f"hf download {ID} --revision v2$"):
+        cpumoe.load_model(ID, revision="v2")
+    assert sum(1 for _ in cpumoe.load_model(ID, revision=COMMIT, scheme="w4a8-g32").parameters()) > 0

@@ -66,7 +66,15 @@ for words in [["--version"], ["--help"], *wrong, *help]:
         (["explain", "w4a8", "-q"], "cpumoe explain: unrecognized arguments: -q", "cpumoe explain"),
         (["inspect", "a", "b"], "cpumoe inspect: unrecognized arguments: b", "cpumoe inspect"),
         (["-v", "generate"], "cpumoe generate: the following arguments are required: MODEL", "cpumoe generate"),
-        (["--nonsense"], "cpumoe: the following arguments are required: COMMAND", "cpumoe"),
+        (["--nonsense"], "cpumoe: unrecognized arguments: --nonsense", "cpumoe"),
+        (["-x"], "cpumoe: unrecognized arguments: -x", "cpumoe"),
+        (["--verbos=1"], "cpumoe: argument -v/--verbose: ignored explicit argument '1'", "cpumoe"),
+        (["--nonsense", "generate"], "cpumoe: unrecognized arguments: --nonsense", "cpumoe"),
+        (["-v", "--verison", "dance"], "cpumoe: unrecognized arguments: --verison; did you mean --version?", "cpumoe"),
+        (["generate", "-x"], "cpumoe generate: unrecognized arguments: -x", "cpumoe generate"),
+        (["generate", "--bogus"], "cpumoe generate: unrecognized arguments: --bogus", "cpumoe generate"),
+        (["doctor", "--schme"], "cpumoe doctor: unrecognized arguments: --schme", "cpumoe doctor"),
+        (["-v"], "cpumoe: the following arguments are required: COMMAND", "cpumoe"),
         (["eval", "m", "--text", "--experts"], "cpumoe eval: argument --text: expected one argument", "cpumoe eval"),
         (["eval", "m", "--", "--text"], "cpumoe eval: the following arguments are required: --text", "cpumoe eval"),
     ],
@@ -84,6 +92,7 @@ def test_a_text_that_looks_like_an_option_is_a_text() -> None:
     assert parse(_parser(), ["generate", "m", "--", "--prompt"]).prompt == "--prompt"
     assert parse(_parser(), ["generate", "m", "--max-new 3"]).prompt == "--max-new 3"
     assert parse(_parser(), ["generate", "m", "--stop=--x", "--max-new", "3"]).max_new_tokens == 3
+    assert parse(_parser(), ["inspect", "-"]).model == Path("-")
 
 
 def test_doctor() -> None:

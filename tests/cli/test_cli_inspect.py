@@ -172,7 +172,6 @@ def test_without_transformers_it_says_what_is_needed() -> None:
         (PACKED, "model.layers.1.mlp.experts.5.up_proj.weight_scale"),
         (PACKED, "model.layers.0.mlp.experts.0.gate_proj.weight_packed"),
         (PACKED, "model.layers.0.self_attn.q_proj.weight_packed"),
-        (PACKED, "model.layers.0.self_attn.q_proj.weight_shape"),
         (INT8, "model.layers.1.self_attn.o_proj.weight"),
         (INT8, "model.layers.1.self_attn.o_proj.weight_scale"),
         (PACKED, "model.layers.1.self_attn.k_norm.weight"),
@@ -196,10 +195,10 @@ def test_a_missing_tensor_is_named(name: str, tensor: str, tmp_path: Path, inspe
 
 
 def test_all_tensors_of_a_missing_linear_are_named(tmp_path: Path, inspected: Inspected) -> None:
-    names = [f"model.layers.1.self_attn.v_proj.weight_{suffix}" for suffix in ("packed", "scale", "shape")]
+    names = [f"model.layers.1.self_attn.v_proj.weight_{suffix}" for suffix in ("packed", "scale")]
 
     def remove(tensors: Tensors) -> None:
-        for name in names:
+        for name in (*names, "model.layers.1.self_attn.v_proj.weight_shape"):  # which may be absent
             del tensors[name]
 
     code, text, facts = inspected(changed_copy(tmp_path, PACKED, remove))
@@ -258,6 +257,31 @@ def test_values_that_stop_a_load_are_found_when_they_are_read(
     with pytest.raises(cpumoe.CheckpointError) as refusal:
         cpumoe.load_model(folder)
     assert problem in str(refusal.value)
+
+
+@pytest.mark.parametrize("linear", ["model.layers.0.self_attn.q_proj", "model.layers.1.mlp.experts.3.up_proj"])
+@pytest.mark.parametrize("actorder", ["group", None])
+def test_an_index_of_groups_is_inspected_before_weights_are_read(
+    linear: str, actorder: str | None, tmp_path: Path, inspected: Inspected
+) -> None:
+    """Whether the configuration announces it or not."""
+
+    def damage(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.endswith(".weight_packed")]:
+            index = torch.arange(tensors[name].shape[1] * 8, dtype=torch.int32) // 32
+            tensors[name.replace("weight_packed", "weight_g_idx")] = index
+        tensors[f"{linear}.weight_g_idx"][5] = 77
+
+    def announce(config: Config) -> None:
+        config["quantization_config"]["config_groups"]["group_0"]["weights"]["actorder"] = actorder
+
+    folder = changed_copy(tmp_path, PACKED, damage, announce)
+    problem = f"{linear}.weight_g_idx has input 5 in group 77; 0 to "
+    for words in ((), ("--deep",)):
+        code, text, facts = inspected(folder, *words)
+        assert code == 1 and not facts["loads"] and problem in text
+    with pytest.raises(cpumoe.CheckpointError, match=problem):
+        cpumoe.load_model(folder)
 
 
 @pytest.mark.parametrize("name", [INT8, "gptoss-w4a8-g32"])

@@ -137,7 +137,7 @@ def source_texts() -> list[str]:
     texts: set[str] = set()
     for path in itertools.chain(ROOT.glob("src/cpumoe/**/*.py"), ROOT.glob("src/cpumoe_command/*.py")):
         texts |= python_texts(path.read_text())
-    for path in itertools.chain(ROOT.glob("core/*.cc"), ROOT.glob("core/*.h")):
+    for path in itertools.chain(ROOT.glob("core/**/*.cc"), ROOT.glob("core/**/*.h")):
         texts |= cpp_texts(path.read_text())
     return [text for text in texts if " " in text]  # messages have several words
 

@@ -682,7 +682,7 @@ FLOAT_PARTS = [
 ]
 DAMAGE = [
     *(without(name) for name in (*FLOAT_PARTS, f"{EXPERT}.weight_packed", f"{EXPERT}.weight_scale")),
-    *(without(f"{LINEAR}.{last}") for last in ("weight_packed", "weight_scale", "weight_shape")),
+    *(without(f"{LINEAR}.{last}") for last in ("weight_packed", "weight_scale")),
     *(in_another_shape(name) for name in (*FLOAT_PARTS, f"{EXPERT}.weight_scale", f"{LINEAR}.weight_packed")),
     *(in_another_dtype(name) for name in (*FLOAT_PARTS, f"{EXPERT}.weight_packed", f"{LINEAR}.weight_scale")),
     with_another("model.layers.0.extra"),

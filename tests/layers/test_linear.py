@@ -170,6 +170,15 @@ def test_bad_inputs() -> None:
         )
 
 
+@pytest.mark.parametrize("scheme", ["w8a8", "w4a16-g32-asym", "fp8", "mxfp4", "nvfp4a16", "bf16"])
+def test_float_weights_of_the_meta_device_are_refused(scheme: str) -> None:
+    for weight in (torch.nn.Linear(64, 32, device="meta"), torch.empty(32, 64, device="meta")):
+        with pytest.raises(ValueError, match="^weight is on meta; CPU tensors are accepted$"):
+            cpumoe.QuantizedLinear.quantize(weight, scheme)
+    with pytest.raises(ValueError, match="^gate_up is on meta; CPU tensors are accepted$"):
+        cpumoe.Experts.quantize(torch.empty(2, 64, 32, device="meta"), torch.empty(2, 32, 32, device="meta"), scheme)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_linear_of_pytorch_is_quantized_with_its_bias(bias: bool) -> None:
     linear = torch.nn.Linear(64, 20, bias=bias)

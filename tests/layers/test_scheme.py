@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,13 +17,16 @@ from cpumoe.layers.activation_rounding import held_activations
 from cpumoe.layers.scheme import (
     MXFP6_E2M3,
     MXFP6_E3M2,
+    MXFP8,
     NVFP4,
     PER_TENSOR_FP8,
+    PER_TENSOR_INT8,
     PER_TOKEN_AND_128_FP8,
     PER_TOKEN_FP8,
     PER_TOKEN_INT8,
     STATIC_FP8,
     STATIC_INT8,
+    stored_format,
 )
 
 
@@ -218,7 +224,7 @@ def test_illegal_floats_are_refused_when_made() -> None:
         ),
         ("fp8", GroupShape(64, 64), {}, "fp8 in groups of 64 x 64"),
         ("fp8", rows, {"symmetric": False}, "asymmetric fp8"),
-        ("fp8", rows, {"scale": "e8m0"}, "fp8 in groups of 1 x None with e8m0"),
+        ("fp8", rows, {"scale": "e8m0"}, "fp8 in groups of 1 x all with e8m0"),
         ("fp6-e2m3", rows, {}, r"fp6-e2m3 .*; groups of 32 with e8m0 scales \(mxfp6\), symmetric, are accepted"),
         ("bf16", rows, {}, "bf16 with scales or zero points; neither is accepted"),
         ("fp32", GroupShape.per_tensor(), {}, "fp32 with scales"),
@@ -237,10 +243,34 @@ def test_illegal_floats_are_refused_when_made() -> None:
         (TensorFormat("int8", rows), PER_TOKEN_FP8, "int8 weights with fp8 activations; int4 weights .w4afp8."),
         (TensorFormat("int4", rows), STATIC_INT8, "int4 weights with int8 activations of a stored scale; int8 weights"),
         (TensorFormat("int8", GroupShape.per_group(32)), STATIC_INT8, "per channel .w8a8-static. are accepted"),
-        (TensorFormat("int4", rows), NVFP4, "activations .* with int4 weights; int8 or fp8, per token"),
+        (TensorFormat("int4", rows), NVFP4, "nvfp4 activations with int4 weights; int8 or fp8, per token"),
+        (stored_format(MXFP6_E2M3), MXFP8, r"fp6-e2m3 weights with fp8 .*groups \(mxfp6-e2m3 and mxfp8\); mxfp6-e2m3"),
+        (fp8, PER_TENSOR_INT8, r"in these groups \(fp8 per channel and int8 with one dynamic scale\); fp8, fp8-stati"),
+        (TensorFormat("fp8", GroupShape.per_block(128, 128)), STATIC_FP8, "fp8 in 128x128 blocks and fp8 with"),
     ):
         with pytest.raises(UnsupportedScheme, match=said):
             Scheme(weights, activations)
+
+
+def test_refused_pairs_are_described_in_words() -> None:
+    """No representation of a Python object is in a message, whichever formats are paired."""
+    served = [Scheme.parse(name) for name in schemes.SCHEMES]
+    weights = {scheme.weights for scheme in served} | {TensorFormat("int8", GroupShape(128, 128))}
+    activations = {scheme.activations for scheme in served} | {
+        PER_TENSOR_INT8,
+        PER_TENSOR_FP8,
+        TensorFormat("int8", GroupShape.per_row(), dynamic=True),
+        TensorFormat("int8", GroupShape.per_row()),
+        TensorFormat("bf16", GroupShape.per_tensor(), scale="none"),
+    }
+    refused = 0
+    for weight, activation, requested in itertools.product(weights, activations, (None, PER_TOKEN_INT8, MXFP8)):
+        try:
+            Scheme(weight, activation, requested)
+        except UnsupportedScheme as problem:
+            assert not re.search(r"[(=]None|None[),]|Format|Shape|=", str(problem)), problem
+            refused += 1
+    assert refused > 500
 
 
 def test_a_group_that_does_not_divide_names_the_cure() -> None:

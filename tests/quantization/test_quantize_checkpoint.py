@@ -15,16 +15,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from sampling import first_of, sampled_product
 from tiny_architectures import ARCHITECTURES, write_float
 from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 import cpumoe
 from cpumoe import CheckpointError, UnsupportedScheme
+from cpumoe.checkpoints import tensor_file
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.expert_sources import Buffers
 from cpumoe.checkpoints.loading import experts_of
+from cpumoe.checkpoints.tensor_file import TensorFile
 from cpumoe.cli import main
 from cpumoe.integrations.transformers.calibration import calibration
 from cpumoe.integrations.transformers.facade import describe
@@ -111,6 +113,30 @@ def test_what_is_not_quantised_is_copied_to_the_bit(float_model, tmp_path):
     assert {"lm_head", "model.layers.0.mlp.gate"} <= set(left)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
         assert (tmp_path / "q" / name).read_bytes() == (float_model / name).read_bytes()
+
+
+def test_copied_tensors_are_never_in_memory_whole(tmp_path, monkeypatch):
+    """Tensors that belong to no module of the model may be of any size."""
+    others = {"mtp.layers.0.proj.weight": torch.randn(37, 301), "mtp.empty": torch.empty(0, 4)}
+    others |= {"mtp.norm.weight": torch.randn(3, 1000).to(torch.bfloat16)}
+    source = write_tiny_model(tmp_path / "float", "qwen3_next")
+    tensors = all_tensors(source) | others
+    for path in source.glob("*.safetensors*"):
+        path.unlink()
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    sizes = []
+
+    def read_into(self, name, out, first_byte=0):
+        sizes.append(out.nbytes if name in others or name.endswith("norm.weight") else 0)
+        return plain(self, name, out, first_byte)
+
+    plain = TensorFile.read_into
+    monkeypatch.setattr(TensorFile, "read_into", read_into)
+    monkeypatch.setattr(tensor_file, "_COPIED_BYTES", 1000)
+    cpumoe.quantize_checkpoint(source, tmp_path / "q", "w4a8-g32")
+    written = all_tensors(tmp_path / "q")
+    assert all(torch.equal(written[name], tensor) for name, tensor in others.items())
+    assert max(sizes) == 1000
 
 
 @pytest.mark.parametrize("linears", ["float", "w8a8"])
@@ -415,7 +441,12 @@ def test_bad_arguments_are_named(float_model, tmp_path):
         cpumoe.quantize_checkpoint(float_model, tmp_path / "a/b", "w4a8-g32")
     (tmp_path / "link").symlink_to(float_model)
     before = sorted(float_model.iterdir())
-    for inside in (float_model / "x", tmp_path / "link/x", float_model / "../" / float_model.name / "x"):
+    for inside in (
+        float_model / "x",
+        float_model / "x/y",
+        tmp_path / "link/x",
+        float_model / "../" / float_model.name / "x",
+    ):
         with pytest.raises(ValueError, match="dst=.* is inside of src=.*; name a folder next to it, such as"):
             cpumoe.quantize_checkpoint(float_model, inside, "w4a8-g32")
     (tmp_path / "link").unlink()
@@ -431,8 +462,6 @@ def test_bad_arguments_are_named(float_model, tmp_path):
 
 
 def test_missing_tensors_stop_it_before_it_starts(float_model, tmp_path):
-    from safetensors.torch import save_file
-
     broken = tmp_path / "broken"
     broken.mkdir()
     for path in float_model.glob("*.json"):

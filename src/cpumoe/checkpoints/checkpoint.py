@@ -147,7 +147,12 @@ class Checkpoint(NamedTensors):
             parsed = None if section is None else parse_quantization(section)
         except (CheckpointError, UnsupportedScheme) as problem:
             raise type(problem)(f"{self.folder}: quantization_config in config.json: {problem}") from None
-        return None if parsed is None else parsed.fitted_to(self)
+        try:
+            return None if parsed is None else parsed.fitted_to(self)
+        except (CheckpointError, UnsupportedScheme) as problem:
+            if str(self.folder) in str(problem):  # of a file that cannot be read
+                raise
+            raise type(problem)(f"{self.folder}: {problem}") from None
 
     @cached_property
     def kv_cache_scales(self) -> Mapping[str, StoredTensor]:

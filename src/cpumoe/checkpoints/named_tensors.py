@@ -101,7 +101,7 @@ class TensorCheck:
 
     def __init__(self, tensors: NamedTensors) -> None:
         self._tensors = tensors
-        self._known: dict[str, StoredTensor] = {}  # whose contents are known
+        self._known: dict[str, StoredTensor] = {}  # whose contents are known, or read before weights are
         self.expected: set[str] = set()
         self.missing: list[str] = []
         self.wrong: list[str] = []
@@ -120,17 +120,20 @@ class TensorCheck:
             self.wrong.append(f"{name} is {info}, {accepted} is accepted")
         elif stored.is_known and read_value:
             self._compare(name, stored)
-        elif stored.is_known:
+        elif stored.is_known or stored.inspected:
             self._known[name] = stored
 
     def compare_known(self) -> None:
-        """Read all tensors whose contents are known. A load compares them when it gets to them."""
+        """Read all tensors whose contents are known, and all indices. A load checks them when it gets to them."""
         for name, stored in self._known.items():
             self._compare(name, stored)
 
     def _compare(self, name: str, stored: StoredTensor) -> None:
         try:
-            self._tensors.refuse_other_contents(name, stored)
+            if stored.is_known:
+                self._tensors.refuse_other_contents(name, stored)
+            elif stored.contents is not None:
+                stored.contents(name, self._tensors.read(name))
         except (CheckpointError, UnsupportedScheme) as problem:
             self.wrong.append(str(problem))
 

@@ -42,7 +42,8 @@ class StoredTensor:
     such a tensor is compared and not decoded. ``check`` is for those of which more can be said than that they differ:
     given the name of the tensor and the tensor, it raises CheckpointError or UnsupportedScheme. ``optional``: one that
     is compared may be absent. ``contents`` does the same as ``check`` for a tensor that is decoded: it refuses numbers
-    that no such tensor may hold.
+    that no such tensor may hold. ``inspected``: one with ``contents`` that is read before any weights are, because it
+    holds neither weights nor scales.
     """
 
     dtypes: tuple[str, ...]
@@ -52,6 +53,7 @@ class StoredTensor:
     check: Callable[[str, Tensor], None] | None = None
     contents: Callable[[str, Tensor], None] | None = None
     optional: bool = False
+    inspected: bool = False
 
     def accepts(self, shape: tuple[int, ...]) -> bool:
         """Whether it may have this shape: tools write one number for all of a linear as [1] or as []."""

@@ -15,7 +15,7 @@ import os
 import secrets
 import struct
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from math import prod
@@ -54,6 +54,8 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 # farther apart are read together with what lies between: those of scales, mostly, which are few bytes beside the
 # weights. Runs of weights are longer, and to read those of other ranks would move all of a model through each.
 SHORT_RUN, SHORT_DISTANCE = 32, 1024
+
+_COPIED_BYTES = 64 << 20  # of a tensor that is copied, at once
 
 #: Data starts at a multiple of this, and so does every tensor whose predecessors have such sizes (packed weights do).
 ALIGNMENT = 64
@@ -253,6 +255,24 @@ class TensorFileWriter:
             raise ValueError(f"{name} {list(tensor.shape)} was not announced as the next tensor ({expected} was)")
         with self._naming_the_file():
             self._file.write(bytes_of(tensor.contiguous()))
+
+    def copy(self, name: str, read_into: Callable[[str, Tensor, int], None]) -> None:
+        """Write the next tensor piece by piece: it may be larger than the memory.
+
+        Args:
+            name: of the tensor, in both files.
+            read_into: fills a uint8 tensor with the bytes of ``name`` from a given one on.
+        """
+        expected = next(self._pending, None)
+        if name != expected:
+            raise ValueError(f"{name} was not announced as the next tensor ({expected} was)")
+        size = self._sizes[name]
+        buffer = torch.empty(min(size, _COPIED_BYTES), dtype=torch.uint8)
+        for first in range(0, size, _COPIED_BYTES):
+            piece = buffer[: size - first]
+            read_into(name, piece, first)
+            with self._naming_the_file():
+                self._file.write(bytes_of(piece))
 
     def __enter__(self) -> TensorFileWriter:
         return self

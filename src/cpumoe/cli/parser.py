@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
+
+_NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")  # as argparse has it
 
 
 class Parser(argparse.ArgumentParser):
@@ -29,12 +32,25 @@ class Parser(argparse.ArgumentParser):
         for word in words:
             if word == "--":
                 return
-            name = word.partition("=")[0]
-            # argparse takes a word with a space for a value, and the beginning of an option for the option.
-            if not word.startswith("--") or " " in word or any(option.startswith(name) for option in known):
+            if not _is_option(word) or _is_known(word, known):
                 continue
-            near = difflib.get_close_matches(name, known, 1)
-            self.error(f"unrecognized arguments: {word}" + (f"; did you mean {near[0]}?" if near else ""))
+            # Without the hyphens, which all options have in common.
+            names = {option.lstrip("-"): option for option in known if option.startswith("--")}
+            near = difflib.get_close_matches(word.partition("=")[0].lstrip("-"), names, 1)
+            self.error(f"unrecognized arguments: {word}" + (f"; did you mean {names[near[0]]}?" if near else ""))
+
+
+def _is_option(word: str) -> bool:
+    """Return whether argparse takes a word for an option: not "-", a negative number, or a word with a space."""
+    return word.startswith("-") and word != "-" and " " not in word and not _NEGATIVE_NUMBER.fullmatch(word)
+
+
+def _is_known(word: str, known: Sequence[str]) -> bool:
+    """Return whether a word is one of the options, or the beginning of a long one; ``-vx`` is ``-v`` with a value."""
+    name = word.partition("=")[0]
+    if name.startswith("--"):
+        return any(option.startswith(name) for option in known)
+    return name[:2] in known
 
 
 def parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
@@ -43,9 +59,10 @@ def parse(parser: Parser, argv: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.commands()
     at = next((index for index, word in enumerate(words) if not word.startswith("-")), len(words))
     command = commands.get(words[at]) if at < len(words) else None
-    asks_for_help = any(word in ("-h", "--help") for word in words)
-    if isinstance(command, Parser) and not asks_for_help:
-        command.refuse_unknown_options(words[at + 1 :])
+    if not any(word in ("-h", "--help") for word in words) and "--version" not in words[:at]:
+        parser.refuse_unknown_options(words[:at])
+        if isinstance(command, Parser):
+            command.refuse_unknown_options(words[at + 1 :])
     arguments, unknown = parser.parse_known_args(words)
     if unknown:
         owner = commands[arguments.command]

@@ -156,9 +156,11 @@ def grouped_weight(weight: Tensor, scheme: Scheme, name: str) -> tuple[Tensor, t
 
 
 def check_floats(weight: Tensor, name: str) -> None:
-    """Raise ValueError for weights that are not finite floats [..., out, in]."""
+    """Raise ValueError for weights that are not finite floats [..., out, in] in CPU memory."""
     if not weight.is_floating_point():
         raise ValueError(f"{name} is {weight.dtype}; a floating point dtype is accepted")
+    if weight.device.type != "cpu":
+        raise ValueError(f"{name} is on {weight.device}; CPU tensors are accepted")
     if weight.ndim == 0 or weight.shape[-1] == 0:
         raise ValueError(f"{name} is {list(weight.shape)}; [..., out, in] with at least one input is accepted")
     if not _is_finite(weight):

@@ -120,7 +120,8 @@ class TensorFormat:
                 raise UnsupportedScheme(f"{self.element} with scales or zero points; neither is accepted")
         elif (self.group, self.scale) not in _SMALL_FLOATS[self.element] or not self.symmetric:
             raise UnsupportedScheme(
-                f"{'' if self.symmetric else 'asymmetric '}{self.element} in groups of {self.group.rows} x {size} with "
+                f"{'' if self.symmetric else 'asymmetric '}{self.element} in groups of "
+                f"{self.group.rows or 'all'} x {size or 'all'} with "
                 f"{self.scale} scales; {' and '.join(_SMALL_FLOATS[self.element].values())}, symmetric, are accepted"
             )
 
@@ -160,6 +161,46 @@ NVFP4 = TensorFormat("fp4", GroupShape.per_group(16), dynamic=True, scale="e4m3"
 def stored_format(activations: TensorFormat) -> TensorFormat:
     """Return the format of weights that corresponds to one of activations."""
     return replace(activations, dynamic=False)
+
+
+_SHORT_NAMES: dict[tuple[ElementType, ScaleType], str] = {
+    ("fp4", "e8m0"): "mxfp4",
+    ("fp4", "e4m3"): "nvfp4",
+    ("fp6-e3m2", "e8m0"): "mxfp6-e3m2",
+    ("fp6-e2m3", "e8m0"): "mxfp6-e2m3",
+    ("fp8", "e8m0"): "mxfp8",
+}
+
+
+def _weights_text(form: TensorFormat) -> str:
+    """Return a format of weights in words, for messages: ``int4 in groups of 128``, ``mxfp4``."""
+    if form.element in WHOLE_FLOATS or (form.element, form.scale) in _SHORT_NAMES:
+        return _SHORT_NAMES.get((form.element, form.scale), form.element)
+    group = form.group
+    if group == _ROW:
+        scales = "per channel"
+    elif group == _TENSOR:
+        scales = "with one scale per linear"
+    elif group.rows == 1:
+        scales = f"in groups of {group.columns}"
+    else:
+        scales = f"in {group.rows or 'all'}x{group.columns or 'all'} blocks"
+    return f"{'' if form.symmetric else 'asymmetric '}{form.element} {scales}"
+
+
+def _activations_text(form: TensorFormat | None) -> str:
+    """Return a format of activations in words, for messages: ``int8 per token``, ``fp8 with a stored scale``."""
+    if form is None or form.element in WHOLE_FLOATS:
+        return "float" if form is None else form.element
+    if (form.element, form.scale) in _SHORT_NAMES:
+        return _SHORT_NAMES[form.element, form.scale]
+    element = f"symmetric {form.element}" if form == replace(PER_TOKEN_INT8, symmetric=True) else form.element
+    if not form.dynamic:
+        return f"{element} with {'a stored scale' if form.group == _TENSOR else 'stored scales'}"
+    if form.group == _TENSOR:
+        return f"{element} with one dynamic scale"
+    inputs = form.group.group_size
+    return f"{element} per token" + ("" if inputs is None else f" and {inputs} inputs")
 
 
 _FP8, _FP8_TENSOR, _FP8_BLOCK = (TensorFormat("fp8", group) for group in (_ROW, _TENSOR, _BLOCK))
@@ -228,23 +269,23 @@ class Scheme:
             instead = "; ask for these instead: mxfp4a16+int8" if w.element == "fp4" and a == PER_TOKEN_INT8 else ""
             raise UnsupportedScheme(
                 f"{w.element} weights with {'float' if a is None else a.element} activations in these groups "
-                f"({w} and {a}){instead}; {', '.join(accepted)} are accepted"
+                f"({_weights_text(w)} and {_activations_text(a)}){instead}; {', '.join(accepted)} are accepted"
             )
         if self.requested is not None and (
             self.requested != PER_TOKEN_INT8 or a is not None or not self.takes_int8_activations
         ):
             raise UnsupportedScheme(
-                f"activations {self.requested} on request, where the scheme has {w.element} weights and "
-                f"{'float activations' if a is None else a}; int8 per token with weight-only schemes of integers "
-                "(not of asymmetric int8) and of fp4 is accepted"
+                f"{_activations_text(self.requested)} activations on request, where the scheme has {w.element} weights "
+                f"and {_activations_text(a)} activations; int8 per token with weight-only schemes of integers (not of "
+                "asymmetric int8) and of fp4 is accepted"
             )
 
     def _check_integers(self) -> None:
         w, a = self.weights, self.activations
         if a not in (*_INTEGER_ACTIVATIONS.values(), *_STATIC_ACTIVATIONS.values()):
             raise UnsupportedScheme(
-                f"activations {a} with {w.element} weights; int8 or fp8, per token or with a stored scale, or none are "
-                "accepted"
+                f"{_activations_text(a)} activations with {w.element} weights; int8 or fp8, per token or with a stored "
+                "scale, or none are accepted"
             )
         if w.group.rows != 1:
             raise UnsupportedScheme(

@@ -106,14 +106,14 @@ def quantize_folder(
     stopped_at_the_end = (dst / NOTES).is_dir()
     if dst.exists() and not stopped_at_the_end:
         raise FileExistsError(_EXISTS.format(dst))
-    if not dst.absolute().parent.is_dir():
-        folder = dst.absolute().parent
-        raise FileNotFoundError(f"{dst}: there is no folder {folder}; make it: mkdir -p {shlex.quote(str(folder))}")
     if src.resolve() in dst.resolve().parents:
         raise ValueError(
             f"dst={dst} is inside of src={src}, whose files would be read beside it; name a folder next to it, such as "
             f"{src.resolve().parent / dst.name}"
         )
+    if not dst.absolute().parent.is_dir():
+        folder = dst.absolute().parent
+        raise FileNotFoundError(f"{dst}: there is no folder {folder}; make it: mkdir -p {shlex.quote(str(folder))}")
     work = dst.with_name(dst.name + ".partial")
     with open_watched(src, work) as (checkpoint, watch):
         if checkpoint.quantization_section is not None:
@@ -170,7 +170,7 @@ def _quantize_layers(
     if not shards[0].exists():
         with TensorFileWriter(shards[0], plan.stored(plan.outside), {"format": "pt"}) as shard:
             for name in plan.outside:
-                shard.write(name, plan.checkpoint.read(name))
+                shard.copy(name, plan.checkpoint.read_into)
             watch.check()
     for index, layer in enumerate(plan.layers):
         if shards[index + 1].exists():

@@ -50,7 +50,7 @@ class LayerWriter:
             return
         with self._writer:
             for name in self._layer.copied:
-                self._writer.write(name, self._layer.checkpoint.read(name))
+                self._writer.copy(name, self._layer.checkpoint.read_into)
             self._watch.check()  # everything that goes into this file has been read by now
             write_durably(notes_of(self._path), self._counts)  # before the layer's file, which marks it as done
         self._layer.add_to(self._report, self._counts)

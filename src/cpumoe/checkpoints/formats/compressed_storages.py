@@ -165,7 +165,9 @@ class IntegerStorage(LinearStorage):
         others = {} if self.input_scale_suffix is None else {self.input_scale_suffix: one_scale()}
         if self.activation_order:
             contents = grouping_check(columns, self.scheme.group_size)
-            others["weight_g_idx"] = StoredTensor(("I32",), (columns,), by_rows=False, contents=contents)
+            others["weight_g_idx"] = StoredTensor(
+                ("I32",), (columns,), by_rows=False, contents=contents, inspected=True
+            )
         elif self.has_g_idx:
             others["weight_g_idx"] = StoredTensor(
                 ("I32",), (columns,), by_rows=False, optional=True, check=self._check_order
@@ -181,7 +183,9 @@ class IntegerStorage(LinearStorage):
             words = (-(-rows // self._per_word), scale_shape[1])
             tensors["weight_zero_point"] = StoredTensor(("I32",), words, by_rows=False)
         if self.has_shape:
-            tensors["weight_shape"] = StoredTensor(("I64", "I32"), (2,), by_rows=False, values=(rows, columns))
+            tensors["weight_shape"] = StoredTensor(
+                ("I64", "I32"), (2,), by_rows=False, values=(rows, columns), optional=True
+            )
         return tensors
 
     def _check_order(self, name: str, group_index: Tensor) -> None:

@@ -53,19 +53,20 @@ class _Found:
     """What files tell of integers that their configuration does not.
 
     Attributes:
-        has_shape: linears have their sizes (``weight_shape``).
+        shaped: where linears have their sizes (``weight_shape``).
         indexed: where linears have an index of groups (``weight_g_idx``) that the configuration does not announce.
         ordered: where these may hold activation order.
     """
 
-    has_shape: bool
+    shaped: frozenset[str]
     indexed: frozenset[str]
     ordered: frozenset[str]
 
     def storage_of(self, module: str, announced: LinearStorage) -> LinearStorage:
         if not isinstance(announced, IntegerStorage):
             return announced
-        storage, place = replace(announced, has_shape=self.has_shape), _place(module)
+        place = _place(module)
+        storage = replace(announced, has_shape=place in self.shaped)
         if place in self.ordered:
             return replace(storage, activation_order=True)
         return replace(storage, has_g_idx=place in self.indexed)
@@ -199,8 +200,8 @@ class QuantizationConfig(Quantization):
             indexed.add(place)
             if place not in ordered and storage.scheme.group_size is not None and has_order(name, storage):
                 ordered.add(place)
-        has_shape = any(name.endswith(_SHAPE) for name in names)
-        return replace(self, found=_Found(has_shape, frozenset(indexed), frozenset(ordered)))
+        shaped = frozenset(_place(name.removesuffix(_SHAPE)) for name in names if name.endswith(_SHAPE))
+        return replace(self, found=_Found(shaped, frozenset(indexed), frozenset(ordered)))
 
     def _refuse_float_weights(self, tensors: NamedTensors) -> None:
         """Raise UnsupportedScheme for weights in float beside their scales: calibrated, and never compressed."""

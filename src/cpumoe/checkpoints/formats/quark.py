@@ -1,16 +1,16 @@
-"""Checkpoints of AMD's Quark, ``quant_method: quark``: 8-bit floats, and MX formats of 4 and 6 bits.
+"""Checkpoints of AMD's Quark, ``quant_method: quark``: 8-bit floats, MX formats of 4 and 6 bits, and integers.
 
 ``weight`` has the codes: e4m3 a byte each, e2m1 two to a byte and six-bit floats four to three bytes, the first in the
 lowest bits. ``weight_scale`` is one number, [out] for a scale per row, or E8M0 (uint8) [out, in / 32]; ``input_scale``
-is one number where activations have a stored scale. ``global_quant_config`` says what linears are, except for those
-that a pattern of ``layer_quant_config`` or ``exclude`` matches.
+is one number where activations have a stored scale. ``quark_integers.py`` has integers. ``global_quant_config`` says
+what linears are, except for those that a pattern of ``layer_quant_config`` or ``exclude`` matches.
 """
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -19,6 +19,13 @@ from cpumoe.checkpoints.formats.by_tensors import read_names
 from cpumoe.checkpoints.formats.float_storages import Fp4Storage, Fp6Storage, Fp8Storage
 from cpumoe.checkpoints.formats.kv_cache_scheme import KvCacheScheme
 from cpumoe.checkpoints.formats.name_patterns import NamePatterns, TimeBudget
+from cpumoe.checkpoints.formats.quark_integers import (
+    INPUT_ZERO_POINT,
+    ROW_ORDERS,
+    WEIGHT_ZERO_POINT,
+    QuarkInt4Storage,
+    QuarkInt8Storage,
+)
 from cpumoe.checkpoints.storage import PER_TOKEN_INSTEAD, LinearStorage, Quantization, StoredTensor
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers.quantized_experts import QuantizedWeight
@@ -27,8 +34,11 @@ from cpumoe.layers.scheme import (
     MXFP6_E2M3,
     MXFP6_E3M2,
     PER_TENSOR_FP8,
+    PER_TENSOR_INT8,
     PER_TOKEN_FP8,
+    PER_TOKEN_INT8,
     STATIC_FP8,
+    STATIC_INT8,
     GroupShape,
     Scheme,
     TensorFormat,
@@ -82,6 +92,14 @@ _FP8_ACTIVATIONS: dict[tuple[object, object], TensorFormat] = {
     ("per_token", True): PER_TOKEN_FP8,
 }
 
+#: (qscheme, is_dynamic) -> activations in int8.
+_INT8_ACTIVATIONS: dict[tuple[object, object], TensorFormat] = {
+    ("per_tensor", False): STATIC_INT8,
+    ("per_tensor", True): PER_TENSOR_INT8,
+    ("per_channel", True): PER_TOKEN_INT8,
+    ("per_token", True): PER_TOKEN_INT8,
+}
+
 _ROTATIONS = ("rotation", "quarot")
 
 _STORAGES: dict[str, type[LinearStorage]] = {
@@ -94,7 +112,7 @@ _STORAGES: dict[str, type[LinearStorage]] = {
 class QuarkQuantization(Quantization):
     """The ``quantization_config`` of such a checkpoint."""
 
-    suffixes: ClassVar[frozenset[str]] = frozenset(("weight_scale", "input_scale"))
+    suffixes: ClassVar[frozenset[str]] = frozenset(("weight_scale", "input_scale", WEIGHT_ZERO_POINT, INPUT_ZERO_POINT))
 
     def __init__(
         self, default: LinearStorage | None, rules: list[tuple[NamePatterns, LinearStorage | None]], left: NamePatterns
@@ -108,6 +126,7 @@ class QuarkQuantization(Quantization):
         if types := section.get("layer_type_quant_config"):
             raise UnsupportedScheme(f"layer_type_quant_config {types!r:.80} is not served; layer_quant_config is")
         _refuse_rotations(section.get("algo_config"))
+        pack_method = export.get("pack_method")
         budget = TimeBudget()
         layers = _mapping(section.get("layer_quant_config"), "layer_quant_config")
         of_cache = _mapping(section.get("kv_cache_quant_config"), "kv_cache_quant_config")
@@ -121,11 +140,12 @@ class QuarkQuantization(Quantization):
                 _storage(
                     f"layer_quant_config {name!r:.80}",
                     {**_mapping(part, name), **unquantised} if name in plain else part,
+                    pack_method,
                 ),
             )
             for name, part in layers.items()
         ]
-        default = _storage("global_quant_config", section.get("global_quant_config"))
+        default = _storage("global_quant_config", section.get("global_quant_config"), pack_method)
         found = cls(default, rules, _patterns(read_names(section, "exclude"), budget))
         if groups:
             found.kv_cache = _kv_cache(groups, {**layers, **of_cache})
@@ -136,10 +156,24 @@ class QuarkQuantization(Quantization):
             return None
         return next((storage for patterns, storage in self._rules if patterns.match(module)), self._default)
 
+    def with_tensors(self, names: Collection[str]) -> QuarkQuantization:
+        suffixes = {name.rpartition(".")[2] for name in names}
+        rules = [(patterns, _with_zero_points(storage, suffixes)) for patterns, storage in self._rules]
+        found = type(self)(_with_zero_points(self._default, suffixes), rules, self._left)
+        found.kv_cache = self.kv_cache
+        return found
+
     @property
     def schemes(self) -> tuple[Scheme, ...]:
         found = (self._default, *(storage for _, storage in self._rules))
         return tuple(dict.fromkeys(storage.scheme for storage in found if storage is not None))
+
+
+def _with_zero_points(storage: LinearStorage | None, suffixes: Collection[str]) -> LinearStorage | None:
+    """Return a storage of integers without the zero points that no tensor of the files has."""
+    if not isinstance(storage, QuarkInt8Storage | QuarkInt4Storage):
+        return storage
+    return replace(storage, zero_points=tuple(name for name in storage.zero_points if name in suffixes))
 
 
 def _kv_cache(groups: Sequence[str], configs: Mapping[str, Any]) -> KvCacheScheme:
@@ -170,7 +204,7 @@ def _patterns(names: tuple[str, ...] | list[str], budget: TimeBudget) -> NamePat
     return NamePatterns([n if n.startswith("re:") else f"re:{fnmatch.translate(n)}" for n in names], budget)
 
 
-def _storage(place: str, section: object) -> LinearStorage | None:
+def _storage(place: str, section: object, pack_method: object) -> LinearStorage | None:
     """How linears with this configuration are stored; None if they are in float."""
     settings = _mapping(section, place)
     for field in ("output_tensors", "bias"):
@@ -183,22 +217,56 @@ def _storage(place: str, section: object) -> LinearStorage | None:
     if weight is None:
         raise UnsupportedScheme(f"{described} are not served; quantised weights are")
     named = None if inputs is None else _activations(inputs)
-    form = _weights(weight)
-    if form is None or (named is None) != (inputs is None):
+    form = _integers(weight) or _floats(weight)
+    # Integers of 4 bits have no place for a stored scale of their inputs.
+    has_place = form is None or form.element != "int4" or named is None or named.dynamic
+    if form is None or (named is None) != (inputs is None) or not has_place:
         raise UnsupportedScheme(
-            f"{described} are not served; weights in fp8_e4m3 (per_tensor or per_channel) and in fp4, fp6_e3m2 and "
-            "fp6_e2m3 (per_group of 32 with e8m0 scales) are, with activations in float, fp8_e4m3 (per token, or per "
-            "tensor), fp4, fp6_e3m2 and fp6_e2m3"
+            f"{described} are not served; weights in fp8_e4m3 and symmetric int8 (per_tensor or per_channel), in fp4, "
+            "fp6_e3m2 and fp6_e2m3 (per_group of 32 with e8m0 scales), in symmetric int4 and asymmetric uint4 "
+            "(per_group) are, with activations in float, int8 and fp8_e4m3 (per token, or per tensor), fp4, fp6_e3m2 "
+            "and fp6_e2m3"
         )
     try:
         scheme = Scheme(form, named and PER_TOKEN_INSTEAD.get(named, named))
     except UnsupportedScheme as problem:
         raise UnsupportedScheme(f"{described} are not served: {problem}") from None
+    stored = named if named in PER_TOKEN_INSTEAD else None
+    if form.element == "int4":
+        if not isinstance(pack_method, str) or pack_method not in ROW_ORDERS:
+            known = " and ".join(map(repr, ROW_ORDERS))
+            raise UnsupportedScheme(
+                f"{described}: pack_method {pack_method!r:.40} in export is not served; {known} are"
+            )
+        return QuarkInt4Storage(scheme, _METHOD, pack_method=pack_method, stored_activations=stored)
+    if form.element == "int8":
+        has_one_scale = weight.get("qscheme") == "per_tensor"
+        return QuarkInt8Storage(scheme, _METHOD, has_one_scale=has_one_scale, stored_activations=stored)
     kind = _STORAGES.get(form.element, QuarkRowFp8Storage if form.group == GroupShape.per_row() else Fp8Storage)
-    return kind(scheme, _METHOD, stored_activations=named if named in PER_TOKEN_INSTEAD else None)
+    return kind(scheme, _METHOD, stored_activations=stored)
 
 
-def _weights(spec: Mapping[str, Any]) -> TensorFormat | None:
+def _integers(spec: Mapping[str, Any]) -> TensorFormat | None:
+    """Return weights in integers; None for others. int8 with one scale for a linear has one per row in memory."""
+    dtype, qscheme, size, axis = (spec.get(name) for name in ("dtype", "qscheme", "group_size", "ch_axis"))
+    is_symmetric = spec.get("symmetric")
+    if spec.get("is_dynamic") or spec.get("scale_format") not in (None, "float32"):
+        return None
+    if dtype == "int8" and is_symmetric is True:
+        is_by_rows = qscheme == "per_tensor" or (qscheme == "per_channel" and axis in (None, 0))
+        return TensorFormat("int8", GroupShape.per_row()) if is_by_rows else None
+    if (dtype, is_symmetric) not in (("int4", True), ("uint4", False)) or qscheme != "per_group":
+        return None
+    if axis not in (None, 1, -1) or type(size) is not int or size < 1:
+        return None
+    try:
+        return TensorFormat("int4", GroupShape.per_group(size), symmetric=is_symmetric is True)
+    except UnsupportedScheme:  # groups of another size
+        return None
+
+
+def _floats(spec: Mapping[str, Any]) -> TensorFormat | None:
+    """Return weights in small floats; None for others."""
     if spec.get("is_dynamic") or spec.get("symmetric") is False:
         return None
     if spec.get("dtype") == "fp8_e4m3":
@@ -211,12 +279,13 @@ def _weights(spec: Mapping[str, Any]) -> TensorFormat | None:
 
 
 def _activations(spec: Mapping[str, Any]) -> TensorFormat | None:
-    dynamic = spec.get("is_dynamic") is True
-    if spec.get("symmetric") is False:
+    dynamic, dtype, qscheme = spec.get("is_dynamic") is True, spec.get("dtype"), spec.get("qscheme")
+    # Integers per token have a zero point here, whatever they would have elsewhere: it is finer, and is not stored.
+    if spec.get("symmetric") is False and not (dtype == "int8" and dynamic):
         return None
-    if spec.get("dtype") == "fp8_e4m3":
-        qscheme = spec.get("qscheme")
-        return _FP8_ACTIVATIONS.get((qscheme, dynamic)) if isinstance(qscheme, str) else None
+    if dtype in ("fp8_e4m3", "int8"):
+        known = _FP8_ACTIVATIONS if dtype == "fp8_e4m3" else _INT8_ACTIVATIONS
+        return known.get((qscheme, dynamic)) if isinstance(qscheme, str) else None
     return _mx(spec) if dynamic else None
 
 

@@ -42,6 +42,8 @@ class TransposedStorage(LinearStorage):
     """
 
     scale_suffix: ClassVar[str] = "scales"
+    weight_suffix: ClassVar[str] = "qweight"
+    zero_suffix: ClassVar[str] = "qzeros"
     has_g_idx: bool = False
     activation_order: bool = False  # ``g_idx`` says which group an input is in; else it must say what its place says
 
@@ -65,6 +67,11 @@ class TransposedStorage(LinearStorage):
     def _middle(self) -> int:
         return int(2 ** (self.scheme.weights.bits - 1))
 
+    @property
+    def _stored_offset(self) -> int:
+        """Difference between the zero points of unsigned integers and the stored ones."""
+        return 0
+
     # ---- what lies in the files ------------------------------------------------------------------------------------
 
     @abstractmethod
@@ -76,18 +83,20 @@ class TransposedStorage(LinearStorage):
         words = (groups, -(-rows // self._per_word))
         check = self._check_zero_points if self.scheme.weights.symmetric else None
         tensors = {
-            "qweight": StoredTensor(("I32",), self._weight_shape(rows, columns), by_rows=False),
-            "qzeros": StoredTensor(("I32",), words, by_rows=False, check=check),
-            "scales": StoredTensor(FLOAT_DTYPES, (groups, rows), by_rows=False, contents=refuse_zero),
+            self.weight_suffix: StoredTensor(("I32",), self._weight_shape(rows, columns), by_rows=False),
+            self.zero_suffix: StoredTensor(("I32",), words, by_rows=False, check=check),
+            self.scale_suffix: StoredTensor(FLOAT_DTYPES, (groups, rows), by_rows=False, contents=refuse_zero),
         }
         if self.has_g_idx or self.activation_order:
             known = None if self.activation_order else self._check_order
             contents = grouping_check(columns, self.scheme.group_size) if self.activation_order else None
-            tensors["g_idx"] = StoredTensor(("I32",), (columns,), by_rows=False, check=known, contents=contents)
+            tensors["g_idx"] = StoredTensor(
+                ("I32",), (columns,), by_rows=False, check=known, contents=contents, inspected=True
+            )
         return tensors
 
     def size(self, found: Mapping[str, TensorInfo], read: Callable[[str], Tensor]) -> tuple[int, int]:
-        weight, scales = matrix_shape(found, "qweight"), matrix_shape(found, "scales")
+        weight, scales = matrix_shape(found, self.weight_suffix), matrix_shape(found, self.scale_suffix)
         if weight:
             rows, columns = self._weight_shape(self._per_word, self._per_word)[::-1]  # of one word each way
             return weight[1] * self._per_word // rows, weight[0] * self._per_word // columns
@@ -96,19 +105,21 @@ class TransposedStorage(LinearStorage):
     def read_bytes(self, rows: int, columns: int) -> int:
         # The words are there twice while they are brought into the order of packing, and so are the scales.
         stored = self.tensors(rows, columns)
-        return sum(t.bytes for t in stored.values()) + stored["qweight"].bytes + stored["scales"].bytes
+        twice = stored[self.weight_suffix].bytes + stored[self.scale_suffix].bytes
+        return sum(t.bytes for t in stored.values()) + twice
 
     def scale_dtype(self, dtypes: Mapping[str, str]) -> torch.dtype:
-        return DTYPES[dtypes.get("scales", "F32")]
+        return DTYPES[dtypes.get(self.scale_suffix, "F32")]
 
     def _check_zero_points(self, name: str, words: Tensor) -> None:
         if not bool((words != self._middle_word).any()):
             return
         zeros = self._plain_zero_points(words)
         row, group = (int(i) for i in (zeros != self._middle).nonzero()[0])
+        offset = self._stored_offset
         raise CheckpointError(
-            f"{name} has the zero point {int(zeros[row, group])} for output {row}, group {group}, and config.json says "
-            f"that weights are symmetric; {self._middle} is accepted"
+            f"{name} has the zero point {int(zeros[row, group]) - offset} for output {row}, group {group}, and "
+            f"config.json says that weights are symmetric; {self._middle - offset} is accepted"
         )
 
     def _check_order(self, name: str, groups: Tensor) -> None:
@@ -134,12 +145,12 @@ class TransposedStorage(LinearStorage):
         """Words of zero points as they are stored -> the zero points themselves, in words."""
 
     def decode(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedWeight:
-        words = tensors["qweight"]
+        words = tensors[self.weight_suffix]
         values = self._values(words.flatten(0, -3), rows, columns).unflatten(0, words.shape[:-2])
-        scales = tensors["scales"].transpose(-2, -1)
+        scales = tensors[self.scale_suffix].transpose(-2, -1)
         zeros = None
         if not self.scheme.weights.symmetric:
-            zeros = self._zero_points(self._true_zeros(tensors["qzeros"]))[..., :rows].transpose(-2, -1)
+            zeros = self._zero_points(self._true_zeros(tensors[self.zero_suffix]))[..., :rows].transpose(-2, -1)
 
         def below_one_another(parts: Tensor) -> Tensor:  # [..., linears, rows, n] -> [..., linears * rows, n]
             return parts.contiguous().flatten(-3, -2)
@@ -182,11 +193,11 @@ class TransposedStorage(LinearStorage):
         """``qweight`` -> the unsigned integers [rows, columns]."""
 
     def decode_plainly(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        scales = tensors["scales"].T
+        scales = tensors[self.scale_suffix].T
         zeros = None
         if not self.scheme.weights.symmetric:
-            zeros = (self._plain_zero_points(tensors["qzeros"])[: len(scales)] - self._middle).to(torch.int8)
-        values = (self._plain_integers(tensors["qweight"])[: len(scales)] - self._middle).to(torch.int8)
+            zeros = (self._plain_zero_points(tensors[self.zero_suffix])[: len(scales)] - self._middle).to(torch.int8)
+        values = (self._plain_integers(tensors[self.weight_suffix])[: len(scales)] - self._middle).to(torch.int8)
         order = plain_input_order(tensors["g_idx"]) if self.activation_order else None
         return QuantizedWeight(self.scheme.weights.element, values, scales, zeros, input_order=order)
 
@@ -217,9 +228,9 @@ class TransposedStorage(LinearStorage):
                 f"{self.format} for [{rows}, {columns}] weights; multiples of {self._per_word} are accepted"
             )
         tensors = {
-            "qweight": self._weight_words(weight.values),
-            "qzeros": self._stored_zeros(self._words(in_row_order(zeros, self.row_order).T)),
-            "scales": weight.scales.T.contiguous(),
+            self.weight_suffix: self._weight_words(weight.values),
+            self.zero_suffix: self._stored_zeros(self._words(in_row_order(zeros, self.row_order).T)),
+            self.scale_suffix: weight.scales.T.contiguous(),
         }
         if self.has_g_idx or self.activation_order:
             tensors["g_idx"] = group_index_of(weight.input_order, columns, self.scheme.group_size)

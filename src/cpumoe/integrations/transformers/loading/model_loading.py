@@ -49,6 +49,7 @@ def load_model(
     auto_class: Any = None,
     ranks: Ranks | None = None,
     reserve_bytes: int | None = None,
+    revision: str | None = None,
     **options: Any,
 ) -> PreTrainedModel:
     """Loads a checkpoint folder as a transformers model with packed experts and linears.
@@ -79,6 +80,7 @@ def load_model(
         reserve_bytes: memory that has to be left when all weights are in memory, for a KV cache or for other programs.
             The default demands room for the weights alone, without those that are mapped from files, which the kernel
             can drop and read again.
+        revision: branch, tag or commit of an id that does not end in one; ``main`` by default. Folders have none.
         options: further arguments of ``from_pretrained``.
 
     Raises CheckpointError if tensors are missing, unexpected or of another shape, UnsupportedScheme for a scheme that
@@ -86,7 +88,7 @@ def load_model(
     ``CPUMOE_MEMORY_CHECK`` is 0).
     """
     with (ranks or Ranks.alone()).together():  # if one cannot load it, the others do not wait for it
-        path = find_model(path)
+        path = find_model(path, revision=revision)
         if (asked := str(options.get("experts_implementation"))).startswith("cpumoe-"):
             raise ValueError(f"experts_implementation={asked!r} has no effect in load_model; scheme= is what it takes")
         found = _look_into(path, auto_class)

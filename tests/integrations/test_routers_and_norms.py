@@ -13,6 +13,7 @@ from random_layers import relative_error
 from torch import nn
 
 import cpumoe
+from cpumoe.integrations.transformers.recognition import check
 from cpumoe.integrations.transformers.replacements import norms, routers
 from cpumoe.layers.experts import Experts
 
@@ -225,3 +226,16 @@ def test_norms_that_our_operator_rejects_keep_their_code(monkeypatch):
 
     monkeypatch.setattr(norms.ops, "rms_norm", reject)
     assert norms.find_form(norm) is None
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_the_check_at_load_gives_noise_to_routers_alone(name, monkeypatch):
+    """Experts compute the chunks of the cases once; the noisy inputs go as far as the chosen ids."""
+    model = cpumoe.accelerate(tiny_model(name), "w8a8")
+    computed, routed = [], []
+    experts_forward, select_experts = Experts.forward, routers.ops.select_experts
+    monkeypatch.setattr(Experts, "forward", lambda *a, **o: (computed.append(1), experts_forward(*a, **o))[1])
+    monkeypatch.setattr(routers.ops, "select_experts", lambda *a: (routed.append(1), select_experts(*a))[1])
+    check.find_choices(model.model, len(model.model.layers) - 1)
+    chunks = len(check._CUTS)
+    assert len(routed) == chunks * (1 + check._DRAWS) and len(computed) == chunks

@@ -22,6 +22,7 @@ from transformers import (
 
 import cpumoe
 from cpumoe.integrations.transformers import native_decoder
+from cpumoe.integrations.transformers.native_decoder import explanation
 from cpumoe.integrations.transformers.replacements.replaced_forward import ReplacedForward
 from cpumoe.layers.experts import Experts
 
@@ -146,6 +147,32 @@ def test_a_forward_that_is_put_back(load: Load) -> None:
     assert torch.equal(logits(model), before)
     with counted_steps(model) as steps:
         assert torch.equal(logits(model), before) and steps
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@torch.no_grad()
+def test_tuples_on_request_of_the_configuration(family_folder: Any, when: str) -> None:
+    ids = torch.tensor([[5, 6, 7]])
+    stock = AutoModelForCausalLM.from_pretrained(family_folder("qwen3_moe"), dtype=torch.float32)
+    before = stock(input_ids=ids)
+    stock.config.return_dict = False
+    expected = stock.model(input_ids=ids)
+    assert isinstance(expected, tuple)
+    stock.config.return_dict = when == "after"
+    model = cpumoe.accelerate(stock, "fp32")
+    model.config.return_dict = False
+    assert explanation(model) == "every step is one call of the core"
+    with counted_steps(model) as steps:
+        found = model.model(input_ids=ids)
+        assert isinstance(found, tuple) and len(found) == len(expected)
+        assert relative_error(found[0], expected[0]) < 1e-4 and found[1].get_seq_length() == 3
+        assert isinstance(model.model(input_ids=ids, return_dict=False), tuple)
+        assert relative_error(model.model(input_ids=ids, return_dict=True).last_hidden_state, expected[0]) < 1e-4
+        # The model with the head unpacks such a tuple as an object in transformers, and fails.
+        whole = model(input_ids=ids)
+        assert isinstance(whole, tuple) and relative_error(whole[0], before.logits) < 1e-4
+        assert relative_error(model(input_ids=ids, return_dict=True).logits, before.logits) < 1e-4
+        assert len(steps) == 5
 
 
 @pytest.mark.parametrize("way", ["hook", "forward"])

@@ -7,6 +7,7 @@ are more than padding, caches of other kinds, gradients, hooks inside) goes thro
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import threading
@@ -143,7 +144,8 @@ def forward(base: Any, native: NativeDecoder, *arguments: Any, **options: Any) -
     if found is None:
         native.refuse_own_heads(arguments, options)
         return type(base).forward(base, *arguments, **options)
-    return native.output(last_hidden_state=found[0], past_key_values=found[1])
+    result = native.output(last_hidden_state=found[0], past_key_values=found[1])
+    return result if native.returns_dict(base, arguments, options) else result.to_tuple()
 
 
 def forward_to_logits(model: Any, native: NativeDecoder, output: type[Any], *arguments: Any, **options: Any) -> Any:
@@ -152,7 +154,8 @@ def forward_to_logits(model: Any, native: NativeDecoder, output: type[Any], *arg
     if found is None:
         native.refuse_own_heads(arguments, options, head=model)
         return type(model).forward(model, *arguments, **options)
-    return output(logits=found[0], past_key_values=found[1])
+    result = output(logits=found[0], past_key_values=found[1])
+    return result if native.returns_dict(model, arguments, options, head=model) else result.to_tuple()
 
 
 @dataclass(frozen=True)
@@ -247,6 +250,8 @@ class NativeDecoder:
         """Return what a model's own code makes of made-up hidden states of its base model."""
         copied = copy_of(model)
         copied._modules = {**model._modules, "model": _MadeUp(self.output, model.model)}
+        copied.config = copy.copy(model.config)
+        copied.config.return_dict = True
         with torch.no_grad():
             return type(model).forward(copied, input_ids=torch.zeros((1, 1), dtype=torch.long), logits_to_keep=1)
 
@@ -338,7 +343,9 @@ class NativeDecoder:
         given = self._named(arguments, options, head)
         keep = given.get("logits_to_keep", 0) if head is not None else 0
         for name, option in given.items():
-            if name in _SERVED or name in _IGNORED or (name == "logits_to_keep" and head is not None):
+            if name in _SERVED or name in _IGNORED or name == "return_dict":
+                continue
+            if name == "logits_to_keep" and head is not None:
                 continue
             if option is False and name == "is_causal":
                 return None
@@ -348,8 +355,6 @@ class NativeDecoder:
             if name in _PACKED or name in known or name in names_of_attention_functions():
                 return None
         if any(given.get(name, getattr(base.config, name, False)) for name in _MORE_RESULTS):
-            return None
-        if given.get("return_dict", True) is False:
             return None
         tokens, embeds, cache = given.get("input_ids"), given.get("inputs_embeds"), given.get("past_key_values")
         if (tokens is None) == (embeds is None):
@@ -386,6 +391,14 @@ class NativeDecoder:
         if head is None:
             return False
         return _has_hooks((base._forward_hooks, base._forward_pre_hooks)) or native_of(base) is not self
+
+    def returns_dict(self, module: Any, arguments: tuple[Any, ...], options: dict[str, Any], head: Any = None) -> bool:
+        """Return whether a call of ``module`` gives an object with names, and not a tuple."""
+        default = getattr(module.config, "return_dict", True)
+        asked = self._named(arguments, options, head).get("return_dict", default)
+        if asked is None and head is not None:
+            asked = default
+        return asked is not False
 
     def _named(self, arguments: tuple[Any, ...], options: dict[str, Any], head: Any) -> dict[str, Any]:
         if not arguments:

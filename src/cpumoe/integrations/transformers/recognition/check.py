@@ -326,6 +326,7 @@ def _twin(base: Any, index: int) -> Any:
     twin = copy_of(base)
     config = copy.copy(base.config)
     config.num_hidden_layers = 1
+    config.return_dict = True
     config.output_hidden_states = config.output_attentions = config.output_router_logits = False
     if getattr(config, "layer_types", None) is not None:
         config.layer_types = [layer_type(base, index)]

@@ -40,6 +40,8 @@ from cpumoe.integrations.transformers.replacements.replacement_check import copy
 from cpumoe.integrations.transformers.step_caches import StepCaches
 from cpumoe.integrations.transformers.watched_modules import (
     Entry,
+    WatchedValues,
+    copied_tensors,
     is_foreign,
     kind_of,
     kind_of_owner,
@@ -169,6 +171,7 @@ class _Built:
         hooks: of the modules that a step does not call, two dicts for each.
         has_foreign_forward: whether one of these has another forward than its class or this package gave it.
         watched: entries for ``_core.has_changed``.
+        values: of the small tensors that the decoder holds copies of.
         known_options: names that the code of the model mentions, without the head and with it.
     """
 
@@ -182,11 +185,14 @@ class _Built:
     hooks: tuple[dict[int, Any], ...]
     has_foreign_forward: bool
     watched: tuple[Entry, ...]
+    values: WatchedValues
     known_options: tuple[frozenset[str], frozenset[str]]
 
     def serves(self, last: int, with_head: bool) -> bool:
         """Return whether this is the decoder for positions up to ``last`` of a model that has not changed."""
-        return last < self.positions and (self.has_head or not with_head) and not _core.has_changed(self.watched)
+        if last >= self.positions or (with_head and not self.has_head):
+            return False
+        return not _core.has_changed(self.watched) and not self.values.have_changed()
 
     def is_watched(self) -> bool:
         """Return whether other code's hooks or forwards are inside, which a step would leave out."""
@@ -275,6 +281,9 @@ class NativeDecoder:
             *(entry for m in modules for entry in watched_entries(m)),
             *(entry for m in owners for entry in watched_owner(m)),
         )
+        rotary = rotary_of(base)
+        angles = () if rotary is None else (b for b in rotary.buffers() if b.dim() <= 1)  # of which there are tables
+        values = WatchedValues((*(tensor for m in modules for tensor in copied_tensors(m)), *angles))
         model = describe_decoder(base, self._choices_of(base), torch.arange(positions))
         if head is not None:
             model = replace(model, head=describe_matrix(head, "head"))
@@ -302,6 +311,7 @@ class NativeDecoder:
             tuple(hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)),
             any(is_foreign(vars(m).get("forward")) for m in modules),
             watched,
+            values,
             (known, known if owner is None else known | _names_in_forward(owner)),
         )
 

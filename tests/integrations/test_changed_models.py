@@ -18,6 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     DiffusionGemmaForBlockDiffusion,
+    DynamicCache,
 )
 
 import cpumoe
@@ -148,6 +149,19 @@ def test_a_forward_that_is_put_back(load: Load) -> None:
     assert torch.equal(logits(model), before)
     with counted_steps(model) as steps:
         assert torch.equal(logits(model), before) and steps
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+@torch.no_grad()
+def test_fewer_layers_in_the_configuration(load: Load, name: str) -> None:
+    """transformers leaves out the last layers; a cache without a configuration says nothing about them."""
+    model = load(name)
+    before = logits(model, 6, past_key_values=DynamicCache())
+    model.config.num_hidden_layers = 1
+    found = logits(model, 6, past_key_values=DynamicCache())
+    with own_code(model):
+        expected = logits(model, 6, past_key_values=DynamicCache())
+    assert relative_error(found, expected) < 3e-3 and relative_error(found, before) > 1e-2
 
 
 @pytest.mark.parametrize("when", ["before", "after"])

@@ -284,6 +284,7 @@ class NativeDecoder:
         rotary = rotary_of(base)
         angles = () if rotary is None else (b for b in rotary.buffers() if b.dim() <= 1)  # of which there are tables
         values = WatchedValues((*(tensor for m in modules for tensor in copied_tensors(m)), *angles))
+        _refuse_fewer_layers(base)
         model = describe_decoder(base, self._choices_of(base), torch.arange(positions))
         if head is not None:
             model = replace(model, head=describe_matrix(head, "head"))
@@ -557,6 +558,13 @@ class NativeDecoder:
                 _log.warning("%s runs layer by layer from here on: %s", type(base).__name__, reason)
                 self.reason = base._cpumoe_reason = str(reason)
             return None if self.reason is not None else self._built
+
+
+def _refuse_fewer_layers(base: Any) -> None:
+    """Raise NotDescribed if the configuration has fewer layers than the model, whose own code leaves out the last."""
+    count = getattr(base.config, "num_hidden_layers", None)
+    if isinstance(count, int) and count < len(base.layers):
+        raise NotDescribed(f"its configuration has num_hidden_layers={count}, and it has {len(base.layers)} layers")
 
 
 def _names_in_forward(module: nn.Module) -> frozenset[str]:

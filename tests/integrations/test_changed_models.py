@@ -23,7 +23,7 @@ from transformers import (
 
 import cpumoe
 from cpumoe.integrations.transformers import native_decoder
-from cpumoe.integrations.transformers.native_decoder import explanation, native_of
+from cpumoe.integrations.transformers.native_decoder import NativeDecoder, explanation, native_of
 from cpumoe.integrations.transformers.replacements.replaced_forward import ReplacedForward
 from cpumoe.integrations.transformers.watched_modules import WatchedValues
 from cpumoe.layers.experts import Experts
@@ -149,6 +149,111 @@ def test_a_forward_that_is_put_back(load: Load) -> None:
     assert torch.equal(logits(model), before)
     with counted_steps(model) as steps:
         assert torch.equal(logits(model), before) and steps
+
+
+def change_of_a_part(model: Any) -> Callable[[], None]:
+    attention = model.model.layers[0].self_attn
+    own = attention.v_proj
+    attention.v_proj = Adapted(own)
+
+    def put_back() -> None:
+        attention.v_proj = own
+
+    return put_back
+
+
+def change_of_attention(model: Any) -> Callable[[], None]:
+    attention = model.model.layers[0].self_attn
+    attention.is_causal = False
+
+    def put_back() -> None:
+        attention.is_causal = True
+
+    return put_back
+
+
+def change_of_layers(model: Any) -> Callable[[], None]:
+    count = model.config.num_hidden_layers
+    model.config.num_hidden_layers = count - 1
+
+    def put_back() -> None:
+        model.config.num_hidden_layers = count
+
+    return put_back
+
+
+TEMPORARY = [change_of_a_part, change_of_attention, change_of_layers]
+
+
+@pytest.mark.parametrize("change", TEMPORARY)
+def test_the_native_decoder_is_back_after_a_change(
+    load: Load, change: Callable[[Any], Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is built at most once for each change, and ``explanation`` follows without a call of the model."""
+    model = load()
+    before, native = logits(model, 5), native_of(model.model)
+    assert native is not None
+    tried: list[int] = []
+    build = NativeDecoder._build
+    monkeypatch.setattr(NativeDecoder, "_build", lambda *given: (tried.append(1), build(*given))[1])
+    for _ in range(2):
+        put_back = change(model)
+        assert "layer by layer" in explanation(model)
+        changed = logits(model, 5)
+        assert torch.equal(logits(model, 5), changed) and relative_error(changed, before) > 1e-3
+        assert len(tried) == 1 and native_of(model.model) is None and "layer by layer" in explanation(model)
+        put_back()
+        assert explanation(model) == "every step is one call of the core"
+        with counted_steps(model) as steps:
+            assert torch.equal(logits(model, 5), before) and steps
+        assert len(tried) <= 2
+        tried.clear()
+
+
+def test_counters_in_a_models_own_code_are_no_change(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load()
+    before = logits(model)
+    attention = model.model.layers[0].self_attn
+    own = attention.v_proj
+
+    class Counting(Adapted):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    attention.v_proj = Counting(own)
+    attention.v_proj.calls = 0
+    tried: list[int] = []
+    build = NativeDecoder._build
+    monkeypatch.setattr(NativeDecoder, "_build", lambda *given: (tried.append(1), build(*given))[1])
+    for _ in range(4):
+        logits(model)
+    assert attention.v_proj.calls == 4 and len(tried) == 1
+    attention.v_proj = own
+    assert torch.equal(logits(model), before)
+
+
+def test_a_copy_of_a_changed_model_has_its_native_decoder_back(load: Load) -> None:
+    model = load()
+    before = logits(model, 5)
+    put_back = change_of_attention(model)
+    logits(model, 5)
+    copied = copy.deepcopy(model)
+    for layer in copied.model.layers:
+        layer.self_attn.is_causal = True
+    assert explanation(copied) == "every step is one call of the core"
+    assert torch.equal(logits(copied, 5), before)
+    put_back()
+
+
+def test_an_explanation_of_a_model_with_hooks(load: Load) -> None:
+    model = load()
+    hook = model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    assert "layer by layer: hooks" in explanation(model)
+    hook.remove()
+    assert explanation(model) == "every step is one call of the core"
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])

@@ -68,6 +68,8 @@ _MORE_RESULTS = ("output_hidden_states", "output_attentions", "output_router_log
 #: Positions that the first rotary tables have; they grow with the sequences.
 FIRST_POSITIONS = 4096
 
+_LEFT_OUT = "hooks, other forwards or attention that is not causal are in the model"
+
 #: The module of transformers whose hooks stay where hidden states or attentions have been asked for once.
 _CAPTURING = "transformers.utils.output_capturing"
 
@@ -118,9 +120,14 @@ def _with_signature(replacement: Any, module: nn.Module) -> Any:
 def explanation(model: nn.Module) -> str:
     """Whether a model that has been loaded runs in one call for a step, and if not, why."""
     for base in model.modules():
-        if native_of(base) is not None:
-            return "every step is one call of the core"
-        if (reason := vars(base).get("_cpumoe_reason")) is not None:
+        if (native := _installed(vars(base).get("forward"), forward)) is not None:
+            owners = (m for m in model.modules() if _installed(vars(m).get("forward"), forward_to_logits) is native)
+            reason = native.reason_now(base, next(owners, None))
+            if reason is None:
+                return "every step is one call of the core"
+        else:
+            reason = vars(base).get("_cpumoe_reason")
+        if reason is not None:
             return f"a step goes through transformers, layer by layer: {reason}"
     return "a step goes through transformers, layer by layer: no decoder with packed experts was found in it"
 
@@ -136,8 +143,13 @@ def native_with_head(model: Any) -> NativeDecoder | None:
 
 
 def _in_use(found: Any, function: Any) -> NativeDecoder | None:
-    is_ours = isinstance(found, partial) and found.func is function and found.args[1].reason is None
-    return found.args[1] if is_ours else None
+    native = _installed(found, function)
+    return native if native is not None and native.reason is None else None
+
+
+def _installed(found: Any, function: Any) -> NativeDecoder | None:
+    """Return the native decoder that a module's forward calls, also one that cannot run the model as it is now."""
+    return found.args[1] if isinstance(found, partial) and found.func is function else None
 
 
 def forward(base: Any, native: NativeDecoder, *arguments: Any, **options: Any) -> Any:
@@ -145,7 +157,10 @@ def forward(base: Any, native: NativeDecoder, *arguments: Any, **options: Any) -
     found = native.run(base, arguments, options)
     if found is None:
         native.refuse_own_heads(arguments, options)
-        return type(base).forward(base, *arguments, **options)
+        refused = native.refused_model()
+        own = type(base).forward(base, *arguments, **options)
+        native.pass_over_own_changes(refused, base)
+        return own
     result = native.output(last_hidden_state=found[0], past_key_values=found[1])
     return result if native.returns_dict(base, arguments, options) else result.to_tuple()
 
@@ -155,7 +170,10 @@ def forward_to_logits(model: Any, native: NativeDecoder, output: type[Any], *arg
     found = native.run(model.model, arguments, options, head=model)
     if found is None:
         native.refuse_own_heads(arguments, options, head=model)
-        return type(model).forward(model, *arguments, **options)
+        refused = native.refused_model()
+        own = type(model).forward(model, *arguments, **options)
+        native.pass_over_own_changes(refused, model.model, model)
+        return own
     result = output(logits=found[0], past_key_values=found[1])
     return result if native.returns_dict(model, arguments, options, head=model) else result.to_tuple()
 
@@ -214,7 +232,8 @@ class NativeDecoder:
         self._choices: dict[str, Choices] = {}  # by the kind of a layer
         self._heads: dict[str, bool] = {}  # by the kind of a model: whether it does no more than call its head
         self.output = output_class(base)
-        self.reason: str | None = None  # why it is no longer used
+        self.reason: str | None = None  # why it cannot run the model as it is now
+        self._refused: tuple[Entry, ...] | None = None  # the model for which that holds; None: any
         self.records = False  # whether caches are held in int8
         self._arguments = [tuple(inspect.signature(type(base).forward).parameters)[1:]]  # and those of the model
         self._lock = threading.Lock()
@@ -222,7 +241,7 @@ class NativeDecoder:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or what is read from a file, builds its decoder of the model that it finds itself in."""
-        return {**vars(self), "_built": None, "_lock": None}
+        return {**vars(self), "_built": None, "_refused": None, "_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _lock=threading.Lock())
@@ -330,6 +349,7 @@ class NativeDecoder:
         """Follows what has been put into ``model``, which has the head, without waiting for the next longer call."""
         with self._lock:
             self._built = self._build(model.model, model, self._last.positions)
+            self._accept(model.model)
 
     def hold_records(self) -> None:
         """Holds keys and values of caches in int8 from here on."""
@@ -344,7 +364,7 @@ class NativeDecoder:
 
         Results are hidden states [B, T, H] or, with a model that has the ``head``, logits [B, tokens to keep, V].
         """
-        if self.reason is not None or torch.is_grad_enabled() or base.training or torch.compiler.is_compiling():
+        if torch.is_grad_enabled() or base.training or torch.compiler.is_compiling():
             return None
         built = self._ready(base, 0, head)
         if built is None or self._is_left(built, base, head):
@@ -524,7 +544,7 @@ class NativeDecoder:
             raise NotDescribed(self.reason)
         hooks = (model._forward_hooks, model._forward_pre_hooks)
         if self._is_left(built, model.model, model) or _has_hooks(hooks) or native_with_head(model) is not self:
-            raise NotDescribed("hooks, other forwards or attention that is not causal are in the model")
+            raise NotDescribed(_LEFT_OUT)
         return built.decoder.step_rows(tokens, sequences, places, pages, page_tokens, caches, wanted)
 
     def _ready(self, base: Any, last: int, head: Any) -> _Built | None:
@@ -533,15 +553,19 @@ class NativeDecoder:
         Returns None if the native decoder cannot run the model any more, or does not have the ``head`` that is wanted.
         """
         built = self._built
-        if built is None or not built.serves(last, head is not None):
+        if self.reason is not None or built is None or not built.serves(last, head is not None):
             built = self._rebuilt(base, last, head)
         return None if built is None or (head is not None and not built.has_head) else built
 
     def _rebuilt(self, base: Any, last: int, head: Any) -> _Built | None:
         with self._lock:
+            if self.reason is not None and self._refused is not None and not _core.has_changed(self._refused):
+                return None
             built = self._built
-            if built is not None and built.serves(last, head is not None):  # another thread has built it
+            if built is not None and built.serves(last, head is not None):
+                self._accept(base)  # another thread has built it, or the model is what it was
                 return built
+            entries = _entries_of(base, head)  # first: what is changed from here on is a reason to try again
             positions = FIRST_POSITIONS if built is None else built.positions
             while positions <= last:
                 positions *= 2
@@ -557,7 +581,50 @@ class NativeDecoder:
                     ) from None
                 _log.warning("%s runs layer by layer from here on: %s", type(base).__name__, reason)
                 self.reason = base._cpumoe_reason = str(reason)
-            return None if self.reason is not None else self._built
+                self._refused = entries
+                return None
+            self._accept(base)
+            return self._built
+
+    def _accept(self, base: Any) -> None:
+        """Note that the decoder runs the model as it is."""
+        if self.reason is not None:
+            _log.info("%s has its native decoder again", type(base).__name__)
+        self.reason = self._refused = None
+        vars(base).pop("_cpumoe_reason", None)
+
+    def refused_model(self) -> tuple[Entry, ...] | None:
+        """Return the entries of the model for which no decoder could be built, None if it has changed since then."""
+        refused = None if torch.compiler.is_compiling() else self._refused
+        return None if refused is None or _core.has_changed(refused) else refused
+
+    def pass_over_own_changes(self, refused: tuple[Entry, ...] | None, base: Any, owner: Any = None) -> None:
+        """Follow what the model's own code has changed in a call, such as a counter: no reason to try again."""
+        if refused is not None and self._refused is refused and _core.has_changed(refused):
+            self._refused = _entries_of(base, owner)
+
+    def reason_now(self, base: Any, owner: Any) -> str | None:
+        """Return why the model's own code runs the steps, None if the decoder does; ``owner`` has the head, if any."""
+        try:
+            built = self._ready(base, 0, owner)
+        except ValueError as problem:  # it holds keys and values in int8
+            return str(problem)
+        if self.reason is None and self._is_left(built or self._last, base, owner):
+            return _LEFT_OUT
+        return self.reason
+
+
+def _entries_of(base: Any, owner: Any) -> tuple[Entry, ...]:
+    """Return the entries of all modules of a base model, and of the model with the head around it."""
+    modules = [m for m in base.modules() if m is not base]
+    owners = [base]
+    if owner is not None:
+        owners.append(owner)
+        modules += [m for child in owner.children() if child is not base for m in child.modules()]
+    return (
+        *(entry for m in modules for entry in watched_entries(m)),
+        *(entry for m in owners for entry in watched_owner(m)),
+    )
 
 
 def _refuse_fewer_layers(base: Any) -> None:

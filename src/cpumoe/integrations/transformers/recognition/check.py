@@ -60,6 +60,7 @@ def find_choices(base: Any, index: int) -> Choices:
     """Find what cannot be seen of a layer by trying all that it may be. Raises NotDescribed if nothing fits."""
     twin = _twin(base, index)
     cases = _Cases(base.config)
+    describe_decoder(twin, (next(choices_for(twin, 0)),), cases.table)  # raises for unsupported parts before any runs
     own = _OwnCode(twin, cases)
     best = _Difference(own.problem)
     for choices in () if own.problem else choices_for(twin, 0):

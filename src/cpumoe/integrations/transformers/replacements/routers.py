@@ -32,7 +32,8 @@ _TOKEN_SEED = 1
 
 _SCALES = ("routed_scaling_factor", "router_scaling_factor", "route_scale", "output_multiplier")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+#: Names of what is added to scores for the choice alone.
+CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 _TOLERANCE = 1e-4  # relative, of fp32 sums in another order
 _BLOCK_TOLERANCE = 0.02  # of a token's result in 16 bits
 
@@ -105,7 +106,7 @@ def _is_router(module: Any) -> bool:
 
 def correction_of(router: Any, block: Any = None) -> Tensor | None:
     """What is added to scores for the choice alone: the router has it, or the block that hands it over."""
-    for holder, name in product((router, getattr(router, "moe_statics", None), block), _CORRECTIONS):
+    for holder, name in product((router, getattr(router, "moe_statics", None), block), CORRECTIONS):
         if isinstance(found := getattr(holder, name, None), Tensor):
             return found
     return None
@@ -115,7 +116,7 @@ def _more_arguments(router: Any, block: Any) -> tuple[Tensor, ...]:
     """What a router is called with besides tokens, if that is no more than its correction."""
     names = list(inspect.signature(type(router).forward).parameters)[2:]
     correction = correction_of(router, block)
-    return (correction,) if len(names) == 1 and names[0] in _CORRECTIONS and correction is not None else ()
+    return (correction,) if len(names) == 1 and names[0] in CORRECTIONS and correction is not None else ()
 
 
 def find_form(router: Any, block: Any = None) -> RouterForm | None:

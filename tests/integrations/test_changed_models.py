@@ -18,11 +18,14 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     DiffusionGemmaForBlockDiffusion,
+    DynamicCache,
 )
 
 import cpumoe
 from cpumoe.integrations.transformers import native_decoder
+from cpumoe.integrations.transformers.native_decoder import NativeDecoder, explanation, native_of
 from cpumoe.integrations.transformers.replacements.replaced_forward import ReplacedForward
+from cpumoe.integrations.transformers.watched_modules import WatchedValues
 from cpumoe.layers.experts import Experts
 
 NATIVE = (native_decoder.forward, native_decoder.forward_to_logits)
@@ -148,6 +151,150 @@ def test_a_forward_that_is_put_back(load: Load) -> None:
         assert torch.equal(logits(model), before) and steps
 
 
+def change_of_a_part(model: Any) -> Callable[[], None]:
+    attention = model.model.layers[0].self_attn
+    own = attention.v_proj
+    attention.v_proj = Adapted(own)
+
+    def put_back() -> None:
+        attention.v_proj = own
+
+    return put_back
+
+
+def change_of_attention(model: Any) -> Callable[[], None]:
+    attention = model.model.layers[0].self_attn
+    attention.is_causal = False
+
+    def put_back() -> None:
+        attention.is_causal = True
+
+    return put_back
+
+
+def change_of_layers(model: Any) -> Callable[[], None]:
+    count = model.config.num_hidden_layers
+    model.config.num_hidden_layers = count - 1
+
+    def put_back() -> None:
+        model.config.num_hidden_layers = count
+
+    return put_back
+
+
+TEMPORARY = [change_of_a_part, change_of_attention, change_of_layers]
+
+
+@pytest.mark.parametrize("change", TEMPORARY)
+def test_the_native_decoder_is_back_after_a_change(
+    load: Load, change: Callable[[Any], Callable[[], None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is built at most once for each change, and ``explanation`` follows without a call of the model."""
+    model = load()
+    before, native = logits(model, 5), native_of(model.model)
+    assert native is not None
+    tried: list[int] = []
+    build = NativeDecoder._build
+    monkeypatch.setattr(NativeDecoder, "_build", lambda *given: (tried.append(1), build(*given))[1])
+    for _ in range(2):
+        put_back = change(model)
+        assert "layer by layer" in explanation(model)
+        changed = logits(model, 5)
+        assert torch.equal(logits(model, 5), changed) and relative_error(changed, before) > 1e-3
+        assert len(tried) == 1 and native_of(model.model) is None and "layer by layer" in explanation(model)
+        put_back()
+        assert explanation(model) == "every step is one call of the core"
+        with counted_steps(model) as steps:
+            assert torch.equal(logits(model, 5), before) and steps
+        assert len(tried) <= 2
+        tried.clear()
+
+
+def test_counters_in_a_models_own_code_are_no_change(load: Load, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = load()
+    before = logits(model)
+    attention = model.model.layers[0].self_attn
+    own = attention.v_proj
+
+    class Counting(Adapted):
+        calls = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    attention.v_proj = Counting(own)
+    attention.v_proj.calls = 0
+    tried: list[int] = []
+    build = NativeDecoder._build
+    monkeypatch.setattr(NativeDecoder, "_build", lambda *given: (tried.append(1), build(*given))[1])
+    for _ in range(4):
+        logits(model)
+    assert attention.v_proj.calls == 4 and len(tried) == 1
+    attention.v_proj = own
+    assert torch.equal(logits(model), before)
+
+
+def test_a_copy_of_a_changed_model_has_its_native_decoder_back(load: Load) -> None:
+    model = load()
+    before = logits(model, 5)
+    put_back = change_of_attention(model)
+    logits(model, 5)
+    copied = copy.deepcopy(model)
+    for layer in copied.model.layers:
+        layer.self_attn.is_causal = True
+    assert explanation(copied) == "every step is one call of the core"
+    assert torch.equal(logits(copied, 5), before)
+    put_back()
+
+
+def test_an_explanation_of_a_model_with_hooks(load: Load) -> None:
+    model = load()
+    hook = model.model.layers[0].mlp.register_forward_hook(lambda *_: None)
+    assert "layer by layer: hooks" in explanation(model)
+    hook.remove()
+    assert explanation(model) == "every step is one call of the core"
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+@torch.no_grad()
+def test_fewer_layers_in_the_configuration(load: Load, name: str) -> None:
+    """transformers leaves out the last layers; a cache without a configuration says nothing about them."""
+    model = load(name)
+    before = logits(model, 6, past_key_values=DynamicCache())
+    model.config.num_hidden_layers = 1
+    found = logits(model, 6, past_key_values=DynamicCache())
+    with own_code(model):
+        expected = logits(model, 6, past_key_values=DynamicCache())
+    assert relative_error(found, expected) < 3e-3 and relative_error(found, before) > 1e-2
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@torch.no_grad()
+def test_tuples_on_request_of_the_configuration(family_folder: Any, when: str) -> None:
+    ids = torch.tensor([[5, 6, 7]])
+    stock = AutoModelForCausalLM.from_pretrained(family_folder("qwen3_moe"), dtype=torch.float32)
+    before = stock(input_ids=ids)
+    stock.config.return_dict = False
+    expected = stock.model(input_ids=ids)
+    assert isinstance(expected, tuple)
+    stock.config.return_dict = when == "after"
+    model = cpumoe.accelerate(stock, "fp32")
+    model.config.return_dict = False
+    assert explanation(model) == "every step is one call of the core"
+    with counted_steps(model) as steps:
+        found = model.model(input_ids=ids)
+        assert isinstance(found, tuple) and len(found) == len(expected)
+        assert relative_error(found[0], expected[0]) < 1e-4 and found[1].get_seq_length() == 3
+        assert isinstance(model.model(input_ids=ids, return_dict=False), tuple)
+        assert relative_error(model.model(input_ids=ids, return_dict=True).last_hidden_state, expected[0]) < 1e-4
+        # The model with the head unpacks such a tuple as an object in transformers, and fails.
+        whole = model(input_ids=ids)
+        assert isinstance(whole, tuple) and relative_error(whole[0], before.logits) < 1e-4
+        assert relative_error(model(input_ids=ids, return_dict=True).logits, before.logits) < 1e-4
+        assert len(steps) == 5
+
+
 @pytest.mark.parametrize("way", ["hook", "forward"])
 def test_code_around_the_base_model(load: Load, way: str) -> None:
     """It is called by the model with the head too."""
@@ -230,6 +377,62 @@ def test_values_that_the_decoder_holds_in_fp32(load: Load, part: str, dtype: tor
         expected = logits(model)
     change = relative_error(before, expected)
     assert change > 1e-2 and relative_error(found, expected) < (0.3 if dtype == torch.bfloat16 else 3e-3) * change
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("part", ["norm.weight", "layernorm.weight", "bias", "sinks", "inv_freq"])
+def test_values_that_are_written_through_data(load: Load, part: str, dtype: torch.dtype) -> None:
+    """Such a write changes no version of a tensor."""
+    model = load("gpt_oss", dtype)
+    before = logits(model, 6)
+    tensors = [t for name, t in [*model.named_parameters(), *model.named_buffers()] if name.endswith(part)]
+    assert tensors
+    for tensor in tensors:
+        version = tensor._version
+        tensor.data.mul_(3).add_(0.5)
+        assert tensor._version == version
+    found = logits(model, 6)
+    assert relative_error(found.float(), before.float()) > 1e-2
+    if dtype == torch.float32:  # in 16 bits experts of nearly the same score may change places
+        with own_code(model):
+            assert relative_error(found, logits(model, 6)) < 3e-3
+    native = native_of(model.model)
+    assert native is not None
+    native.describe_anew(model)
+    with counted_steps(model) as steps:
+        assert torch.equal(logits(model, 6), found) and steps
+
+
+def test_tensors_of_inference_mode_have_no_version(load: Load) -> None:
+    with torch.inference_mode():
+        model = load("gpt_oss", torch.bfloat16)
+    assert model.model.norm.weight.is_inference()
+    with torch.inference_mode():
+        before = logits(model, 6)
+        state = {
+            n: torch.full_like(t, 2.0) for n, t in model.state_dict().items() if n.endswith(("norm.weight", "bias"))
+        }
+        assert state and model.load_state_dict(state, strict=False).unexpected_keys == []
+        found = logits(model, 6)
+        with own_code(model):
+            expected = logits(model, 6)
+    change = relative_error(before.float(), expected.float())
+    assert change > 1e-2 and relative_error(found.float(), expected.float()) < 0.3 * change
+
+
+def test_watched_values_of_every_layout() -> None:
+    """Also those without elements, without dimensions, and with gaps between them."""
+    held = torch.arange(12.0).view(3, 4)
+    tensors = [held[:, 1], torch.tensor(3.0), torch.empty(0), held[0], torch.tensor([1.0]).expand(5)]
+    values = WatchedValues(tensors)
+    assert not values.have_changed()
+    for index, other in ((1, 1.0), (5, 5.0)):
+        held.view(-1)[index] = -1
+        assert values.have_changed()
+        held.view(-1)[index] = other
+        assert not values.have_changed()
+    tensors[1].fill_(4)
+    assert values.have_changed()
 
 
 def test_corrections_of_routers(load: Load) -> None:

@@ -15,6 +15,7 @@ from changed_configs import changes_of
 from every_architecture import FAMILIES, tiny_model
 
 import cpumoe
+from cpumoe import Experts, QuantizedLinear
 
 #: Configurations of all families together; `make fuzz` asks for more.
 EXAMPLES = int(os.environ.get("CPUMOE_FUZZ_EXAMPLES", "60"))
@@ -117,6 +118,9 @@ def test_accelerated_models_follow_every_field(name, number):
     try:
         cpumoe.accelerate(model, "fp32")
     except _REFUSED as refusal:
+        changed = [path for path, module in model.named_modules() if isinstance(module, Experts | QuantizedLinear)]
+        assert not changed, f"{field}={value}: {changed[0]} was packed before accelerate raised {refusal!r}"
+        assert not getattr(model, "is_quantized", False), f"{field}={value}: is_quantized is set after {refusal!r}"
         pytest.skip(f"refused: {refusal}")
     with torch.no_grad():
         for case, found in results(part, cuts):

@@ -21,9 +21,11 @@ from cpumoe import _core
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.integrations.transformers import native_decoder
 from cpumoe.integrations.transformers.facade import explain_step
+from cpumoe.integrations.transformers.layout.model_classes import empty_model
 from cpumoe.integrations.transformers.native_decoder import explanation, native_of, native_with_head
 from cpumoe.integrations.transformers.preallocated_cache import CacheForm, RoomyLayer, RoomySlidingLayer, make_roomy
 from cpumoe.integrations.transformers.recognition.described_parts import NotDescribed
+from cpumoe.integrations.transformers.recognition.explain import reason_against
 from cpumoe.ops.decoder import Decoder
 
 #: Families that run in one call, whole models and their text parts; a family that is lost would be noticed here.
@@ -75,6 +77,12 @@ def test_which_families_run_in_one_call(loaded, name):
     said = explanation(loaded(name))
     assert (said == "every step is one call of the core") == (name in NATIVE), said
     assert "could not be described" not in said
+
+
+@pytest.mark.parametrize("name", representatives_first(sorted(NATIVE)))
+def test_the_configuration_rejects_no_native_decoder(name):
+    model = tiny_model(name)
+    assert reason_against(empty_model(model.config, type(model), real_buffers=True)) is None
 
 
 #: Sizes of real models, but for the experts' own and the vocabulary.

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from native_models import counted_steps
 from tiny_models import write_tiny_model
 
 pytest.importorskip("transformers")
@@ -15,6 +16,7 @@ import peft
 from transformers import AutoModelForCausalLM
 
 import cpumoe
+from cpumoe.integrations.transformers.native_decoder import explanation
 
 SCHEME = "w4a8-g32"
 IDS = torch.tensor([[5, 6, 7]])
@@ -54,6 +56,21 @@ def test_adapters_on_float_linears(folder: Path, adapter: Path, tmp_path: Path) 
     torch.testing.assert_close(logits(merged), result, rtol=1e-3, atol=1e-3)
     merged.save_pretrained(tmp_path)
     torch.testing.assert_close(logits(cpumoe.load_model(tmp_path, dtype=torch.float32)), result, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("way", ["unload", "merge_and_unload"])
+def test_the_native_decoder_is_back_without_the_adapter(folder: Path, adapter: Path, way: str) -> None:
+    model = cpumoe.load_model(folder, scheme=SCHEME, dtype=torch.float32)
+    plain = logits(model)
+    adapted = peft.PeftModel.from_pretrained(model, adapter)
+    expected = logits(adapted) if way == "merge_and_unload" else plain
+    logits(adapted)
+    assert "layer by layer" in explanation(model)
+    model = getattr(adapted, way)()
+    assert explanation(model) == "every step is one call of the core"
+    with counted_steps(model) as steps:
+        torch.testing.assert_close(logits(model), expected, rtol=1e-3, atol=1e-3)
+    assert steps
 
 
 def test_experts_packed_under_an_adapter(folder: Path, adapter: Path) -> None:

@@ -13,6 +13,7 @@ from random_layers import relative_error
 from torch import nn
 
 import cpumoe
+from cpumoe.integrations.transformers.recognition import check
 from cpumoe.integrations.transformers.replacements import norms, routers
 from cpumoe.layers.experts import Experts
 
@@ -175,3 +176,66 @@ def test_more_experts_than_the_chosen_groups_have():
         cpumoe.accelerate(model, "w8a8")
         assert relative_error(model(input_ids=ids).logits, expected) < 1e-2
     assert model.is_quantized
+
+
+#: Models whose routers do not use the groups that their configurations have.
+UNUSED_GROUPS = [
+    ("deepseek_v2", {"topk_method": "greedy", "n_group": 3}),
+    ("deepseek_v2", {"topk_method": "greedy", "n_group": 5, "topk_group": 6}),
+    ("unlimited_ocr", {"n_group": 3}),
+    ("unlimited_ocr_text", {"n_group": 3}),
+]
+
+
+@pytest.mark.parametrize(("name", "settings"), UNUSED_GROUPS)
+@torch.no_grad()
+def test_groups_that_do_not_divide_the_experts(name, settings):
+    model = tiny_model(name, **settings)
+    ids = torch.randint(3, 98, (2, 7))
+    expected = model(input_ids=ids)[0]
+    cpumoe.accelerate(model, "fp32")
+    assert model.is_quantized and relative_error(model(input_ids=ids)[0], expected) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])
+def test_groups_that_the_routers_own_code_cannot_form(name):
+    """The model is accelerated, and raises what it raised before."""
+    model = tiny_model(name, n_group=3)
+    cpumoe.accelerate(model, "fp32")
+    assert model.is_quantized and not replaced(routers_of(model))
+    with torch.no_grad(), pytest.raises(RuntimeError, match="is invalid for input of size"):
+        model(input_ids=torch.randint(3, 98, (1, 5)))
+
+
+def test_forms_that_our_operator_rejects_are_passed_over(monkeypatch):
+    router = tiny_model("qwen3_moe").model.layers[0].mlp.gate
+    assert routers.find_form(router) is not None
+
+    def reject(*_):
+        raise ValueError("num_expert_group=3 does not divide 8 experts")
+
+    monkeypatch.setattr(routers, "route", reject)
+    assert routers.find_form(router) is None
+
+
+def test_norms_that_our_operator_rejects_keep_their_code(monkeypatch):
+    norm = tiny_model("qwen3_moe").model.norm
+
+    def reject(*_):
+        raise ValueError("epsilon=-1.0; 0 or more is accepted")
+
+    monkeypatch.setattr(norms.ops, "rms_norm", reject)
+    assert norms.find_form(norm) is None
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_the_check_at_load_gives_noise_to_routers_alone(name, monkeypatch):
+    """Experts compute the chunks of the cases once; the noisy inputs go as far as the chosen ids."""
+    model = cpumoe.accelerate(tiny_model(name), "w8a8")
+    computed, routed = [], []
+    experts_forward, select_experts = Experts.forward, routers.ops.select_experts
+    monkeypatch.setattr(Experts, "forward", lambda *a, **o: (computed.append(1), experts_forward(*a, **o))[1])
+    monkeypatch.setattr(routers.ops, "select_experts", lambda *a: (routed.append(1), select_experts(*a))[1])
+    check.find_choices(model.model, len(model.model.layers) - 1)
+    chunks = len(check._CUTS)
+    assert len(routed) == chunks * (1 + check._DRAWS) and len(computed) == chunks

@@ -35,6 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Llama4Config, Llam
 import cpumoe
 from cpumoe import CheckpointError, Experts, QuantizedLinear, UnsupportedScheme
 from cpumoe.checkpoints.tensor_file import TensorFile
+from cpumoe.integrations.transformers.int8_cache import holds_records
 from cpumoe.layers.packed_weights import unpack_weight
 from cpumoe.layers.reference import dequantize
 
@@ -1320,3 +1321,43 @@ def test_a_model_from_the_cache_is_pickled_once(tmp_path):
     model = cpumoe.load_model(folder, **options)
     packed = model.model.layers[0].mlp.experts.get_buffer("down_packed")
     assert packed.untyped_storage().nbytes() == packed.numel()
+
+
+#: A model, variables, and what accelerate says.
+BAD_ENVIRONMENTS = [
+    ("qwen3_moe", {"CPUMOE_KV_CACHE": "int7"}, "CPUMOE_KV_CACHE='int7'; 'int8'"),
+    ("qwen3_moe", {"CPUMOE_STEPS": "2"}, "CPUMOE_STEPS='2'; 0 "),
+    ("qwen3_moe", {"CPUMOE_STEPS": "0", "CPUMOE_KV_CACHE": "int8"}, "CPUMOE_STEPS=0. Nothing was packed"),
+    ("minimax", {"CPUMOE_KV_CACHE": "int8"}, "has no q_proj. Nothing was packed"),
+]
+
+
+@pytest.mark.parametrize(("name", "variables", "match"), BAD_ENVIRONMENTS)
+def test_accelerate_checks_the_environment_before_it_packs(name, variables, match, monkeypatch):
+    model = tiny_model(name)
+    before, tensors = logits(model), dict(model.state_dict())
+    for variable, value in variables.items():
+        monkeypatch.setenv(variable, value)
+    with pytest.raises(ValueError, match=match):
+        cpumoe.accelerate(model, "w8a8", linears="w8a8")
+    assert not packed_modules(model) and not getattr(model, "is_quantized", False)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert all(tensor.data_ptr() == tensors[key].data_ptr() for key, tensor in model.state_dict().items())
+    assert torch.equal(logits(model), before)
+    monkeypatch.undo()
+    assert packed_modules(cpumoe.accelerate(model, "w8a8"))
+
+
+def test_accelerate_says_that_it_has_packed_a_model_without_a_native_decoder(monkeypatch):
+    """Only a comparison of the packed layers shows that Laguna has none."""
+    model = tiny_model("laguna")
+    monkeypatch.setenv("CPUMOE_KV_CACHE", "int8")
+    with pytest.raises(ValueError, match="gives other numbers.*The model is packed and runs with a KV cache"):
+        cpumoe.accelerate(model, "w8a8")
+    assert model.is_quantized and packed_modules(model) and logits(model).isfinite().all()
+
+
+def test_accelerate_takes_an_int8_cache(monkeypatch):
+    """The router of AFMoE is around a linear, whose weights the check of the configuration has to draw."""
+    monkeypatch.setenv("CPUMOE_KV_CACHE", "int8")
+    assert holds_records(cpumoe.accelerate(tiny_model("afmoe"), "w8a8"))

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from cpumoe import settings
+from cpumoe.integrations.transformers.layout.model_classes import empty_model
 from cpumoe.integrations.transformers.native_decoder import NativeDecoder, explanation, native_of
+from cpumoe.integrations.transformers.recognition.explain import reason_against
 from cpumoe.ops.cache_records import check_kv_cache
 
 
@@ -21,6 +25,31 @@ def chosen_kv_cache(kv_cache: str | None) -> tuple[str, str | None]:
     if asked is None:
         name, asked = settings.KV_CACHE.name, settings.KV_CACHE.get()
     return name, check_kv_cache(asked, name)
+
+
+def refuse_caches_early(model: PreTrainedModel) -> None:
+    """Raise the error of :func:`hold_caches` before a float model is packed, as far as its configuration tells.
+
+    Raises ValueError for bad values in the environment, and if it asks for int8 and the model has no native decoder.
+    """
+    is_native = settings.NATIVE_DECODER.is_on()
+    name, asked = chosen_kv_cache(None)
+    if asked is None:
+        return
+    reason = _reason_in_configuration(model) if is_native else f"{settings.NATIVE_DECODER.name}=0"
+    if reason is not None:
+        raise ValueError(
+            f"{name}={asked!r} is for models whose steps are one call of the core; this one runs layer by layer: "
+            f"{reason}. Nothing was packed; unset {name}"
+        )
+
+
+def _reason_in_configuration(model: PreTrainedModel) -> str | None:
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return reason_against(empty_model(model.config, type(model), real_buffers=True))
+    except Exception:  # a class that is made in another way: the packed model will tell
+        return None
 
 
 def hold_caches(model: nn.Module, kv_cache: str | None) -> None:

@@ -7,6 +7,7 @@ are more than padding, caches of other kinds, gradients, hooks inside) goes thro
 
 from __future__ import annotations
 
+import copy
 import inspect
 import logging
 import threading
@@ -39,6 +40,8 @@ from cpumoe.integrations.transformers.replacements.replacement_check import copy
 from cpumoe.integrations.transformers.step_caches import StepCaches
 from cpumoe.integrations.transformers.watched_modules import (
     Entry,
+    WatchedValues,
+    copied_tensors,
     is_foreign,
     kind_of,
     kind_of_owner,
@@ -64,6 +67,8 @@ _MORE_RESULTS = ("output_hidden_states", "output_attentions", "output_router_log
 
 #: Positions that the first rotary tables have; they grow with the sequences.
 FIRST_POSITIONS = 4096
+
+_LEFT_OUT = "hooks, other forwards or attention that is not causal are in the model"
 
 #: The module of transformers whose hooks stay where hidden states or attentions have been asked for once.
 _CAPTURING = "transformers.utils.output_capturing"
@@ -115,9 +120,14 @@ def _with_signature(replacement: Any, module: nn.Module) -> Any:
 def explanation(model: nn.Module) -> str:
     """Whether a model that has been loaded runs in one call for a step, and if not, why."""
     for base in model.modules():
-        if native_of(base) is not None:
-            return "every step is one call of the core"
-        if (reason := vars(base).get("_cpumoe_reason")) is not None:
+        if (native := _installed(vars(base).get("forward"), forward)) is not None:
+            owners = (m for m in model.modules() if _installed(vars(m).get("forward"), forward_to_logits) is native)
+            reason = native.reason_now(base, next(owners, None))
+            if reason is None:
+                return "every step is one call of the core"
+        else:
+            reason = vars(base).get("_cpumoe_reason")
+        if reason is not None:
             return f"a step goes through transformers, layer by layer: {reason}"
     return "a step goes through transformers, layer by layer: no decoder with packed experts was found in it"
 
@@ -133,8 +143,13 @@ def native_with_head(model: Any) -> NativeDecoder | None:
 
 
 def _in_use(found: Any, function: Any) -> NativeDecoder | None:
-    is_ours = isinstance(found, partial) and found.func is function and found.args[1].reason is None
-    return found.args[1] if is_ours else None
+    native = _installed(found, function)
+    return native if native is not None and native.reason is None else None
+
+
+def _installed(found: Any, function: Any) -> NativeDecoder | None:
+    """Return the native decoder that a module's forward calls, also one that cannot run the model as it is now."""
+    return found.args[1] if isinstance(found, partial) and found.func is function else None
 
 
 def forward(base: Any, native: NativeDecoder, *arguments: Any, **options: Any) -> Any:
@@ -142,8 +157,12 @@ def forward(base: Any, native: NativeDecoder, *arguments: Any, **options: Any) -
     found = native.run(base, arguments, options)
     if found is None:
         native.refuse_own_heads(arguments, options)
-        return type(base).forward(base, *arguments, **options)
-    return native.output(last_hidden_state=found[0], past_key_values=found[1])
+        refused = native.refused_model()
+        own = type(base).forward(base, *arguments, **options)
+        native.pass_over_own_changes(refused, base)
+        return own
+    result = native.output(last_hidden_state=found[0], past_key_values=found[1])
+    return result if native.returns_dict(base, arguments, options) else result.to_tuple()
 
 
 def forward_to_logits(model: Any, native: NativeDecoder, output: type[Any], *arguments: Any, **options: Any) -> Any:
@@ -151,8 +170,12 @@ def forward_to_logits(model: Any, native: NativeDecoder, output: type[Any], *arg
     found = native.run(model.model, arguments, options, head=model)
     if found is None:
         native.refuse_own_heads(arguments, options, head=model)
-        return type(model).forward(model, *arguments, **options)
-    return output(logits=found[0], past_key_values=found[1])
+        refused = native.refused_model()
+        own = type(model).forward(model, *arguments, **options)
+        native.pass_over_own_changes(refused, model.model, model)
+        return own
+    result = output(logits=found[0], past_key_values=found[1])
+    return result if native.returns_dict(model, arguments, options, head=model) else result.to_tuple()
 
 
 @dataclass(frozen=True)
@@ -166,6 +189,7 @@ class _Built:
         hooks: of the modules that a step does not call, two dicts for each.
         has_foreign_forward: whether one of these has another forward than its class or this package gave it.
         watched: entries for ``_core.has_changed``.
+        values: of the small tensors that the decoder holds copies of.
         known_options: names that the code of the model mentions, without the head and with it.
     """
 
@@ -179,11 +203,14 @@ class _Built:
     hooks: tuple[dict[int, Any], ...]
     has_foreign_forward: bool
     watched: tuple[Entry, ...]
+    values: WatchedValues
     known_options: tuple[frozenset[str], frozenset[str]]
 
     def serves(self, last: int, with_head: bool) -> bool:
         """Return whether this is the decoder for positions up to ``last`` of a model that has not changed."""
-        return last < self.positions and (self.has_head or not with_head) and not _core.has_changed(self.watched)
+        if last >= self.positions or (with_head and not self.has_head):
+            return False
+        return not _core.has_changed(self.watched) and not self.values.have_changed()
 
     def is_watched(self) -> bool:
         """Return whether other code's hooks or forwards are inside, which a step would leave out."""
@@ -205,7 +232,8 @@ class NativeDecoder:
         self._choices: dict[str, Choices] = {}  # by the kind of a layer
         self._heads: dict[str, bool] = {}  # by the kind of a model: whether it does no more than call its head
         self.output = output_class(base)
-        self.reason: str | None = None  # why it is no longer used
+        self.reason: str | None = None  # why it cannot run the model as it is now
+        self._refused: tuple[Entry, ...] | None = None  # the model for which that holds; None: any
         self.records = False  # whether caches are held in int8
         self._arguments = [tuple(inspect.signature(type(base).forward).parameters)[1:]]  # and those of the model
         self._lock = threading.Lock()
@@ -213,7 +241,7 @@ class NativeDecoder:
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or what is read from a file, builds its decoder of the model that it finds itself in."""
-        return {**vars(self), "_built": None, "_lock": None}
+        return {**vars(self), "_built": None, "_refused": None, "_lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _lock=threading.Lock())
@@ -247,6 +275,8 @@ class NativeDecoder:
         """Return what a model's own code makes of made-up hidden states of its base model."""
         copied = copy_of(model)
         copied._modules = {**model._modules, "model": _MadeUp(self.output, model.model)}
+        copied.config = copy.copy(model.config)
+        copied.config.return_dict = True
         with torch.no_grad():
             return type(model).forward(copied, input_ids=torch.zeros((1, 1), dtype=torch.long), logits_to_keep=1)
 
@@ -270,6 +300,10 @@ class NativeDecoder:
             *(entry for m in modules for entry in watched_entries(m)),
             *(entry for m in owners for entry in watched_owner(m)),
         )
+        rotary = rotary_of(base)
+        angles = () if rotary is None else (b for b in rotary.buffers() if b.dim() <= 1)  # of which there are tables
+        values = WatchedValues((*(tensor for m in modules for tensor in copied_tensors(m)), *angles))
+        _refuse_fewer_layers(base)
         model = describe_decoder(base, self._choices_of(base), torch.arange(positions))
         if head is not None:
             model = replace(model, head=describe_matrix(head, "head"))
@@ -295,6 +329,7 @@ class NativeDecoder:
             tuple(hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)),
             any(is_foreign(vars(m).get("forward")) for m in modules),
             watched,
+            values,
             (known, known if owner is None else known | _names_in_forward(owner)),
         )
 
@@ -312,6 +347,7 @@ class NativeDecoder:
         """Follows what has been put into ``model``, which has the head, without waiting for the next longer call."""
         with self._lock:
             self._built = self._build(model.model, model, self._last.positions)
+            self._accept(model.model)
 
     def hold_records(self) -> None:
         """Holds keys and values of caches in int8 from here on."""
@@ -326,7 +362,7 @@ class NativeDecoder:
 
         Results are hidden states [B, T, H] or, with a model that has the ``head``, logits [B, tokens to keep, V].
         """
-        if self.reason is not None or torch.is_grad_enabled() or base.training or torch.compiler.is_compiling():
+        if torch.is_grad_enabled() or base.training or torch.compiler.is_compiling():
             return None
         built = self._ready(base, 0, head)
         if built is None or self._is_left(built, base, head):
@@ -336,7 +372,9 @@ class NativeDecoder:
         given = self._named(arguments, options, head)
         keep = given.get("logits_to_keep", 0) if head is not None else 0
         for name, option in given.items():
-            if name in _SERVED or name in _IGNORED or (name == "logits_to_keep" and head is not None):
+            if name in _SERVED or name in _IGNORED or name == "return_dict":
+                continue
+            if name == "logits_to_keep" and head is not None:
                 continue
             if option is False and name == "is_causal":
                 return None
@@ -346,8 +384,6 @@ class NativeDecoder:
             if name in _PACKED or name in known or name in names_of_attention_functions():
                 return None
         if any(given.get(name, getattr(base.config, name, False)) for name in _MORE_RESULTS):
-            return None
-        if given.get("return_dict", True) is False:
             return None
         tokens, embeds, cache = given.get("input_ids"), given.get("inputs_embeds"), given.get("past_key_values")
         if (tokens is None) == (embeds is None):
@@ -384,6 +420,14 @@ class NativeDecoder:
         if head is None:
             return False
         return _has_hooks((base._forward_hooks, base._forward_pre_hooks)) or native_of(base) is not self
+
+    def returns_dict(self, module: Any, arguments: tuple[Any, ...], options: dict[str, Any], head: Any = None) -> bool:
+        """Return whether a call of ``module`` gives an object with names, and not a tuple."""
+        default = getattr(module.config, "return_dict", True)
+        asked = self._named(arguments, options, head).get("return_dict", default)
+        if asked is None and head is not None:
+            asked = default
+        return asked is not False
 
     def _named(self, arguments: tuple[Any, ...], options: dict[str, Any], head: Any) -> dict[str, Any]:
         if not arguments:
@@ -498,7 +542,7 @@ class NativeDecoder:
             raise NotDescribed(self.reason)
         hooks = (model._forward_hooks, model._forward_pre_hooks)
         if self._is_left(built, model.model, model) or _has_hooks(hooks) or native_with_head(model) is not self:
-            raise NotDescribed("hooks, other forwards or attention that is not causal are in the model")
+            raise NotDescribed(_LEFT_OUT)
         return built.decoder.step_rows(tokens, sequences, places, pages, page_tokens, caches, wanted)
 
     def _ready(self, base: Any, last: int, head: Any) -> _Built | None:
@@ -507,15 +551,19 @@ class NativeDecoder:
         Returns None if the native decoder cannot run the model any more, or does not have the ``head`` that is wanted.
         """
         built = self._built
-        if built is None or not built.serves(last, head is not None):
+        if self.reason is not None or built is None or not built.serves(last, head is not None):
             built = self._rebuilt(base, last, head)
         return None if built is None or (head is not None and not built.has_head) else built
 
     def _rebuilt(self, base: Any, last: int, head: Any) -> _Built | None:
         with self._lock:
+            if self.reason is not None and self._refused is not None and not _core.has_changed(self._refused):
+                return None
             built = self._built
-            if built is not None and built.serves(last, head is not None):  # another thread has built it
+            if built is not None and built.serves(last, head is not None):
+                self._accept(base)  # another thread has built it, or the model is what it was
                 return built
+            entries = _entries_of(base, head)  # first: what is changed from here on is a reason to try again
             positions = FIRST_POSITIONS if built is None else built.positions
             while positions <= last:
                 positions *= 2
@@ -531,7 +579,57 @@ class NativeDecoder:
                     ) from None
                 _log.warning("%s runs layer by layer from here on: %s", type(base).__name__, reason)
                 self.reason = base._cpumoe_reason = str(reason)
-            return None if self.reason is not None else self._built
+                self._refused = entries
+                return None
+            self._accept(base)
+            return self._built
+
+    def _accept(self, base: Any) -> None:
+        """Note that the decoder runs the model as it is."""
+        if self.reason is not None:
+            _log.info("%s has its native decoder again", type(base).__name__)
+        self.reason = self._refused = None
+        vars(base).pop("_cpumoe_reason", None)
+
+    def refused_model(self) -> tuple[Entry, ...] | None:
+        """Return the entries of the model for which no decoder could be built, None if it has changed since then."""
+        refused = None if torch.compiler.is_compiling() else self._refused
+        return None if refused is None or _core.has_changed(refused) else refused
+
+    def pass_over_own_changes(self, refused: tuple[Entry, ...] | None, base: Any, owner: Any = None) -> None:
+        """Follow what the model's own code has changed in a call, such as a counter: no reason to try again."""
+        if refused is not None and self._refused is refused and _core.has_changed(refused):
+            self._refused = _entries_of(base, owner)
+
+    def reason_now(self, base: Any, owner: Any) -> str | None:
+        """Return why the model's own code runs the steps, None if the decoder does; ``owner`` has the head, if any."""
+        try:
+            built = self._ready(base, 0, owner)
+        except ValueError as problem:  # it holds keys and values in int8
+            return str(problem)
+        if self.reason is None and self._is_left(built or self._last, base, owner):
+            return _LEFT_OUT
+        return self.reason
+
+
+def _entries_of(base: Any, owner: Any) -> tuple[Entry, ...]:
+    """Return the entries of all modules of a base model, and of the model with the head around it."""
+    modules = [m for m in base.modules() if m is not base]
+    owners = [base]
+    if owner is not None:
+        owners.append(owner)
+        modules += [m for child in owner.children() if child is not base for m in child.modules()]
+    return (
+        *(entry for m in modules for entry in watched_entries(m)),
+        *(entry for m in owners for entry in watched_owner(m)),
+    )
+
+
+def _refuse_fewer_layers(base: Any) -> None:
+    """Raise NotDescribed if the configuration has fewer layers than the model, whose own code leaves out the last."""
+    count = getattr(base.config, "num_hidden_layers", None)
+    if isinstance(count, int) and count < len(base.layers):
+        raise NotDescribed(f"its configuration has num_hidden_layers={count}, and it has {len(base.layers)} layers")
 
 
 def _names_in_forward(module: nn.Module) -> frozenset[str]:

@@ -4,15 +4,20 @@ An entry is a tuple for ``_core.has_changed``: a dict of a module, a key, the va
 address and version. Replaced modules and tensors (LoRA, ``set_input_embeddings``), tensors whose memory was replaced
 (``.to(torch.bfloat16)``) or written in place (``load_state_dict``: the decoder may hold an fp32 copy), settings such as
 ``gate.top_k``, and a replaced ``forward`` (accelerate's hooks) all change an entry.
+
+A write through ``tensor.data`` changes no version, and tensors made in inference mode have none. The decoder reads most
+tensors in place and follows such writes by itself; for the small ones that it holds copies of there are
+:class:`WatchedValues`.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 #: Dict, key, value (None: no such key, or None), and ``data_ptr()`` and ``_version`` of a tensor (None: not compared).
@@ -128,3 +133,27 @@ def _tensor_entry(tensors: Any, name: str, tensor: Tensor | None) -> Entry:
     if tensor is None:
         return tensors, name, None, None, None
     return tensors, name, tensor, tensor.data_ptr(), None if tensor.is_inference() else tensor._version
+
+
+class WatchedValues:
+    """The values of small tensors at one time, to detect writes that change no version: some 150 ns for a tensor."""
+
+    def __init__(self, tensors: Iterable[Tensor]) -> None:
+        flat = [tensor.detach().reshape(-1) for tensor in tensors]
+        # A buffer is a span of memory; tensors of another layout are rare.
+        spans = [t.view(torch.uint8).numpy() for t in flat if t.is_contiguous()]
+        self._spans = tuple(memoryview(span) for span in spans)  # type: ignore[arg-type]  # an array is a buffer
+        self._bytes = tuple(bytes(span) for span in self._spans)
+        self._others = tuple((t, t.clone()) for t in flat if not t.is_contiguous())
+
+    def have_changed(self) -> bool:
+        """Return whether a byte differs from what it was."""
+        is_same = all(map(bytes.startswith, self._bytes, self._spans))  # memcmp without a copy
+        return not is_same or any(not torch.equal(now, before) for now, before in self._others)
+
+
+def copied_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors of a module itself that a native decoder holds fp32 copies of: norms, biases, sinks."""
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None and tensor.dim() <= 1 and tensor.dtype in (torch.bfloat16, torch.float16):
+            yield tensor

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from cpumoe import ops, settings
 from cpumoe.checkpoints.named_tensors import naming
 from cpumoe.checkpoints.storage import refuse_stored_input_scales
-from cpumoe.integrations.transformers.int8_cache import hold_caches
+from cpumoe.integrations.transformers.int8_cache import hold_caches, refuse_caches_early
 from cpumoe.integrations.transformers.layout.expert_modules import ExpertsModule, describe_experts, expert_modules
 from cpumoe.integrations.transformers.layout.model_description import packable_linears
 from cpumoe.integrations.transformers.loading.install import speed_up
@@ -47,7 +47,9 @@ def accelerate(
     Returns:
         The same model. ``save_pretrained`` writes it as a compressed-tensors checkpoint.
 
-    Raises ValueError for weights that cannot be quantised. The model is unchanged then.
+    Raises ValueError for weights that cannot be quantised, for bad values in the environment, and if the environment
+    asks for an int8 KV cache that the model cannot have. The model is unchanged then; if only its packed experts show
+    that, the message says that they are packed.
     """
     scheme, packed_linears = Scheme.parse(scheme), None if linears is None else Scheme.parse(linears)
     for one in (scheme, packed_linears):
@@ -62,6 +64,7 @@ def accelerate(
     for name in chosen:
         with naming(name):
             check_floats(_linear_of(model, name).weight, "weight")
+    refuse_caches_early(model)
     tensors = {name: _tensors_of(model.get_submodule(name), kind) for name, kind in kinds.items()}
     packed: dict[tuple[int, ...], Experts] = {}  # tied experts are packed once
     quantized = False
@@ -137,7 +140,10 @@ def _finish_acceleration(model: PreTrainedModel) -> None:
     model.is_quantized = True
     model.quantization_method = config.quant_method
     speed_up(model)  # after the model describes what it is: it can be saved whatever happens here
-    hold_caches(model, None)
+    try:
+        hold_caches(model, None)
+    except ValueError as problem:
+        raise ValueError(f"{problem}. The model is packed and runs with a KV cache in its own dtype") from None
 
 
 def _rows(weight: Tensor, first: int, last: int) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -59,6 +60,7 @@ def find_choices(base: Any, index: int) -> Choices:
     """Find what cannot be seen of a layer by trying all that it may be. Raises NotDescribed if nothing fits."""
     twin = _twin(base, index)
     cases = _Cases(base.config)
+    describe_decoder(twin, (next(choices_for(twin, 0)),), cases.table)  # raises for unsupported parts before any runs
     own = _OwnCode(twin, cases)
     best = _Difference(own.problem)
     for choices in () if own.problem else choices_for(twin, 0):
@@ -177,6 +179,10 @@ class _OwnCode:
             yield self._moved[draw]
 
 
+class _ExpertsChosen(Exception):
+    """Ends a call of a block before its experts compute."""
+
+
 class _Balance:
     """Finds rows whose experts hang in the balance, in the MoE block of a layer while it runs."""
 
@@ -189,6 +195,7 @@ class _Balance:
                     self._block, self._experts = block, child
         self._calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         self._chosen: list[Tensor] = []
+        self._is_drawing = False  # then only the ids of the experts are needed, not their results
         self._generator = torch.Generator().manual_seed(7)
 
     def __enter__(self) -> _Balance:
@@ -197,11 +204,14 @@ class _Balance:
             keep_call = self._block.register_forward_pre_hook(
                 lambda _, arguments, options: self._calls.append((arguments, options)), with_kwargs=True
             )
-            keep_chosen = self._experts.register_forward_pre_hook(
-                lambda _, arguments: self._chosen.append(arguments[1].reshape(arguments[1].shape[0], -1).sort().values)
-            )
-            self._hooks = [keep_call, keep_chosen]
+            self._hooks = [keep_call, self._experts.register_forward_pre_hook(self._keep_chosen)]
         return self
+
+    def _keep_chosen(self, _: nn.Module, arguments: tuple[Any, ...]) -> None:
+        ids = arguments[1]
+        self._chosen.append(ids.reshape(ids.shape[0], -1).sort().values)
+        if self._is_drawing:
+            raise _ExpertsChosen
 
     def __exit__(self, *_: object) -> None:
         for hook in self._hooks:
@@ -214,11 +224,16 @@ class _Balance:
             return found
         (x, *others), options = self._calls[-1]
         chosen = self._chosen[-1]
-        for _ in range(_DRAWS):
-            noise = torch.randn(x.shape, generator=self._generator)
-            noise *= _NOISE * x.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
-            self._block(x + noise, *others, **options)
-            found |= (self._chosen[-1] != chosen).any(1)
+        self._is_drawing = len(self._chosen) == 1  # a block that calls its experts more than once runs to its end
+        try:
+            for _ in range(_DRAWS):
+                noise = torch.randn(x.shape, generator=self._generator)
+                noise *= _NOISE * x.norm(dim=-1, keepdim=True) / noise.norm(dim=-1, keepdim=True)
+                with suppress(_ExpertsChosen):
+                    self._block(x + noise, *others, **options)
+                found |= (self._chosen[-1] != chosen).any(1)
+        finally:
+            self._is_drawing = False
         self._calls.clear()
         self._chosen.clear()
         return found
@@ -312,6 +327,7 @@ def _twin(base: Any, index: int) -> Any:
     twin = copy_of(base)
     config = copy.copy(base.config)
     config.num_hidden_layers = 1
+    config.return_dict = True
     config.output_hidden_states = config.output_attentions = config.output_router_logits = False
     if getattr(config, "layer_types", None) is not None:
         config.layer_types = [layer_type(base, index)]

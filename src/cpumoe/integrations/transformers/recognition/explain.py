@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from cpumoe.integrations.transformers.recognition.decoder_description import (
 )
 from cpumoe.integrations.transformers.recognition.described_parts import NotDescribed
 from cpumoe.integrations.transformers.replacements.norms import speed_up_norms
-from cpumoe.integrations.transformers.replacements.routers import speed_up_routers
+from cpumoe.integrations.transformers.replacements.routers import CORRECTIONS, linear_of, speed_up_routers
 from cpumoe.layers.experts import Experts
 
 
@@ -27,7 +28,18 @@ def explain_step(checkpoint: Checkpoint) -> str:
     Norms and routers get random weights, experts are stood for by small ones, and everything else stays without any.
     That a layer computes what its parts look like is compared only when the model is loaded.
     """
-    model = empty_model(config_of(checkpoint.config), real_buffers=True)
+    reason = reason_against(empty_model(config_of(checkpoint.config), real_buffers=True))
+    if reason is not None:
+        return f"layer by layer through transformers: {reason}"
+    return "each in one call of the core, if its layers compute what their parts look like"
+
+
+def reason_against(model: nn.Module) -> str | None:
+    """Return why a model cannot have a native decoder, None if nothing is known that stands against it.
+
+    Args:
+        model: one with real buffers and no weights, which it gets here as far as they are looked at.
+    """
     for name, module in list(expert_modules(model)):
         marks = marks_of(module)
         if marks is not None and marks.role is Role.PLAIN:
@@ -35,32 +47,37 @@ def explain_step(checkpoint: Checkpoint) -> str:
             weights = torch.zeros(1, activation.gate_up_rows(32), 32), torch.zeros(1, 32, 32)
             model.set_submodule(name, Experts.quantize(*weights, "w8a8", activation=activation))
     for module in model.modules():
-        if _is_small(module):
-            module.to_empty(device="cpu", recurse=False)
-            for parameter in module.parameters(recurse=False):
+        for small in _small_parts(module):
+            small.to_empty(device="cpu", recurse=False)
+            for parameter in small.parameters(recurse=False):
                 nn.init.normal_(parameter)
     speed_up_norms(model)
     speed_up_routers(model)
     for base in model.modules():
         layers = getattr(base, "layers", None)
         if isinstance(layers, nn.ModuleList) and any(isinstance(m, Experts) for m in layers.modules()):
-            return _of_base(base)
-    return "layer by layer through transformers: its experts are called in another way"
+            return _reason_against_base(base)
+    return "its experts are called in another way"
 
 
-def _of_base(base: Any) -> str:
+def _reason_against_base(base: Any) -> str | None:
     try:
         refuse_other_parts(base)
         choices = tuple(next(choices_for(base, index)) for index in range(len(base.layers)))
         describe_decoder(base, choices, torch.arange(1))
     except NotDescribed as reason:
-        return f"layer by layer through transformers: {reason}"
-    return "each in one call of the core, if its layers compute what their parts look like"
+        return str(reason)
+    return None
 
 
-def _is_small(module: Any) -> bool:
-    """Whether a module may be a norm or a router, with few weights of its own."""
-    weight = getattr(module, "weight", None)
-    if not isinstance(weight, Tensor) or not weight.is_meta:
-        return False
-    return weight.dim() == 1 or (weight.dim() == 2 and isinstance(getattr(module, "top_k", None), int))
+def _small_parts(module: Any) -> Iterator[nn.Module]:
+    """Yield a module that may be a norm or a router, with few weights of its own, and the linear in a router.
+
+    A module that holds the correction of a router's scores is another one.
+    """
+    weight, is_router = getattr(module, "weight", None), isinstance(getattr(module, "top_k", None), int)
+    is_small = isinstance(weight, Tensor) and weight.is_meta and weight.dim() in ((1, 2) if is_router else (1,))
+    if is_small or any(isinstance(module._parameters.get(name), Tensor) for name in CORRECTIONS):
+        yield module
+    if is_router and (linear := linear_of(module)) is not module:
+        yield linear

@@ -32,7 +32,8 @@ _TOKEN_SEED = 1
 
 _SCALES = ("routed_scaling_factor", "router_scaling_factor", "route_scale", "output_multiplier")
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_CORRECTIONS = ("e_score_correction_bias", "expert_bias")
+#: Names of what is added to scores for the choice alone.
+CORRECTIONS = ("e_score_correction_bias", "expert_bias")
 _TOLERANCE = 1e-4  # relative, of fp32 sums in another order
 _BLOCK_TOLERANCE = 0.02  # of a token's result in 16 bits
 
@@ -105,7 +106,7 @@ def _is_router(module: Any) -> bool:
 
 def correction_of(router: Any, block: Any = None) -> Tensor | None:
     """What is added to scores for the choice alone: the router has it, or the block that hands it over."""
-    for holder, name in product((router, getattr(router, "moe_statics", None), block), _CORRECTIONS):
+    for holder, name in product((router, getattr(router, "moe_statics", None), block), CORRECTIONS):
         if isinstance(found := getattr(holder, name, None), Tensor):
             return found
     return None
@@ -115,7 +116,7 @@ def _more_arguments(router: Any, block: Any) -> tuple[Tensor, ...]:
     """What a router is called with besides tokens, if that is no more than its correction."""
     names = list(inspect.signature(type(router).forward).parameters)[2:]
     correction = correction_of(router, block)
-    return (correction,) if len(names) == 1 and names[0] in _CORRECTIONS and correction is not None else ()
+    return (correction,) if len(names) == 1 and names[0] in CORRECTIONS and correction is not None else ()
 
 
 def find_form(router: Any, block: Any = None) -> RouterForm | None:
@@ -140,10 +141,16 @@ def find_form(router: Any, block: Any = None) -> RouterForm | None:
             if own[0].dtype not in (weight.dtype, torch.float32):
                 continue
             forms = _forms(router, in_fp32=own[0].dtype == torch.float32)
-            return next(
-                (form for form in forms if _agree(route(twin, form, tokens.float(), *twin_more), expected)), None
-            )
+            return next((form for form in forms if _gives(twin, form, (tokens.float(), *twin_more), expected)), None)
         return None
+
+
+def _gives(router: Any, form: RouterForm, arguments: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+    """Return whether a form gives what is expected; a form that our operators reject does not."""
+    try:
+        return _agree(route(router, form, *arguments), expected)
+    except Exception:  # such as a number of groups that our operator does not take
+        return False
 
 
 def _is_routing(found: Any, router: Any) -> bool:
@@ -157,8 +164,11 @@ def _is_routing(found: Any, router: Any) -> bool:
 def _forms(router: Any, in_fp32: bool) -> Iterator[RouterForm]:
     groups, chosen = getattr(router, "num_group", 0), getattr(router, "topk_group", 0)
     limited = [(groups, chosen)] if isinstance(groups, int) and isinstance(chosen, int) and groups > 1 else []
-    if limited and router.top_k > linear_of(router).weight.shape[0] // groups * chosen:
-        limited = []  # it goes on with experts of other groups, whose scores transformers has set to 0
+    experts = linear_of(router).weight.shape[0]
+    if limited and (experts % groups or router.top_k > experts // groups * chosen):
+        # Groups that do not divide the experts are not used by the router. With too few experts in the chosen groups it
+        # goes on with experts of other groups, whose scores transformers has set to 0.
+        limited = []
     scales = [float(v) for name in _SCALES if isinstance(v := getattr(router, name, None), int | float)]
     choices = product(("softmax", "sigmoid", "sqrt_softplus"), (False, True), (True, False))
     for scoring, score_chosen, renormalize in choices:
@@ -166,7 +176,7 @@ def _forms(router: Any, in_fp32: bool) -> Iterator[RouterForm]:
             yield RouterForm(scoring, score_chosen, renormalize, in_fp32, some_groups, scale)
 
 
-def _agree(found: tuple[Tensor, Tensor, Tensor], expected: tuple[Tensor, Tensor, Tensor]) -> bool:
+def _agree(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
     """Whether two results are the same but for rounding and for the order of a token's experts."""
     if not torch.allclose(found[0], expected[0].float(), rtol=_TOLERANCE, atol=_TOLERANCE):
         return False
@@ -198,6 +208,8 @@ def _form_for_block(block: nn.Module, router: Any) -> RouterForm | None:
     finally:
         vars(router).pop("forward", None)
     expected, found = (out[0] if isinstance(out, tuple) else out for out in (expected, found))
+    if not isinstance(expected, Tensor) or not isinstance(found, Tensor):
+        return kept
     if found.dtype != expected.dtype or found.shape != expected.shape or found.dim() < 2:
         return kept
     # In 16 bits an expert may change places with one of the same score, so that a token's result is another.

@@ -269,7 +269,7 @@ class Decoder:
     def step(
         self,
         tokens: Array,
-        caches: Sequence[tuple[Array, Array, int] | tuple[Array, ...]],
+        caches: Sequence[tuple[Array | int, ...]],
         past: int,
         positions: Array | None,
         padding: Array | None,

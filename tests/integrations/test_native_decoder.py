@@ -24,8 +24,8 @@ from cpumoe.integrations.transformers.facade import explain_step
 from cpumoe.integrations.transformers.layout.model_classes import empty_model
 from cpumoe.integrations.transformers.native_decoder import explanation, native_of, native_with_head
 from cpumoe.integrations.transformers.preallocated_cache import CacheForm, RoomyLayer, RoomySlidingLayer, make_roomy
-from cpumoe.integrations.transformers.recognition.described_parts import NotDescribed
 from cpumoe.integrations.transformers.recognition.explain import reason_against
+from cpumoe.integrations.transformers.recognition.parts import NotDescribed
 from cpumoe.ops.decoder import Decoder
 
 #: Families that run in one call, whole models and their text parts; a family that is lost would be noticed here.

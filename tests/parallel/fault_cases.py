@@ -224,7 +224,7 @@ def short_of_memory(folder: str) -> None:
 def _break_native_decoder() -> None:
     """Let what describes a model find something that it does not know."""
     from cpumoe.integrations.transformers import native_decoder
-    from cpumoe.integrations.transformers.recognition.described_parts import NotDescribed
+    from cpumoe.integrations.transformers.recognition.parts import NotDescribed
 
     def refused(*_: Any) -> None:
         raise NotDescribed("for a test")

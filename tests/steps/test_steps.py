@@ -22,7 +22,7 @@ pytest.importorskip("transformers")
 import cpumoe
 from cpumoe.integrations.transformers.native_decoder import native_with_head
 from cpumoe.integrations.transformers.paged_decoder import PagedDecoder
-from cpumoe.integrations.transformers.recognition.described_parts import NotDescribed
+from cpumoe.integrations.transformers.recognition.parts import NotDescribed
 from cpumoe.steps import engine as step_engine
 from cpumoe.steps.engine import StepEngine
 from cpumoe.steps.group_schedules import GroupSchedules

@@ -23,18 +23,17 @@ from cpumoe import _core, settings
 from cpumoe.errors import RankError
 from cpumoe.integrations.transformers.call_options import names_in, names_in_files_of, names_of_attention_functions
 from cpumoe.integrations.transformers.preallocated_cache import CacheForm
-from cpumoe.integrations.transformers.recognition.check import find_choices, output_class
-from cpumoe.integrations.transformers.recognition.decoder_description import (
-    Choices,
-    cache_form,
+from cpumoe.integrations.transformers.recognition.build import (
     describe_decoder,
-    layer_type,
     norm_of,
     refuse_other_parts,
-    rotary_of,
     with_own_heads,
 )
-from cpumoe.integrations.transformers.recognition.described_parts import NotDescribed, describe_matrix
+from cpumoe.integrations.transformers.recognition.check import find_choices, output_class
+from cpumoe.integrations.transformers.recognition.mixers.kinds import cache_form
+from cpumoe.integrations.transformers.recognition.mixers.variants import Choices
+from cpumoe.integrations.transformers.recognition.parts import NotDescribed, describe_matrix
+from cpumoe.integrations.transformers.recognition.rotary import layer_type, rotary_of
 from cpumoe.integrations.transformers.replacements.attention import PASSED_OVER, is_known_attention
 from cpumoe.integrations.transformers.replacements.replacement_check import copy_of
 from cpumoe.integrations.transformers.step_caches import StepCaches

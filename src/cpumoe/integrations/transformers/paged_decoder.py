@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from cpumoe.integrations.transformers.native_decoder import NativeDecoder
-from cpumoe.integrations.transformers.recognition.described_parts import NotDescribed
+from cpumoe.integrations.transformers.recognition.parts import NotDescribed
 from cpumoe.parallel.experts import ParallelExperts
 from cpumoe.steps.runner import ModelChanged, Rows
 

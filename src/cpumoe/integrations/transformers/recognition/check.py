@@ -23,16 +23,11 @@ import torch
 from torch import Tensor, nn
 
 from cpumoe.errors import RankError
-from cpumoe.integrations.transformers.recognition.decoder_description import (
-    Choices,
-    cache_form,
-    choices_for,
-    describe_decoder,
-    layer_type,
-    mixer_of,
-    norm_of,
-)
-from cpumoe.integrations.transformers.recognition.described_parts import NotDescribed
+from cpumoe.integrations.transformers.recognition.build import describe_decoder, norm_of
+from cpumoe.integrations.transformers.recognition.mixers.kinds import cache_form, choices_for, mixer_of
+from cpumoe.integrations.transformers.recognition.mixers.variants import Choices
+from cpumoe.integrations.transformers.recognition.parts import NotDescribed
+from cpumoe.integrations.transformers.recognition.rotary import layer_type
 from cpumoe.integrations.transformers.replacements.mla import absorbed
 from cpumoe.integrations.transformers.replacements.recurrent import state_form
 from cpumoe.integrations.transformers.replacements.replaced_forward import ReplacedForward

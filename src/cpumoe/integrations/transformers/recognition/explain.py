@@ -11,12 +11,9 @@ from torch import Tensor, nn
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.integrations.transformers.layout.expert_modules import Role, describe_experts, expert_modules, marks_of
 from cpumoe.integrations.transformers.layout.model_classes import config_of, empty_model
-from cpumoe.integrations.transformers.recognition.decoder_description import (
-    choices_for,
-    describe_decoder,
-    refuse_other_parts,
-)
-from cpumoe.integrations.transformers.recognition.described_parts import NotDescribed
+from cpumoe.integrations.transformers.recognition.build import describe_decoder, refuse_other_parts
+from cpumoe.integrations.transformers.recognition.mixers.kinds import choices_for
+from cpumoe.integrations.transformers.recognition.parts import NotDescribed
 from cpumoe.integrations.transformers.replacements.norms import speed_up_norms
 from cpumoe.integrations.transformers.replacements.routers import CORRECTIONS, linear_of, speed_up_routers
 from cpumoe.layers.experts import Experts

@@ -1,12 +1,12 @@
-"""What a layer with a recurrent state computes, as values that the core can run in one call."""
+"""Gated delta nets and Kimi delta attention."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from cpumoe.integrations.transformers.recognition.described_parts import Parts, describe_matrix
+from cpumoe.integrations.transformers.recognition.parts import Parts, describe_matrix, plain
 from cpumoe.integrations.transformers.replacements.recurrent import DeltaForm
 from cpumoe.ops import decoder
 
@@ -62,7 +62,7 @@ class _Row:
         self._width += linear.out_features
 
 
-def describe_delta(module: Any, form: DeltaForm, parts: Parts) -> decoder.DeltaNet:
+def describe_delta_net(module: Any, form: DeltaForm, parts: Parts) -> decoder.DeltaNet:
     """A layer of the given form. Raises NotDescribed if a linear of it is none."""
     row = _Row(module, parts)
     columns = _COLUMNS[form.projections](form, row)  # before the projections are read off it
@@ -79,33 +79,16 @@ def describe_delta(module: Any, form: DeltaForm, parts: Parts) -> decoder.DeltaN
         heads=form.heads,
         key_dim=form.key_depth,
         value_dim=form.value_depth,
-        log_rates=_plain(decay.A_log).flatten(),
-        decay_bias=_plain(decay.dt_bias).flatten(),
+        log_rates=plain(decay.A_log).flatten(),
+        decay_bias=plain(decay.dt_bias).flatten(),
         decay_bound=form.decay_bound,
-        conv_weight=_plain(conv.weight).flatten(1),
-        conv_bias=None if conv.bias is None else _plain(conv.bias),
-        norm_weight=_plain(norm.weight),
+        conv_weight=plain(conv.weight).flatten(1),
+        conv_bias=None if conv.bias is None else plain(conv.bias),
+        norm_weight=plain(norm.weight),
         norm_epsilon=float(norm.variance_epsilon),
         sigmoid_gate=form.sigmoid_gate,
         out=describe_matrix(out, form.out),
     )
-
-
-def describe_convolution(module: Any, parts: Parts) -> decoder.ShortConv:
-    """A short convolution between its two linears. Raises NotDescribed if one of them is none."""
-    conv: nn.Conv1d = module.conv
-    parts.take(conv.weight, conv.bias)
-    parts.take_all_of(module.in_proj, module.out_proj)
-    return decoder.ShortConv(
-        describe_matrix(module.in_proj, "in_proj"),
-        describe_matrix(module.out_proj, "out_proj"),
-        _plain(conv.weight).flatten(1),
-        None if conv.bias is None else _plain(conv.bias),
-    )
-
-
-def _plain(parameter: Tensor) -> Tensor:
-    return parameter.detach().contiguous()
 
 
 def _columns(

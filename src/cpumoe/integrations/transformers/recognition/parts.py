@@ -1,4 +1,4 @@
-"""What a described decoder is made of: linears, norms, and the rule that nothing of a layer may be left over."""
+"""Parts of a layer: linears, norms, and the rule that every tensor of a layer must be used."""
 
 from __future__ import annotations
 
@@ -66,3 +66,13 @@ def describe_matrix(module: Any, name: str) -> decoder.Matrix:
         raise NotDescribed(f"{name} is a {type(module).__name__}")
     bias = None if module.bias is None else module.bias.detach().float()
     return decoder.Matrix(module.weight.detach().contiguous(), bias)
+
+
+def first_of(module: Any, names: tuple[str, ...]) -> nn.Module | None:
+    """Return the first child module with one of these names; None without any."""
+    return next((m for name in names if isinstance(m := getattr(module, name, None), nn.Module)), None)
+
+
+def plain(parameter: Tensor) -> Tensor:
+    """Return the values of a parameter, contiguous."""
+    return parameter.detach().contiguous()

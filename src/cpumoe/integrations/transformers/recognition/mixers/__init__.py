@@ -1,0 +1,1 @@
+"""The kinds of mixers that the native decoder has, one file each."""

@@ -482,3 +482,34 @@ def test_what_no_decoder_has() -> None:
     for model in (None, 3, SimpleNamespace(), SimpleNamespace(embedding=np.zeros((3, 4)))):
         with pytest.raises((ValueError, TypeError, AttributeError, RuntimeError)):
             core.Decoder(model)
+
+
+EMPTY = np.zeros(0, np.float32)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: setattr(m.layers[0].mixer, "sinks", EMPTY),
+        lambda m: setattr(m.layers[0].mixer, "query_factors", EMPTY),
+        lambda m: setattr(m.layers[0].mixer, "scale", None),
+        lambda m: setattr(m.layers[0].mixer, "rope", None),
+        lambda m: setattr(m.layers[0].experts.router, "correction_bias", EMPTY),
+        lambda m: setattr(m.layers[0].experts, "loads", np.zeros(0, np.int64)),
+        lambda m: setattr(m.layers[0].before_block, "weight", EMPTY),
+        lambda m: setattr(m.layers[0].before_block, "epsilon", None),
+        lambda m: setattr(m.layers[0], "residual_factor", None),
+        lambda m: setattr(m, "layers", None),
+        lambda m: setattr(m, "layers", ()),
+        lambda m: setattr(m, "layers", (None,)),
+        lambda m: setattr(m, "rope", None),
+    ],
+)
+def test_absent_and_empty_values_are_not_defaults(change: Any) -> None:
+    shape = {"heads": 2, "kv_heads": 1, "depth": 8, "value_depth": 8, "rotary": 0, "block": 1}
+    shape |= dict.fromkeys(("rank", "window", "norms", "is_packed", "delta"), 0)
+    model = described(np.random.default_rng(0), [shape], np.float32)
+    core.Decoder(model)
+    change(model)
+    with pytest.raises((ValueError, TypeError, AttributeError, RuntimeError)):
+        core.Decoder(model)

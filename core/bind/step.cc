@@ -27,11 +27,14 @@ T value_of(nb::handle object, const char* name) {
   return nb::cast<T>(object.attr(name));
 }
 
+constexpr int kMaxRanks = 1 << 16;
+
 Matrix read_matrix(nb::handle object, const char* name) {
   Matrix matrix;
   const Array weight(object.attr("weight"), name);
   matrix.ranks = value_of<int>(object, "ranks");
-  CPUMOE_REQUIRE(matrix.ranks >= 1, name, " is spread over ", matrix.ranks, " ranks; 1 or more are accepted");
+  CPUMOE_REQUIRE(matrix.ranks >= 1 && matrix.ranks <= kMaxRanks, name, " is spread over ", matrix.ranks,
+                 " ranks; 1 to ", kMaxRanks, " are accepted");
   if (weight.is<std::uint8_t>()) {
     matrix.packed = open_packed(weight.contiguous(1).data(), weight.dim(0), name);
     matrix.columns = matrix.packed.spec.columns * matrix.ranks;
@@ -52,7 +55,17 @@ Matrix read_matrix(nb::handle object, const char* name) {
   return matrix;
 }
 
-// Reads the fields of a struct of decoder/schema.h off the attributes of a Python value; None leaves a field as it is.
+// Fields that a part may lack: None leaves them empty.
+template <class T>
+struct MayBeNone
+    : std::bool_constant<std::is_same_v<T, Matrix> || std::is_same_v<T, Norm> || std::is_same_v<T, Tensor> ||
+                         std::is_same_v<T, PackedMatrix> || std::is_same_v<T, RankExchange*>> {};
+template <class T>
+struct MayBeNone<std::optional<T>> : std::true_type {};
+template <class T>
+struct MayBeNone<std::span<T>> : std::true_type {};
+
+// Reads the fields of a struct of decoder/schema.h off the attributes of a Python value.
 class Reader {
  public:
   explicit Reader(nb::handle object) : object_(object) {}
@@ -60,7 +73,7 @@ class Reader {
   template <class T>
   void operator()(const char* name, T& field) {
     const nb::object value = object_.attr(name);
-    if (!value.is_none()) read(value, name, field);
+    if (!MayBeNone<T>::value || !value.is_none()) read(value, name, field);
   }
 
  private:
@@ -82,25 +95,31 @@ class Reader {
     field.dims = array.rank() == 1 ? 1 : 2;  // `contiguous` rejects other ranks
     field.type = array.contiguous(field.dims).float_type();
     for (int i = 0; i < field.dims; ++i) field.shape[i] = array.dim(i);
+    CPUMOE_REQUIRE(array.size() > 0, name, " has no values; None is accepted where there are none");
     field.data = array.data();
   }
 
   static void read(nb::handle value, const char* name, std::span<const float>& field) {
     const Array array(value, name);
-    array.contiguous(1).expect<float>("float32");
-    field = {array.data<float>(), static_cast<std::size_t>(array.dim(0))};
+    field = values_of<float>(array, "float32");
   }
 
   static void read(nb::handle value, const char* name, std::span<const std::int32_t>& field) {
     const Array array(value, name);
-    array.contiguous(1).expect<std::int32_t>("int32");
-    field = {array.data<std::int32_t>(), static_cast<std::size_t>(array.dim(0))};
+    field = values_of<std::int32_t>(array, "int32");
   }
 
   static void read(nb::handle value, const char* name, std::span<std::int64_t>& field) {
     const Array array(value, name);
-    array.writable().contiguous(1).expect<std::int64_t>("int64");
-    field = {array.data<std::int64_t>(), static_cast<std::size_t>(array.dim(0))};
+    field = values_of<std::int64_t>(array.writable(), "int64");
+  }
+
+  // Of an array that is not empty: an empty span means that there is none.
+  template <class T>
+  static std::span<T> values_of(const Array& array, const char* type) {
+    array.contiguous(1).expect<T>(type);
+    CPUMOE_REQUIRE(array.dim(0) > 0, array.name(), " has no values; None is accepted where there are none");
+    return {array.data<T>(), static_cast<std::size_t>(array.dim(0))};
   }
 
   template <class E>
@@ -117,7 +136,10 @@ class Reader {
 
   template <class T>
   static void read(nb::handle value, const char* name, std::vector<T>& field) {
-    for (const nb::handle item : value) read(item, name, field.emplace_back());
+    for (const nb::handle item : value) {
+      CPUMOE_REQUIRE(!item.is_none(), name, " holds None");
+      read(item, name, field.emplace_back());
+    }
   }
 
   template <class T>
@@ -400,7 +422,7 @@ class DecoderObject {
     for (const nb::handle entry : caches) {
       CPUMOE_REQUIRE(step.caches.size() < model.layers.size(), "there are caches for more than ", model.layers.size(),
                      " layers");
-      const CacheLayout layout = cache_layout(model.layers[step.caches.size()].mixer, model.type());
+      const CacheLayout& layout = decoder_.cache_layouts()[step.caches.size()];
       step.caches.push_back(read_cache(entry, layout, model.type(), batch, page_tokens));
     }
   }

@@ -27,9 +27,7 @@ void Step::run_block(Worker& worker, const DecoderLayer& layer) {
     if (!layer.dense.has_value()) end_stage(worker, StepPart::kRouting);
   }
   if (layer.dense.has_value()) {
-    w_.dense_first.multiply(worker);
-    end_stage(worker, StepPart::kProducts);
-    gather(worker, w_.dense_first);
+    multiply(worker, w_.dense_first);
     activate(worker, *layer.dense);
     w_.dense_second.prepare(worker);
   }
@@ -39,7 +37,10 @@ void Step::run_block(Worker& worker, const DecoderLayer& layer) {
     w_.dense_second.multiply(worker);
   }
   end_stage(worker, layer.dense.has_value() ? StepPart::kProducts : StepPart::kRouting);
-  if (layer.dense.has_value()) gather(worker, w_.dense_second);
+  if (layer.dense.has_value() && w_.dense_second.is_split()) {
+    w_.dense_second.gather(worker);
+    end_stage(worker, StepPart::kExchange);
+  }
   if (layer.experts.has_value()) run_experts(worker, *layer.experts);
 }
 

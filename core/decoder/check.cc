@@ -143,6 +143,7 @@ void check_model(const DecoderModel& model) {
   CPUMOE_REQUIRE(model.embedding.dims == 2, "the embedding has ", model.embedding.dims, " dimensions; 2 are accepted");
   CPUMOE_REQUIRE(model.hidden() >= 1 && model.hidden() < (1 << 24), "hidden=", model.hidden(),
                  "; 1 to 2^24 - 1 are accepted");
+  CPUMOE_REQUIRE(!model.layers.empty(), "a decoder has no layers");
   check_groups(model);
   for (const RopeTable& table : model.rope) {
     for (const Tensor* of : {&table.cos, &table.sin}) {

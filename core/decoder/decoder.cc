@@ -42,6 +42,7 @@ struct Decoder::State {
   std::mutex mutex;
   DecoderModel model;
   std::int64_t max_rows = 4096;  // of a chunk
+  std::vector<CacheLayout> cache_layouts;
   Crowding crowding;
   StepWorkspace workspace;
 };
@@ -57,12 +58,17 @@ Decoder::Decoder(DecoderModel model) : state_(std::make_unique<State>()) {
   }
   // The experts of a round have the rows of all groups.
   state_->max_rows = std::max<std::int64_t>(1, state_->max_rows * model.group_ranks() / model.ranks());
+  for (const DecoderLayer& layer : model.layers) {
+    state_->cache_layouts.push_back(cache_layout(layer.mixer, model.type()));
+  }
   state_->model = std::move(model);
 }
 
 Decoder::~Decoder() = default;
 
 const DecoderModel& Decoder::model() const { return state_->model; }
+
+const std::vector<CacheLayout>& Decoder::cache_layouts() const { return state_->cache_layouts; }
 
 std::vector<std::int64_t> Decoder::rows_of_ranks(const StepInput& input) const {
   const DecoderModel& model = state_->model;
@@ -118,7 +124,7 @@ std::int64_t Decoder::step(const Kernels& kernels, const StepInput& input) {
 void Decoder::clear_states(const StepInput& input) const {
   for (std::size_t i = 0; i < input.caches.size(); ++i) {
     int state = 0;
-    for (const CachePart& part : cache_layout(state_->model.layers[i].mixer, state_->model.type()).parts) {
+    for (const CachePart& part : state_->cache_layouts[i].parts) {
       if (part.per != CachePart::kSequence) continue;
       auto* const data = static_cast<std::uint8_t*>(input.caches[i].states[state++]);
       for (const StepRow& row : input.rows) {

@@ -8,6 +8,7 @@
 #include <memory>
 #include <vector>
 
+#include "decoder/mixer.h"
 #include "decoder/schema.h"
 #include "kernels/table.h"
 #include "ops/kv_cache.h"
@@ -43,6 +44,8 @@ class Decoder {
   ~Decoder();
 
   const DecoderModel& model() const;
+  // Of each layer.
+  const std::vector<CacheLayout>& cache_layouts() const;
   // Refuses rows and caches that do not belong together, naming them. Where groups of ranks have rows of their own,
   // each of them runs every step, also one in which it has none: others need its experts. Returns how many rows the
   // groups had, all together. Several threads may call it at once, with different caches: they take turns.

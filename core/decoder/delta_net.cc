@@ -10,6 +10,8 @@
 namespace cpumoe {
 namespace {
 
+constexpr std::size_t kMaxExpansions = 64;
+
 // Total input width of the expansions.
 std::int64_t expanded_width(const DeltaNet& d) {
   std::int64_t width = 0;
@@ -49,9 +51,17 @@ void expand(Step& step, Worker& worker, const DeltaNet& d, const Arrays& arrays)
     products[i].prepare(worker);
   }
   step.end_stage(worker, StepPart::kRows);
-  for (std::size_t i = 0; i < d.expansions.size(); ++i) products[i].multiply(worker);
+  std::uint64_t split = 0;  // a bit for each, since the first thread may plan them again after the barrier
+  for (std::size_t i = 0; i < d.expansions.size(); ++i) {
+    split |= static_cast<std::uint64_t>(products[i].is_split()) << i;
+    products[i].multiply(worker);
+  }
   step.end_stage(worker, StepPart::kProducts);
-  for (std::size_t i = 0; i < d.expansions.size(); ++i) step.gather(worker, products[i]);
+  for (std::size_t i = 0; i < d.expansions.size(); ++i) {
+    if ((split >> i & 1) == 0) continue;
+    products[i].gather(worker);
+    step.end_stage(worker, StepPart::kExchange);
+  }
 }
 
 void check_columns(const DeltaNet& d, const HeadColumns& columns, std::int64_t heads, std::int64_t values,
@@ -83,9 +93,11 @@ void check_mixer(const DeltaNet& d, const DecoderModel& model) {
     check_matrix(m, model, m.columns, model.hidden(), "a projection");
     width += m.columns;
   }
+  CPUMOE_REQUIRE(d.expansions.size() <= kMaxExpansions, "there are ", d.expansions.size(), " expansions; up to ",
+                 kMaxExpansions, " are accepted");
   for (const Expansion& e : d.expansions) {
     CPUMOE_REQUIRE(e.first >= 0 && e.first <= width && e.matrix.depth >= 1 && e.matrix.depth <= width - e.first,
-                   "an expansion is of columns ", e.first, " to ", e.first + e.matrix.depth - 1, "; there are ", width);
+                   "an expansion is of ", e.matrix.depth, " columns from ", e.first, " on; there are ", width);
     check_matrix(e.matrix, model, e.matrix.columns, e.matrix.depth, "an expansion");
   }
   check_columns(d, d.queries, d.key_heads, d.key_dim, "queries");

@@ -133,9 +133,7 @@ void make_queries(Step& step, Worker& worker, const Mla& m, const Arrays& arrays
   RankProducts& queries = step.stages().queries;
   queries.prepare(worker);
   step.end_stage(worker, StepPart::kRows);
-  queries.multiply(worker);
-  step.end_stage(worker, StepPart::kProducts);
-  step.gather(worker, queries);
+  step.multiply(worker, queries);
 }
 
 }  // namespace
@@ -144,8 +142,8 @@ void check_mixer(const Mla& m, const DecoderModel& model) {
   check_attention(m, model);
   CPUMOE_REQUIRE(m.kv_lora_rank >= 1 && m.kv_lora_rank <= kMaxRotated, "kv_lora_rank=", m.kv_lora_rank, "; 1 to ",
                  kMaxRotated, " are accepted");
-  CPUMOE_REQUIRE(m.nope_dim >= 0 && m.rope_dim >= 0 && m.head_dim() >= 1 && m.nope_dim <= kMaxRotated &&
-                     m.rope_dim <= kMaxRotated && m.head_dim() <= kMaxRotated,
+  CPUMOE_REQUIRE(m.nope_dim >= 0 && m.rope_dim >= 0 && m.nope_dim <= kMaxRotated && m.rope_dim <= kMaxRotated &&
+                     m.head_dim() >= 1 && m.head_dim() <= kMaxRotated,
                  "heads have ", m.nope_dim, " + ", m.rope_dim, " values; 1 to ", kMaxRotated, " are accepted");
   if (m.query_down) {
     check_matrix(m.query_down, model, m.query_down.columns, model.hidden(), "query_down");

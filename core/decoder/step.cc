@@ -106,9 +106,7 @@ void Step::plan_inputs() {
 void Step::project(Worker& worker) {
   w_.mixers.projections.prepare(worker);
   end_stage(worker, StepPart::kRows);
-  w_.mixers.projections.multiply(worker);
-  end_stage(worker, StepPart::kProducts);
-  gather(worker, w_.mixers.projections);
+  multiply(worker, w_.mixers.projections);
 }
 
 void Step::plan_output(const Matrix& out, const std::uint8_t* rows) {
@@ -119,13 +117,14 @@ void Step::plan_output(const Matrix& out, const std::uint8_t* rows) {
 void Step::finish_mixer(Worker& worker) {
   w_.mixers.output.prepare(worker);
   end_stage(worker, StepPart::kRows);
-  w_.mixers.output.multiply(worker);
-  end_stage(worker, StepPart::kProducts);
-  gather(worker, w_.mixers.output);
+  multiply(worker, w_.mixers.output);
 }
 
-void Step::gather(Worker& worker, RankProducts& products) {
-  if (!products.is_split()) return;
+void Step::multiply(Worker& worker, RankProducts& products, StepPart part) {
+  const bool is_split = products.is_split();  // after the barrier the first thread may plan them again
+  products.multiply(worker);
+  end_stage(worker, part);
+  if (!is_split) return;
   products.gather(worker);
   end_stage(worker, StepPart::kExchange);
 }
@@ -239,9 +238,7 @@ void Step::finish(Worker& worker) {
   if (input_.logits_out != nullptr && wanted > 0) {
     w_.head.prepare(worker);
     end_stage(worker, StepPart::kRows);
-    w_.head.multiply(worker);
-    end_stage(worker, StepPart::kHead);
-    gather(worker, w_.head);
+    multiply(worker, w_.head, StepPart::kHead);
   }
 }
 

@@ -106,7 +106,9 @@ class Step {
 
   // Ends with a barrier.
   void end_stage(Worker& worker, StepPart part);
-  void gather(Worker& worker, RankProducts& products);
+  // Computes products and gathers the columns of other ranks. Ends with a barrier, after which the products may be
+  // planned again.
+  void multiply(Worker& worker, RankProducts& products, StepPart part = StepPart::kProducts);
 
   // Clears the normed rows of padding: a sequence that has not begun leaves nothing in a recurrent state.
   void clear_padding(const Worker& worker);

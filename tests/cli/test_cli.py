@@ -199,8 +199,11 @@ def test_explain_of_a_checkpoint() -> None:
     folder = Path(__file__).parents[1] / "data" / "checkpoints" / "gptoss-w4a8-g32"
     done = run_command("explain", str(folder))
     assert done.returncode == 0 and "2 layers: w4a8-g32, swiglu_oai" in done.stdout and "chosen: native" in done.stdout
+    assert "decoder: 2 layers" in done.stdout and "mixer: Gqa heads" in done.stdout
     facts = json.loads(run_command("explain", str(folder), "--json").stdout)
     assert facts["chosen"] == "native" and facts["layers"] == 2
+    first = facts["decoder"]["layers"][0]
+    assert first["mixer"]["kind"] == "Gqa" and first["mixer"]["sinks"].startswith("float32 [")
 
 
 @pytest.mark.full

@@ -124,7 +124,7 @@ def test_linears_in_int8_do_not_cost_the_native_decoder(name):
 def test_the_configuration_alone_tells_whether_a_step_is_one_call(tmp_path, name):
     write_family(tmp_path / "model", name)
     with Checkpoint.open(tmp_path / "model") as checkpoint:
-        said = explain_step(checkpoint)
+        said = explain_step(checkpoint).sentence
     assert said.startswith("each in one call" if name in NATIVE else "layer by layer through transformers: ")
 
 

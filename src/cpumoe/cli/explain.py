@@ -66,14 +66,16 @@ def run(arguments: argparse.Namespace) -> int:
         refuse_given(arguments, "without a MODEL or SCHEME", "download", "activations", *_LAYER_OPTIONS)
         return _explain_all(arguments.json)
     layers, steps = _layers(arguments)
-    answers = [_answer(config, count) | ({} if steps is None else {"steps": steps}) for config, count in layers.items()]
+    told = {} if steps is None else {"steps": steps.sentence, "decoder": steps.values}
+    answers = [_answer(config, count) | told for config, count in layers.items()]
     if arguments.json:
         print(json.dumps(answers[0] if len(answers) == 1 else answers, indent=1))
     else:
         for answer in answers:
             _print(answer)
         if steps is not None:
-            print(f"steps: {steps}")
+            print(f"steps: {steps.sentence}")
+            print("\n".join(steps.lines))
     return 0 if all(answer["chosen"] for answer in answers) else 1
 
 
@@ -104,7 +106,7 @@ def _explain_all(as_json: bool) -> int:
     return 0
 
 
-def _layers(arguments: argparse.Namespace) -> tuple[dict[MoEConfig, int], str | None]:
+def _layers(arguments: argparse.Namespace) -> tuple[dict[MoEConfig, int], Any]:
     """The different layers to ask about and how often each occurs, and of a model, how a step is computed."""
     from cpumoe.checkpoints.checkpoint import Checkpoint
     from cpumoe.checkpoints.loading import experts_of

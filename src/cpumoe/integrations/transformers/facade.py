@@ -28,8 +28,8 @@ def expert_shapes(checkpoint: Checkpoint) -> frozenset[ExpertsShape]:
     return shapes
 
 
-def explain_step(checkpoint: Checkpoint) -> str:
-    """Whether a step of the checkpoint's model is one call of the core, and if not, why: one sentence.
+def explain_step(checkpoint: Checkpoint) -> Any:
+    """Return the :class:`~cpumoe.integrations.transformers.recognition.explain.Explanation` of a checkpoint's model.
 
     Raises what :func:`describe` raises.
     """

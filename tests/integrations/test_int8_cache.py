@@ -292,7 +292,7 @@ def test_a_server_with_records_in_pages_answers_as_generate_does(loaded):
                 time.sleep(0.01)
         finally:
             assert engine.stop()
-        assert all(keys.dtype == values.dtype == torch.int8 for keys, values in engine._runner._caches)
+        assert all(part.dtype == torch.int8 for parts in engine._runner._caches for part in parts)
         for prompt, items in zip(prompts, answers, strict=True):
             expected = model.generate(torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None)
             assert [item.id for item in items[:-1]] == expected[0, len(prompt) :].tolist()

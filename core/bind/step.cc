@@ -8,6 +8,7 @@
 #include <string>
 #include <type_traits>
 #include <utility>
+#include <variant>
 #include <vector>
 
 #include "bind/array.h"
@@ -147,14 +148,13 @@ class Reader {
     read(value, name, field.emplace());
   }
 
-  static void read(nb::handle value, const char* name, Mixer& field) {
-    const auto kind =
-        nb::cast<std::string>(nb::handle(reinterpret_cast<PyObject*>(Py_TYPE(value.ptr()))).attr("__name__"));
-    if (kind == "Gqa") return read(value, name, field.emplace<Gqa>());
-    if (kind == "Mla") return read(value, name, field.emplace<Mla>());
-    if (kind == "DeltaNet") return read(value, name, field.emplace<DeltaNet>());
-    if (kind == "ShortConv") return read(value, name, field.emplace<ShortConv>());
-    refuse(name, " is ", kind, "; Gqa, Mla, DeltaNet or ShortConv is accepted");
+  template <class... Kinds>
+  static void read(nb::handle value, const char* name, std::variant<Kinds...>& field) {
+    const auto kind = nb::cast<std::string>(nb::handle(value.type()).attr("__name__"));
+    const bool is_known = ((kind == Kinds::kName && (read(value, name, field.template emplace<Kinds>()), true)) || ...);
+    std::string names;
+    ((names += (names.empty() ? "" : ", ") + std::string(Kinds::kName)), ...);
+    CPUMOE_REQUIRE(is_known, name, " is ", kind, "; accepted are: ", names);
   }
 
   template <class T>
@@ -184,27 +184,36 @@ struct Names {
   }
 };
 
-template <class... T>
-nb::dict names_of(std::pair<const char*, T>... kinds) {
-  nb::dict found;
-  const auto add = [&](auto& kind) {
-    Names names;
-    fields(names, kind.second);
-    found[kind.first] = names.names;
-  };
-  (add(kinds), ...);
-  return found;
+template <class T>
+void add_fields(nb::dict& found, const char* name) {
+  Names names;
+  T value;
+  fields(names, value);
+  found[name] = names.names;
+}
+
+template <class... Kinds>
+void add_kinds(nb::dict& found, const std::variant<Kinds...>&) {
+  (add_fields<Kinds>(found, Kinds::kName), ...);
 }
 
 // The fields of each struct of decoder/schema.h that Python has a value for.
 nb::dict decoder_fields() {
-  return names_of(std::pair{"Norm", Norm()}, std::pair{"RopeTable", RopeTable()}, std::pair{"Rope", Rope()},
-                  std::pair{"Gqa", Gqa()}, std::pair{"Mla", Mla()}, std::pair{"HeadColumns", HeadColumns()},
-                  std::pair{"Expansion", Expansion()}, std::pair{"DeltaNet", DeltaNet()},
-                  std::pair{"ShortConv", ShortConv()}, std::pair{"Activation", ActivationSpec()},
-                  std::pair{"Router", Router()}, std::pair{"Copies", Copies()},
-                  std::pair{"RoutedExperts", RoutedExperts()}, std::pair{"DenseBlock", DenseBlock()},
-                  std::pair{"Layer", DecoderLayer()}, std::pair{"DecoderModel", DecoderModel()});
+  nb::dict found;
+  add_fields<Norm>(found, "Norm");
+  add_fields<RopeTable>(found, "RopeTable");
+  add_fields<Rope>(found, "Rope");
+  add_kinds(found, Mixer());
+  add_fields<HeadColumns>(found, "HeadColumns");
+  add_fields<Expansion>(found, "Expansion");
+  add_fields<ActivationSpec>(found, "Activation");
+  add_fields<Router>(found, "Router");
+  add_fields<Copies>(found, "Copies");
+  add_fields<RoutedExperts>(found, "RoutedExperts");
+  add_fields<DenseBlock>(found, "DenseBlock");
+  add_fields<DecoderLayer>(found, "Layer");
+  add_fields<DecoderModel>(found, "DecoderModel");
+  return found;
 }
 
 // The cache of a layer: a tensor for each part of its layout and, where tokens are kept, the place of the first one.

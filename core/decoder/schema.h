@@ -79,6 +79,8 @@ struct Attention {
 
 // Grouped-query attention.
 struct Gqa : Attention {
+  static constexpr const char* kName = "Gqa";
+
   Matrix key, value;  // none: `query` computes all three, side by side
   std::int64_t kv_heads = 0, head_dim = 0;
   bool gated_queries = false;  // each query head is followed by its gate, so that `query` is twice as wide
@@ -94,6 +96,8 @@ struct Gqa : Attention {
 // Multi-head latent attention in its absorbed form: the KV cache has a token's latent and the rotated part of its key,
 // and kv_b_proj is absorbed into the queries and applied to the weighted sums of latents.
 struct Mla : Attention {
+  static constexpr const char* kName = "Mla";
+
   Matrix query_down;  // q_a_proj, or none
   Norm query_down_norm;
   Matrix latent;  // kv_a_proj_with_mqa: [kv_lora_rank + rope_dim, hidden]
@@ -119,6 +123,8 @@ struct Expansion {
 
 // A gated delta net or Kimi delta attention. A row has the outputs of `projections`, then those of `expansions`.
 struct DeltaNet {
+  static constexpr const char* kName = "DeltaNet";
+
   std::vector<Matrix> projections;
   std::vector<Expansion> expansions;
   HeadColumns queries, keys, values, gates, betas, decays;
@@ -138,13 +144,16 @@ struct DeltaNet {
 
 // A short convolution: out_proj of C * convolution(B * x).
 struct ShortConv {
+  static constexpr const char* kName = "ShortConv";
+
   Matrix projection, out;         // in_proj: [3 * channels, hidden], for B, C and x; out_proj: [hidden, channels]
   Tensor conv_weight, conv_bias;  // [channels, taps], [channels] or none
 
   ChannelConvolution convolution() const;
 };
 
-// What mixes the tokens of a sequence. mixer.h has the functions that each kind implements in a file of its own.
+// What mixes the tokens of a sequence. mixer.h has the functions that each kind implements in a file of its own; kName
+// is the name of its class in Python.
 using Mixer = std::variant<Gqa, Mla, DeltaNet, ShortConv>;
 
 struct Router {

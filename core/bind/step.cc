@@ -1,5 +1,6 @@
 // The Python seam of the decoder: its schema is read off the values of src/cpumoe/ops/decoder.py, field by field.
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <limits>
@@ -411,6 +412,20 @@ class DecoderObject {
     decoder_.step(active_kernels(), step);
   }
 
+  // For each layer the parts of its cache: (name, whether there is one for each token, shape, dtype, may be int8).
+  nb::list cache_layouts() const {
+    nb::list layers;
+    for (const CacheLayout& layout : decoder_.cache_layouts()) {
+      nb::list parts;
+      for (const CachePart& part : layout.parts) {
+        parts.append(nb::make_tuple(part.name, part.per == CachePart::kToken, part.shape, static_cast<int>(part.type),
+                                    part.may_be_int8));
+      }
+      layers.append(parts);
+    }
+    return layers;
+  }
+
   // A step in which this rank has no rows.
   std::int64_t help() {
     const Computation computation;
@@ -461,6 +476,7 @@ void bind_decoder(nb::module_& m) {
   nb::class_<DecoderObject>(m, "Decoder", nb::type_slots(traverse_slots<DecoderObject>()))
       .def(nb::init<nb::object>(), "model"_a)
       .def_prop_ro("vocabulary", &DecoderObject::vocabulary)
+      .def("cache_layouts", &DecoderObject::cache_layouts)
       .def("help", &DecoderObject::help)
       .def("step", &DecoderObject::step, "tokens"_a, "caches"_a, "past"_a, "positions"_a.none(), "padding"_a.none(),
            "kept"_a, "hidden_out"_a.none(), "logits_out"_a.none())

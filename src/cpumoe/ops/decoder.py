@@ -342,6 +342,25 @@ class DecoderModel:
 #: the place of the first token. GQA keeps keys and values, MLA latents, the others recurrent states.
 LayerCache = tuple[Tensor | int, ...]
 
+
+@dataclass(frozen=True)
+class CachePart:
+    """One tensor of a layer's cache.
+
+    Attributes:
+        per_token: whether there is one for each token, of ``shape`` [heads, width], or one for each sequence.
+        may_be_int8: whether it may be held in int8 KV records.
+    """
+
+    name: str
+    per_token: bool
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    may_be_int8: bool
+
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # by their numbers in the core
+
 #: What the seconds of a decoder are counted for, in their order.
 STEP_PARTS = ("rows", "products", "attention", "routing", "experts", "head", "exchange")
 
@@ -355,6 +374,14 @@ class Decoder:
         self._hidden = model.embedding.shape[1]
         self._dtype = model.embedding.dtype
         self._vocabulary = 0 if model.head is None else self._core.vocabulary
+        #: The parts of each layer's cache.
+        self.cache_layouts = tuple(
+            tuple(
+                CachePart(name, per_token, tuple(shape), _DTYPES[dtype], may_be_int8)
+                for name, per_token, shape, dtype, may_be_int8 in layout
+            )
+            for layout in self._core.cache_layouts()
+        )
 
     def step(
         self,

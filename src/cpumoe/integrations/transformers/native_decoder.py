@@ -32,6 +32,7 @@ from cpumoe.integrations.transformers.step_call import call_for, positions_for
 from cpumoe.integrations.transformers.watched_modules import Entry, kind_of, kind_of_owner
 from cpumoe.layers.experts import Experts
 from cpumoe.ops.decoder import Decoder
+from cpumoe.steps import cache as paged_cache
 
 _log = logging.getLogger("cpumoe")
 
@@ -308,17 +309,17 @@ class NativeDecoder:
         Keys and values in pages, [pages, kv_heads, page_tokens, dim], or latents; in int8 they are records. Of layers
         with states those of each sequence, [sequences, ..].
         """
-        return self._last.caches.new_pages(pages, page_tokens, sequences)
+        return paged_cache.new_pages(self.decoder.cache_layouts, pages, page_tokens, sequences, is_int8=self.records)
 
     @property
     def token_bytes(self) -> int:
         """Bytes of keys and values that a token takes in all layers."""
-        return self._last.caches.token_bytes
+        return paged_cache.token_bytes(self.decoder.cache_layouts, is_int8=self.records)
 
     @property
     def state_bytes(self) -> int:
         """Bytes of states that a sequence takes in all layers, however long it is."""
-        return self._last.caches.state_bytes
+        return paged_cache.state_bytes(self.decoder.cache_layouts)
 
     def step_rows(
         self,

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from cpumoe.integrations.transformers.preallocated_cache import CacheForm, holds_layers, make_roomy
@@ -81,22 +80,3 @@ class StepCaches:
         for index, form in enumerate(self.forms):
             if isinstance(form, CacheForm):
                 cache.layers[index].advance(new)
-
-    def new_pages(self, pages: int, page_tokens: int, sequences: int) -> list[tuple[Tensor, ...]]:
-        """For each layer keys and values or latents [pages, heads, page_tokens, dim], or states [sequences, ..]."""
-        return [
-            form.new_states(sequences, self._dtype)
-            if not isinstance(form, CacheForm)
-            else form.parts(form.empty(pages, form.heads, page_tokens))
-            for form in self.forms
-        ]
-
-    @property
-    def token_bytes(self) -> int:
-        """Of keys and values in all layers."""
-        return sum(form.token_bytes for form in self.forms if isinstance(form, CacheForm))
-
-    @property
-    def state_bytes(self) -> int:
-        """Of a sequence in all layers."""
-        return sum(form.state_bytes(self._dtype) for form in self.forms if not isinstance(form, CacheForm))

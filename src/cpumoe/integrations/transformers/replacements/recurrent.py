@@ -140,15 +140,6 @@ class DeltaForm:
         original: Tensor = type(module).forward(module, hidden_states, cache_params, attention_mask, **options)
         return original
 
-    def new_states(self, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Those of ``batch`` sequences that have no token yet."""
-        state = torch.zeros((batch, self.heads, self.key_depth, self.value_depth))
-        return torch.zeros((batch, self.channels, self.taps), dtype=dtype), state
-
-    def state_bytes(self, dtype: torch.dtype) -> int:
-        """Of one sequence."""
-        return self.channels * self.taps * dtype.itemsize + self.heads * self.key_depth * self.value_depth * 4
-
     def states(self, cache: Any, layer: int, batch: int, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """Of the convolution and of the delta rule, to be changed in place; None: not as this form has them."""
         sizes = (batch, self.heads, self.key_depth, self.value_depth)
@@ -182,14 +173,6 @@ class ConvolutionForm:
 
     def width_in(self, module: Any) -> int:
         return int(module.in_proj.in_features)
-
-    def new_states(self, batch: int, dtype: torch.dtype) -> tuple[Tensor]:
-        """Those of ``batch`` sequences that have no token yet."""
-        return (torch.zeros((batch, self.channels, self.taps), dtype=dtype),)
-
-    def state_bytes(self, dtype: torch.dtype) -> int:
-        """Of one sequence."""
-        return self.channels * self.taps * dtype.itemsize
 
     def states(self, cache: Any, layer: int, batch: int, dtype: torch.dtype) -> tuple[Tensor] | None:
         """That of the convolution, to be changed in place; None: not as this form has it."""

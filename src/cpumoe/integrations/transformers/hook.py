@@ -158,7 +158,7 @@ def _log_take_over() -> None:
     _log.info(
         "transformers loads quantised checkpoints (%s) through cpumoe from here on and knows "
         "experts_implementation=%r and others; %s=0 switches this off",
-        ", ".join(sorted(set(QUANT_METHODS.values()))),
+        ", ".join(dict.fromkeys(QUANT_METHODS.values())),
         EXPERTS_IMPLEMENTATIONS[0],
         settings.TRANSFORMERS.name,
     )

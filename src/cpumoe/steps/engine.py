@@ -19,8 +19,8 @@ from cpumoe.steps.schedule import MOST_SEQUENCES, Piece, Schedule
 
 _log = logging.getLogger("cpumoe")
 
-# While answers are being written, a step takes no more rows of prompts than it can compute in about this time, since
-# no answer goes on before it ends. With few rows, prompts are read slowly.
+# While sequences are decoding, a step has no more prompt rows than are computed in about this time: their next tokens
+# wait for its end. Below _LEAST_PROMPT_ROWS prefill would be slow.
 _PROMPT_SECONDS = 0.5
 _LEAST_PROMPT_ROWS = 128
 
@@ -52,12 +52,12 @@ class StepEngine:
         self._unfinished: set[Job] = set()
         self._stopping = False
         self._ended = False
-        self.lost: RankError | None = None  # why other ranks are gone, without which nothing can be computed
-        self._lock = threading.Lock()  # no job may be added behind the back of a thread that ends
+        self.lost: RankError | None = None  # why other ranks are gone: no step can be computed without them
+        self._lock = threading.Lock()  # a request may not be added after the thread has ended
         self._thread = threading.Thread(target=self._run, name="cpumoe-steps", daemon=True)
 
     def start(self) -> str | None:
-        """Starts the thread that computes and tries it out. Returns what went wrong, or None."""
+        """Start the thread and compute one small request. Return what went wrong, or None."""
         items: queue.SimpleQueue[Token | Finish | Failure] = queue.SimpleQueue()
         self._thread.start()
         self.add(Job([0, 0], 2, frozenset(), Sampling(), items.put))
@@ -67,7 +67,7 @@ class StepEngine:
 
     def add(self, job: Job) -> None:
         if any(not 0 <= token < self._runner.vocabulary for token in job.prompt):
-            # The core would refuse the whole step.
+            # The core would reject the whole step.
             _log.error("a request failed: its prompt has tokens that are not 0 to %d", self._runner.vocabulary - 1)
             job.fail(NOT_COMPUTED)
             return
@@ -123,7 +123,7 @@ class StepEngine:
             job.fail(ENDING if self._stopping else NOT_COMPUTED)
 
     def _take_jobs(self) -> bool:
-        """Drops what has ended and takes what was added; waits if there is nothing to compute. False at the end."""
+        """Drop finished requests and take new ones; wait if there is nothing to compute. Return False at the end."""
         # First, because a group's ended sequences would count as its work when a new job chooses a group.
         self._unfinished.difference_update(self._schedules.drop_ended())
         while not self._stopping:
@@ -140,15 +140,15 @@ class StepEngine:
         return not self._stopping
 
     def _compute(self, pieces: list[list[Piece]]) -> None:
-        """Computes a step, and chooses the next token of every sequence that is complete with it.
+        """Compute a step, and choose the next token of every sequence whose pending tokens were all in it.
 
-        ``pieces``: those of each group.
+        ``pieces``: the chunks of each group.
         """
         groups = self._schedules.groups
         rows = [_rows_of(*part) for part in zip(groups, pieces, strict=True)]
         started = time.perf_counter()
         logits = self._runner.compute(rows)
-        most = max(len(part.tokens) for part in rows)  # all groups wait for the one that has them
+        most = max(len(part.tokens) for part in rows)  # all groups wait for the one with the most rows
         if most >= self._least_prompt_rows and None not in logits:
             rate = most / (time.perf_counter() - started)
             self._prompt_rows = max(self._least_prompt_rows, int(rate * _PROMPT_SECONDS))
@@ -157,7 +157,7 @@ class StepEngine:
 
     @staticmethod
     def _take(group: Schedule, pieces: list[Piece], logits: Tensor | None) -> None:
-        """Takes what a step has given a group: [complete sequences, vocabulary], or None if it failed."""
+        """Choose tokens by the logits of a group, [complete sequences, vocabulary]; None if the step failed."""
         if logits is None:
             for piece in pieces:
                 piece.sequence.job.fail(NOT_COMPUTED)
@@ -171,7 +171,7 @@ class StepEngine:
 
 
 def _rows_of(group: Schedule, pieces: list[Piece]) -> Rows:
-    """What a group computes in a step that consists of these pieces."""
+    """Return the rows of a group for these chunks."""
     tokens: list[int] = []
     lines: list[int] = []
     places: list[int] = []

@@ -1,4 +1,4 @@
-"""The schedules of all groups of ranks that have tokens of their own: which group computes a job, and their steps."""
+"""Data-parallel scheduler: one scheduler for each group of ranks with tokens of its own, and load balancing."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from cpumoe.steps.schedule import Piece, Schedule
 
 
 class GroupSchedules:
-    """A schedule for each group of ranks, with pages of its own; one where all ranks have the same tokens.
+    """A scheduler for each group of ranks, with pages of its own; one if all ranks have the same tokens.
 
-    A new job goes to the group with the least work, and stays there. The work of a group is the number of its
-    sequences: each of them has a row in every step until it ends, and nobody knows when that will be. Of groups with
-    equally many, the one that has most pages of the prompt's beginning is taken, and then the one with the fewest
-    tokens to be read.
+    A new request goes to the group with the least load and stays there. The load of a group is the number of its
+    sequences: each has a row in every step until it ends, at an unknown time. Ties go to the group with the most cached
+    pages of the prompt, then to the one with the fewest prompt tokens to compute.
 
     Args:
         schedules: one for each group, all alike.
@@ -23,7 +22,7 @@ class GroupSchedules:
 
     @property
     def tokens(self) -> int:
-        """That there is room for in each group: a job has to fit into one of them."""
+        """Capacity of each group in tokens: a request has to fit into one group."""
         return self.groups[0].tokens
 
     @property
@@ -32,7 +31,7 @@ class GroupSchedules:
         return not any(group.sequences for group in self.groups)
 
     def add(self, job: Job) -> None:
-        """Adds a job; all of its tokens must fit into the pages of a group."""
+        """Add a request. All of its tokens must fit into the pages of a group."""
 
         def work(group: Schedule) -> tuple[int, int, int]:
             unread = sum(sequence.pending for sequence in group.sequences)
@@ -41,14 +40,14 @@ class GroupSchedules:
         min(self.groups, key=work).add(job)
 
     def drop_ended(self) -> list[Job]:
-        """Drops all sequences whose jobs are over."""
+        """Drop the sequences of finished requests, and return these requests."""
         return [job for group in self.groups for job in group.drop_ended()]
 
     def next_step(self, prompt_rows: int) -> list[list[Piece]]:
-        """The pieces of the next step of each group; a group has none if it has no sequences.
+        """Return the chunks of the next step of each group; none for a group without sequences.
 
-        Where sequences of any group wait for their next tokens, at most ``prompt_rows`` rows of each are of prompts:
-        no group's step ends before those of the others.
+        While sequences of any group are decoding, at most ``prompt_rows`` rows of each group are of prompts: no group's
+        step ends before those of the others.
         """
         goes_on = any(group.goes_on for group in self.groups)
         return [group.next_step(prompt_rows, others_go_on=goes_on) for group in self.groups]

@@ -1,9 +1,8 @@
-"""Steps on several ranks, of which the first leads.
+"""Distributed runner: the first rank, where requests arrive, leads; the others follow.
 
-All ranks compute every step, each with its own experts, columns and heads, and with pages of its own for the keys and
-values of these. Ranks of a tensor parallel group compute the same rows, and each group has rows of its own; one without
-any helps the others with its experts. What a step consists of, the first rank knows, where requests arrive; the others
-follow it and give it the logits of their rows.
+All ranks compute every step, each with its own experts, columns and heads, and with a KV cache for these heads. Ranks
+of a tensor parallel group compute the same rows. Each data parallel group has rows of its own; a group without rows
+computes its experts for the others. The leader broadcasts the rows of each step, and followers return their logits.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from cpumoe.steps.runner import CoreRunner, PagedModel, Rows
 
 _log = logging.getLogger("cpumoe")
 
-# The leader says this often that it is still there.
+# Interval of the leader's heartbeats.
 _SIGN_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
 class Balancing:
-    """When experts are moved between ranks, by how often they are chosen: every so many steps.
+    """Expert load balancing: every ``steps`` steps experts are moved between ranks by how often they are chosen.
 
-    ``spare_slots``: copies of experts that each rank has room for. ``nodes``: machines that the ranks are spread over.
+    ``spare_slots``: redundant experts that each rank has room for. ``nodes``: machines that the ranks are spread over.
     """
 
     steps: int
@@ -38,11 +37,11 @@ class Balancing:
     nodes: int = 1
 
 
-_LAYERS_AT_ONCE = 4  # whose experts are moved between two steps: answers wait meanwhile
+_LAYERS_AT_ONCE = 4  # layers whose experts are moved between two steps: requests wait meanwhile
 
 
 class _Say(IntEnum):
-    """What the leader says: that it is there, how the pages are, a step, which layers' experts to move, or the end."""
+    """Commands of the leader: heartbeat, sizes of the KV cache, a step, layers whose experts to move, the end."""
 
     HERE = 0
     PAGES = 1
@@ -51,11 +50,11 @@ class _Say(IntEnum):
     END = 4
 
 
-_NUMBERS = 5  # that the leader says with it
+_NUMBERS = 5  # of a command, with its arguments
 
 
 class LeadingRunner(CoreRunner):
-    """Steps that the other ranks compute too."""
+    """Runner of the leading rank."""
 
     rest_seconds = _SIGN_SECONDS
 
@@ -77,7 +76,7 @@ class LeadingRunner(CoreRunner):
         super().__init__(model, pages, page_tokens, sequences)
 
     def compute(self, groups: Sequence[Rows]) -> list[Tensor | None]:
-        with self._ranks.together():  # what is raised here is the end of all steps
+        with self._ranks.together():  # an exception ends all steps, on all ranks
             self._move_experts()
             message = _message(groups, self._page_tokens)
             self._say(_Say.STEP, len(message))
@@ -85,7 +84,7 @@ class LeadingRunner(CoreRunner):
             return _compute_together(self, self._ranks, groups)
 
     def _move_experts(self) -> None:
-        """Between steps, those of a few layers at a time, once so many steps have been computed."""
+        """Rebalance experts every ``balancing.steps`` steps, a few layers between two steps."""
         if (balancing := self._balancing) is None:
             return
         if self._next_layer == 0 and self._steps_left > 0:
@@ -128,7 +127,7 @@ def runner_for(
 
 
 def _message(groups: Sequence[Rows], page_tokens: int) -> Tensor:
-    """int64: the rows of all groups. Of their tables only the lines and the pages that this step needs."""
+    """Return the rows of all groups as int64, with only the slots and pages of the page tables that the step needs."""
     sizes: list[int] = []
     parts: list[Tensor] = []
     for rows in groups:
@@ -140,7 +139,7 @@ def _message(groups: Sequence[Rows], page_tokens: int) -> Tensor:
 
 
 def _read_message(message: Tensor, tables: Sequence[Tensor]) -> list[Rows]:
-    """The rows of each group; what its table (int32 [lines, pages]) has to know for them is written into it."""
+    """Return the rows of each group, and update its page table (int32 [slots, pages])."""
     groups = []
     rest = message[4 * len(tables) :]
     for (count, wanted_count, used_count, width), table in zip(
@@ -150,16 +149,16 @@ def _read_message(message: Tensor, tables: Sequence[Tensor]) -> list[Rows]:
         *parts, rest = rest.split([*sizes, len(rest) - sum(sizes)])
         tokens, lines, places, wanted, used, pages = parts
         table[used, :width] = pages.view(used_count, width).to(torch.int32)
-        # The core wants tensors that begin where memory is aligned for it.
+        # Clones, because the core needs aligned tensors.
         groups.append(Rows(tokens.clone(), lines.clone(), places.clone(), table, wanted.clone()))
     return groups
 
 
 def _compute_together(runner: CoreRunner, ranks: Ranks, groups: Sequence[Rows]) -> list[Tensor | None]:
-    """Logits of all groups on the first rank; on others those of their own group alone, and None for the rest.
+    """Return the logits of all groups on the leader; on other ranks those of their own group, and None for the rest.
 
-    A step that one rank refuses fails on all of them, and they go on with the next. One that fails on some of them
-    leaves these and the others at different messages, which is an error that names them, and the end.
+    A step that is rejected on all ranks fails, and the next one is computed. One that fails on some ranks only leaves
+    them at another collective than the rest, which is an error that names them and ends all steps.
     """
     size = ranks.group.size
     mine = runner.try_rows(groups[ranks.rank // size])
@@ -169,7 +168,7 @@ def _compute_together(runner: CoreRunner, ranks: Ranks, groups: Sequence[Rows]) 
     logits[ranks.rank // size] = mine
     if len(groups) == 1:
         return logits
-    # Of each group the first rank gives its logits to the leader, which has those of its own.
+    # The first rank of each other group sends its logits to the leader.
     nothing = [0] * ranks.size
     counts = list(nothing)
     counts[size::size] = [len(rows.wanted) for rows in groups[1:]]
@@ -189,7 +188,7 @@ def _move_experts(model: PagedModel, first: int, last: int, spare_slots: int, no
 
 
 def follow_steps(model: PagedModel, ranks: Ranks) -> None:
-    """Computes the steps of the first rank until it ends. Raises RankError if it, or another one, is gone."""
+    """Follow the leader until it ends. Raise RankError if it, or another rank, is gone."""
     runner: CoreRunner | None = None
     tables: list[Tensor] = []
     while True:

@@ -14,7 +14,7 @@ from cpumoe.steps.sampling import Sampling, Token, TokenChooser
 
 _log = logging.getLogger("cpumoe")
 
-STOP_SECONDS = 3.0  # how long an engine that is told to stop waits for the step that is being computed
+STOP_SECONDS = 3.0  # an engine that is stopped waits this long for the current step
 
 ENDING = "the server is ending; ask again when it has been started anew"
 ENDED = "the thread that computes has ended; the log says why"
@@ -25,15 +25,15 @@ Finish = Literal["stop", "length"]
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a job failed; the sentence is for the client."""
+    """Why a request failed; the sentence is for the client."""
 
     sentence: str
 
 
 class Job:
-    """One sequence to generate. ``deliver`` gets each token and then the end; the engine's thread calls it.
+    """A generation request: one sequence. The engine's thread calls ``deliver`` with each token and then the end.
 
-    ``cached_tokens`` counts the tokens of the prompt that the engine found in its prefix cache.
+    ``cached_tokens`` counts the tokens of the prompt that were in the prefix cache.
     """
 
     _numbers = itertools.count()
@@ -58,11 +58,11 @@ class Job:
 
     @property
     def started(self) -> bool:
-        """Whether it has a token."""
+        """Whether a token has been generated."""
         return self._count > 0
 
     def next_token(self, scores: torch.Tensor) -> int | None:
-        """Chooses a token by ``scores`` [vocabulary] and delivers it; returns None if the job is over."""
+        """Choose a token by the logits ``scores`` [vocabulary] and deliver it. Return None if the request is over."""
         if self.over:
             return None
         try:

@@ -1,4 +1,4 @@
-"""Computes the steps of an engine: the runner that the engine calls, and the model that a runner calls."""
+"""Runners, which compute the steps of an engine, and the interface of the models that they call."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _log = logging.getLogger("cpumoe")
 
 @dataclass(frozen=True)
 class Rows:
-    """What a group of ranks computes in a step: tokens of any sequences, or none.
+    """The rows of a step of one group of ranks: tokens of any sequences, or none.
 
     Attributes:
         tokens: int64 [T].
-        lines: int64 [T], the sequence of each, by its line in the table.
-        places: int64 [T], of each in its sequence.
-        table: int32 [lines, pages], the pages of every sequence.
-        wanted: int64 [W], the rows whose logits are asked for.
+        lines: int64 [T], the batch slot of each token's sequence, a row of the page table.
+        places: int64 [T], the cache position of each token.
+        table: int32 [slots, pages], the page table.
+        wanted: int64 [W], the rows whose logits are needed, ascending.
     """
 
     tokens: Tensor

@@ -1,4 +1,4 @@
-"""Chooses the next token by the scores of a model."""
+"""Sampler: chooses the next token by the logits of a model."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from transformers import GenerationConfig
 
 _COLDEST = 1e-5  # at lower temperatures the scores overflow, and only the likeliest token has a chance anyway
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """The settings of one request. Temperature 0 takes the likeliest token; all other defaults change nothing."""
+    """Sampling parameters of one request. Temperature 0 is greedy; all other defaults change nothing."""
 
     temperature: float = 0.0
     top_k: int = 0
@@ -33,8 +30,8 @@ class Sampling:
     logprobs: int | None = None  # None: none; 0: for the chosen token; N: for the N likeliest too
 
     @classmethod
-    def of_model(cls, config: GenerationConfig) -> Sampling:
-        """The settings in a model's generation_config.json; greedy unless it asks for sampling, as in transformers."""
+    def of_model(cls, config: Any) -> Sampling:
+        """Return the settings of a model's GenerationConfig: greedy unless it asks for sampling, as in transformers."""
 
         def value(name: str, neutral: float) -> float:
             found = getattr(config, name, None)
@@ -86,7 +83,7 @@ class TokenChooser:
             self._random.manual_seed(sampling.seed)
 
     def choose(self, scores: Tensor) -> Token:
-        """The next token by the model's ``scores`` [vocabulary]. Raises ValueError if they are not finite numbers."""
+        """Return the next token by the logits ``scores`` [vocabulary]. Raise ValueError if they are not finite."""
         scores = scores.to(torch.float32)
         likeliest = _largest(scores)
         best = float(scores[likeliest])
@@ -106,7 +103,7 @@ class TokenChooser:
         return Token(chosen, float(logprobs[chosen]), pairs)
 
     def _adjusted(self, scores: Tensor) -> Tensor:
-        """The scores after penalties and biases."""
+        """Return the logits after penalties and biases."""
         sampling = self._sampling
         if self._seen is not None:
             seen = scores[self._seen]

@@ -1,4 +1,4 @@
-"""Which tokens of which sequences the next step computes, and in which pages their keys and values lie."""
+"""Scheduler: chooses the rows of each step (continuous batching, chunked prefill) and keeps the page tables."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from cpumoe.steps.page_pool import PagePool, page_name
 from cpumoe.steps.request import Job
 
-MOST_SEQUENCES = 256  # that are computed at the same time; further ones wait
+MOST_SEQUENCES = 256  # computed at the same time; further ones wait
 
 
 class Sequence:
-    """The tokens of a job: its prompt and what has been generated.
+    """The tokens of a request: its prompt and what has been generated.
 
     Attributes:
-        computed: so many tokens have their keys and values in ``pages``; the others are to be computed.
-        line: the line of the schedule's table that has the pages; None while the sequence waits, without any.
-        reached: the most tokens that ``computed`` has been; a sequence that was preempted finds its own pages again.
+        computed: number of tokens whose KV entries are in ``pages``; the others are still to be computed.
+        line: batch slot, the row of the page table that has the pages; None while the sequence waits without pages.
+        reached: maximum of ``computed`` so far; after a preemption the sequence finds its own pages again.
     """
 
     def __init__(self, job: Job, page_tokens: int, shares_pages: bool) -> None:
@@ -34,16 +34,16 @@ class Sequence:
 
     @property
     def pending(self) -> int:
-        """Tokens to be computed; one if the sequence waits for nothing but its next token."""
+        """Number of tokens to compute; one for a sequence that is decoding."""
         return len(self.tokens) - self.computed
 
     @property
     def shareable_pages(self) -> int:
-        """How many of its pages might be found; the last token is always computed, because its scores are needed."""
+        """Number of pages that may be cached ones. The last token is always computed: its logits are needed."""
         return (len(self.tokens) - 1) // self._page_tokens if self._shares_pages else 0
 
     def page_name(self, index: int) -> bytes:
-        """The name of a page whose tokens are all known."""
+        """Return the prefix hash of a page whose tokens are all known."""
         size = self._page_tokens
         while len(self._names) <= index:
             first = len(self._names) * size
@@ -53,29 +53,29 @@ class Sequence:
 
 @dataclass
 class Piece:
-    """The next ``count`` tokens of a sequence that are to be computed."""
+    """A chunk: the next ``count`` tokens of a sequence to compute."""
 
     sequence: Sequence
     count: int
 
     @property
     def is_last(self) -> bool:
-        """Whether the scores of its last token are those of the sequence's next one."""
+        """Whether the logits of its last token choose the sequence's next token."""
         return self.count == self.sequence.pending
 
 
 class Schedule:
-    """Sequences in the order in which they came. Those with pages are always the oldest ones.
+    """Sequences in order of arrival. Those with pages are always the oldest ones.
 
-    Every step has one row for each sequence that only waits for its next token; the rest of its rows are pieces of
-    prompts, oldest first. Where pages run out, the youngest sequence with pages gives them back and waits. As its full
-    pages keep their names, most of them are found again unless they were needed.
+    Every step has one row for each sequence that is decoding; the rest of its rows are chunks of prompts, oldest first.
+    When pages run out, the youngest sequence with pages is preempted: it releases them and waits. Its full pages stay
+    in the prefix cache, so most of them are found again unless they were evicted.
 
     Args:
-        pages: of keys and values, each for ``page_tokens`` tokens.
-        step_rows: the most tokens that a step may have.
-        sequences: the most that have pages at the same time.
-        shares_pages: whether sequences that begin alike hold the same pages.
+        pages: number of pages of the KV cache, each for ``page_tokens`` tokens.
+        step_rows: maximum number of tokens of a step.
+        sequences: maximum number of sequences with pages at the same time.
+        shares_pages: prefix caching: sequences with a common prefix share the pages of that prefix.
     """
 
     def __init__(
@@ -89,19 +89,19 @@ class Schedule:
     ) -> None:
         self.pool = PagePool(pages)
         self.page_tokens = page_tokens
-        self.tokens = pages * page_tokens  # that there is room for
+        self.tokens = pages * page_tokens  # capacity
         self.sequences: list[Sequence] = []
-        self.table = torch.zeros((sequences, pages), dtype=torch.int32)  # the pages of each line's sequence
+        self.table = torch.zeros((sequences, pages), dtype=torch.int32)  # page table, a row for each slot
         self._lines = list(reversed(range(sequences)))  # free ones; taken from the end
         self._step_rows = step_rows
         self._shares_pages = shares_pages
 
     def add(self, job: Job) -> None:
-        """Adds a job; all of its tokens must fit into the pages."""
+        """Add a request. All of its tokens must fit into the pages."""
         self.sequences.append(Sequence(job, self.page_tokens, self._shares_pages))
 
     def drop_ended(self) -> list[Job]:
-        """Drops all sequences whose jobs are over and takes their pages back."""
+        """Drop the sequences of finished requests, release their pages, and return these requests."""
         ended = [sequence for sequence in self.sequences if sequence.job.over]
         if ended:
             self.sequences = [sequence for sequence in self.sequences if not sequence.job.over]
@@ -110,19 +110,19 @@ class Schedule:
         return [sequence.job for sequence in ended]
 
     def known_pages(self, job: Job) -> int:
-        """How many pages of the beginning of a job's prompt are there already."""
+        """Return the number of cached prefix pages of a request's prompt."""
         return len(self._found(Sequence(job, self.page_tokens, self._shares_pages)))
 
     @property
     def goes_on(self) -> bool:
-        """Whether a sequence with pages waits for nothing but its next token."""
+        """Whether a sequence with pages is decoding."""
         return any(sequence.pending == 1 and sequence.line is not None for sequence in self.sequences)
 
     def next_step(self, prompt_rows: int, *, others_go_on: bool = False) -> list[Piece]:
-        """The pieces of the next step, ordered by line; empty only if there are no sequences.
+        """Return the chunks of the next step, ordered by slot; empty only if there are no sequences.
 
-        Where sequences wait for their next tokens, at most ``prompt_rows`` rows are of prompts. ``others_go_on``: such
-        sequences are elsewhere, and have to wait for this step too.
+        While sequences are decoding, at most ``prompt_rows`` rows are of prompts. ``others_go_on``: sequences of
+        another group are decoding, and wait for this step too.
         """
         counts: dict[Sequence, int] = {}
         rows = self._step_rows
@@ -132,14 +132,14 @@ class Schedule:
                 rows -= 1
         if counts or others_go_on:
             rows = min(rows, prompt_rows)
-        coming: set[bytes] = set()  # pages that older sequences will have computed soon
+        coming: set[bytes] = set()  # prefix hashes of pages that older sequences compute in this step
         for sequence in self.sequences:
             if rows == 0:
                 break
             if sequence in counts:
                 continue
             if sequence.line is None and not self._start(sequence):
-                break  # those behind it came later
+                break  # those after it arrived later
             self._share_pages(sequence)
             index = sequence.computed // self.page_tokens
             if index < sequence.shareable_pages and sequence.page_name(index) in coming:
@@ -152,7 +152,7 @@ class Schedule:
         return [Piece(*item) for item in sorted(counts.items(), key=lambda item: item[0].line or 0)]
 
     def advance(self, pieces: list[Piece]) -> None:
-        """Notes that the pieces have been computed."""
+        """Record that the chunks have been computed, and add full pages to the prefix cache."""
         for piece in pieces:
             sequence = piece.sequence
             first = sequence.computed // self.page_tokens
@@ -167,9 +167,9 @@ class Schedule:
         return -(-tokens // self.page_tokens)
 
     def _start(self, sequence: Sequence) -> bool:
-        """Lets a sequence begin if there is room for its tokens, and for those of all that have begun and a page more.
+        """Admit a sequence if its tokens fit, and those of all running sequences with one more page each.
 
-        Otherwise it would soon have to give its pages back again.
+        Otherwise it would soon be preempted.
         """
         if not self._lines:
             return False
@@ -185,7 +185,7 @@ class Schedule:
         return True
 
     def _found(self, sequence: Sequence) -> list[int]:
-        """The pages of a sequence's beginning that others have computed."""
+        """Return the pages of a sequence's prefix that are in the prefix cache."""
         found: list[int] = []
         while len(found) < sequence.shareable_pages:
             page = self.pool.find(sequence.page_name(len(found)))
@@ -195,7 +195,7 @@ class Schedule:
         return found
 
     def _share_pages(self, sequence: Sequence) -> None:
-        """Takes what others have computed of the tokens that come next."""
+        """Acquire cached pages of the tokens that come next."""
         while sequence.computed == len(sequence.pages) * self.page_tokens:
             index = len(sequence.pages)
             page = self.pool.find(sequence.page_name(index)) if index < sequence.shareable_pages else None
@@ -208,9 +208,9 @@ class Schedule:
             sequence.reached = max(sequence.reached, sequence.computed)
 
     def _get_pages(self, sequence: Sequence, count: int, counts: dict[Sequence, int]) -> bool:
-        """Gets pages for the next ``count`` tokens, from the youngest sequences if there are no others.
+        """Allocate pages for the next ``count`` tokens; preempt the youngest sequences if no page is free.
 
-        Who gives pages back is taken out of ``counts``, too. Returns False if that was the sequence itself.
+        Preempted sequences are removed from ``counts``. Return False if the sequence itself was preempted.
         """
         needed = self._page_count(sequence.computed + count) - len(sequence.pages)
         while self.pool.available < needed:
@@ -228,7 +228,7 @@ class Schedule:
         sequence.pages.append(page)
 
     def _give_back(self, sequence: Sequence) -> None:
-        """Takes the pages of a sequence; what is needed of it will be computed again."""
+        """Release the pages and the slot of a sequence; its tokens will be computed again (recompute)."""
         if sequence.line is None:
             return
         for page in reversed(sequence.pages):

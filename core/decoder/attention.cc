@@ -24,6 +24,21 @@ void separate(float* x, std::int64_t width) {
   for (std::int64_t i = 0; i < width; ++i) x[i % 2 * (width / 2) + i / 2] = pairs[i];
 }
 
+// Brings the heads of all ranks together. Ends with rows in the shares of each worker.
+void gather_heads(Step& step, Worker& worker, const Attention& a, const HeadArrays& arrays) {
+  if (a.ranks == 1) return;
+  worker.barrier->wait();  // gates are applied in shares of rows
+  const std::int64_t width = a.heads * a.value_dim * size_of(step.type()), count = step.count();
+  if (worker.index == 0) step.model().group->gather(arrays.heads, count * width, arrays.gathered);
+  step.end_stage(worker, StepPart::kExchange);
+  step.each_row(worker, [&](std::int64_t r) {
+    for (int rank = 0; rank < a.ranks; ++rank) {
+      std::memcpy(arrays.all_heads + (r * a.ranks + rank) * width, arrays.gathered + (rank * count + r) * width,
+                  static_cast<std::size_t>(width));
+    }
+  });
+}
+
 }  // namespace
 
 void rotate(const Step& step, const Rope& rope, const StepRow& row, float* x) {
@@ -95,19 +110,23 @@ CachedAttentionCall attention_call(Step& step, const Attention& a, const LayerCa
   return call;
 }
 
-void gather_heads(Step& step, Worker& worker, const Attention& a, const std::uint8_t* heads, std::uint8_t* gathered,
-                  std::uint8_t* all) {
-  if (a.ranks == 1) return;
-  worker.barrier->wait();  // gates are applied in shares of rows
-  const std::int64_t width = a.heads * a.value_dim * size_of(step.type()), count = step.count();
-  if (worker.index == 0) step.model().group->gather(heads, count * width, gathered);
-  step.end_stage(worker, StepPart::kExchange);
-  step.each_row(worker, [&](std::int64_t r) {
-    for (int rank = 0; rank < a.ranks; ++rank) {
-      std::memcpy(all + (r * a.ranks + rank) * width, gathered + (rank * count + r) * width,
-                  static_cast<std::size_t>(width));
-    }
-  });
+void HeadArrays::take(Scratch& scratch, const Attention& a, DType type, std::int64_t rows) {
+  const std::int64_t width = a.heads * a.value_dim, all_width = a.ranks > 1 ? a.ranks * width : 0;
+  gates = scratch.take(rows * a.gate.columns, type);
+  heads = scratch.take(rows * width, type);
+  gathered = scratch.take(rows * all_width, type);
+  all_heads = scratch.take(rows * all_width, type);
+}
+
+void finish_heads(Step& step, Worker& worker, const Attention& a, const HeadArrays& arrays) {
+  if (a.gate) {
+    apply_gates(step, worker, a, a.gate.columns, arrays.heads, [&](std::int64_t r, float* factors) {
+      step.kernels().load_row(at(arrays.gates, r * a.gate.columns, step.type()), step.type(),
+                              static_cast<int>(a.gate.columns), factors);
+    });
+  }
+  gather_heads(step, worker, a, arrays);
+  step.finish_mixer(worker);
 }
 
 void check_attention(const Attention& a, const DecoderModel& model) {

@@ -1,4 +1,4 @@
-// What GQA and MLA share in a step: RoPE, writing the KV cache, gates, and the heads of other ranks.
+// Parts of a step that GQA and MLA share: RoPE, writing the KV cache, gates, and the heads of other ranks.
 #pragma once
 
 #include <cstdint>
@@ -40,10 +40,21 @@ void apply_gates(const Step& step, const Worker& worker, const Attention& a, std
   });
 }
 
-// Heads of all ranks: `all` is [count, ranks * heads * value_dim], `gathered` has room for as many. Ends with rows in
-// the shares of each worker.
-void gather_heads(Step& step, Worker& worker, const Attention& a, const std::uint8_t* heads, std::uint8_t* gathered,
-                  std::uint8_t* all);
+// Arrays from the outputs of attention to the inputs of the output product.
+struct HeadArrays {
+  void take(Scratch& scratch, const Attention& a, DType type, std::int64_t rows);
+  // Input rows of the output product.
+  std::uint8_t* result(const Attention& a) const { return a.ranks > 1 ? all_heads : heads; }
+
+  std::uint8_t *gates, *heads;         // [rows, gate.columns], [rows, heads * value_dim]
+  std::uint8_t *gathered, *all_heads;  // of all ranks, if there are several
+};
+
+// Floats that a thread needs to apply gates.
+inline std::int64_t gate_floats(const Attention& a) { return 2 * (a.heads * a.value_dim + 16); }
+
+// Applies the gates of `gate`, gathers the heads of all ranks, and computes the output product.
+void finish_heads(Step& step, Worker& worker, const Attention& a, const HeadArrays& arrays);
 
 void check_attention(const Attention& a, const DecoderModel& model);
 void check_rope(const Attention& a, const DecoderModel& model, std::int64_t max_width);

@@ -14,22 +14,15 @@ namespace {
 std::int64_t width_of(const Gqa& g) { return g.query_width() + g.kv_heads * (g.head_dim + g.value_dim); }
 
 // The mixer's memory.
-struct Arrays {
+struct Arrays : HeadArrays {
   Arrays(Scratch scratch, const Gqa& g, DType type, std::int64_t rows) {
-    const std::int64_t width = g.heads * g.value_dim, all_width = g.ranks > 1 ? g.ranks * width : 0;
     projected = scratch.take(rows * width_of(g), type);
-    gates = scratch.take(rows * g.gate.columns, type);
-    heads = scratch.take(rows * width, type);
-    gathered = scratch.take(rows * all_width, type);
-    all_heads = scratch.take(rows * all_width, type);
+    take(scratch, g, type, rows);
     bytes = scratch.bytes();
   }
   Arrays(const Step& step, const Gqa& g) : Arrays(step.scratch(), g, step.type(), step.count()) {}
 
-  // What the output product takes.
-  std::uint8_t* result(const Gqa& g) const { return g.ranks > 1 ? all_heads : heads; }
-
-  std::uint8_t *projected, *gates, *heads, *gathered, *all_heads;
+  std::uint8_t* projected;
   std::int64_t bytes;
 };
 
@@ -86,21 +79,15 @@ void make_heads(const Step& step, const Worker& worker, const Gqa& g, const Laye
   });
 }
 
-void apply_gates(const Step& step, const Worker& worker, const Gqa& g, const Arrays& arrays) {
-  const Kernels& k = step.kernels();
-  const DType type = step.type();
-  if (g.gate) {
-    apply_gates(step, worker, g, g.gate.columns, arrays.heads, [&](std::int64_t r, float* factors) {
-      k.load_row(at(arrays.gates, r * g.gate.columns, type), type, static_cast<int>(g.gate.columns), factors);
-    });
-  } else if (g.gated_queries) {
-    apply_gates(step, worker, g, g.heads * g.value_dim, arrays.heads, [&](std::int64_t r, float* factors) {
-      for (std::int64_t head = 0; head < g.heads; ++head) {
-        const std::int64_t gate = r * width_of(g) + head * g.query_stride() + g.head_dim;
-        k.load_row(at(arrays.projected, gate, type), type, static_cast<int>(g.head_dim), factors + head * g.head_dim);
-      }
-    });
-  }
+// Multiplies heads by the sigmoids of the gates that follow the query heads.
+void apply_query_gates(const Step& step, const Worker& worker, const Gqa& g, const Arrays& arrays) {
+  apply_gates(step, worker, g, g.heads * g.value_dim, arrays.heads, [&](std::int64_t r, float* factors) {
+    for (std::int64_t head = 0; head < g.heads; ++head) {
+      const std::int64_t gate = r * width_of(g) + head * g.query_stride() + g.head_dim;
+      step.kernels().load_row(at(arrays.projected, gate, step.type()), step.type(), static_cast<int>(g.head_dim),
+                              factors + head * g.head_dim);
+    }
+  });
 }
 
 }  // namespace
@@ -127,8 +114,7 @@ void check_mixer(const Gqa& g, const DecoderModel& model) {
 }
 
 MixerSizes sizes_of(const Gqa& g, DType type, std::int64_t rows) {
-  const std::int64_t width = g.heads * g.value_dim;
-  return {Arrays(Scratch(), g, type, rows).bytes, std::max(width_of(g), 2 * (width + 16)),
+  return {Arrays(Scratch(), g, type, rows).bytes, std::max(width_of(g), gate_floats(g)),
           g.query.bytes() + g.key.bytes() + g.value.bytes() + g.out.bytes() + g.gate.bytes()};
 }
 
@@ -175,9 +161,8 @@ void run_mixer(Step& step, Worker& worker, const Gqa& g, std::size_t layer) {
   step.end_stage(worker, StepPart::kRows);
   step.stages().attention.run(worker);
   step.end_stage(worker, StepPart::kAttention);
-  apply_gates(step, worker, g, arrays);
-  gather_heads(step, worker, g, arrays.heads, arrays.gathered, arrays.all_heads);
-  step.finish_mixer(worker);
+  if (g.gated_queries) apply_query_gates(step, worker, g, arrays);
+  finish_heads(step, worker, g, arrays);
 }
 
 }  // namespace cpumoe

@@ -17,26 +17,19 @@ constexpr std::int64_t kRowsAtOnce = 256, kItemRows = 16;
 std::int64_t width_of(const Mla& m) { return m.query_width() + m.cached_dim(); }
 
 // The mixer's memory.
-struct Arrays {
+struct Arrays : HeadArrays {
   Arrays(Scratch scratch, const Mla& m, DType type, std::int64_t rows) {
-    const std::int64_t width = m.heads * m.value_dim, all_width = m.ranks > 1 ? m.ranks * width : 0;
     const std::int64_t at_once = std::min(rows, kRowsAtOnce);
     projected = scratch.take(rows * width_of(m), type);
     query_down = scratch.take(rows * m.query_down.columns, type);
     absorbed = scratch.take(at_once * m.heads * m.cached_dim(), type);
     latent_sums = scratch.take(at_once * m.heads * m.kv_lora_rank, type);
-    gates = scratch.take(rows * m.gate.columns, type);
-    heads = scratch.take(rows * width, type);
-    gathered = scratch.take(rows * all_width, type);
-    all_heads = scratch.take(rows * all_width, type);
+    take(scratch, m, type, rows);
     bytes = scratch.bytes();
   }
   Arrays(const Step& step, const Mla& m) : Arrays(step.scratch(), m, step.type(), step.count()) {}
 
-  // What the output product takes.
-  std::uint8_t* result(const Mla& m) const { return m.ranks > 1 ? all_heads : heads; }
-
-  std::uint8_t *projected, *query_down, *absorbed, *latent_sums, *gates, *heads, *gathered, *all_heads;
+  std::uint8_t *projected, *query_down, *absorbed, *latent_sums;
   std::int64_t bytes;
 };
 
@@ -130,10 +123,7 @@ void make_queries(Step& step, Worker& worker, const Mla& m, const Arrays& arrays
     std::uint8_t* row = at(arrays.query_down, r * m.query_down.columns, step.type());
     if (m.query_down_norm) step.normalize_into(row, m.query_down_norm, row);
   });
-  RankProducts& queries = step.stages().queries;
-  queries.prepare(worker);
-  step.end_stage(worker, StepPart::kRows);
-  step.multiply(worker, queries);
+  step.compute(worker, step.stages().queries);
 }
 
 }  // namespace
@@ -158,10 +148,9 @@ void check_mixer(const Mla& m, const DecoderModel& model) {
 }
 
 MixerSizes sizes_of(const Mla& m, DType type, std::int64_t rows) {
-  const std::int64_t width = m.heads * m.value_dim;
   const std::int64_t item = kItemRows * (m.head_dim() + m.kv_lora_rank + m.value_dim + 48);
   const std::int64_t expansion = m.heads * (m.nope_dim + m.value_dim) * m.kv_lora_rank * size_of(type);
-  return {Arrays(Scratch(), m, type, rows).bytes, std::max({width_of(m), 2 * (width + 16), item}),
+  return {Arrays(Scratch(), m, type, rows).bytes, std::max({width_of(m), gate_floats(m), item}),
           m.query_down.bytes() + m.latent.bytes() + expansion + m.query.bytes() + m.out.bytes() + m.gate.bytes()};
 }
 
@@ -210,14 +199,7 @@ void run_mixer(Step& step, Worker& worker, const Mla& m, std::size_t layer) {
     });
     step.end_stage(worker, StepPart::kAttention);
   }
-  if (m.gate) {
-    apply_gates(step, worker, m, m.gate.columns, arrays.heads, [&](std::int64_t r, float* factors) {
-      step.kernels().load_row(at(arrays.gates, r * m.gate.columns, step.type()), step.type(),
-                              static_cast<int>(m.gate.columns), factors);
-    });
-  }
-  gather_heads(step, worker, m, arrays.heads, arrays.gathered, arrays.all_heads);
-  step.finish_mixer(worker);
+  finish_heads(step, worker, m, arrays);
 }
 
 }  // namespace cpumoe

@@ -103,21 +103,15 @@ void Step::plan_inputs() {
                              m_.group);
 }
 
-void Step::project(Worker& worker) {
-  w_.mixers.projections.prepare(worker);
-  end_stage(worker, StepPart::kRows);
-  multiply(worker, w_.mixers.projections);
-}
-
 void Step::plan_output(const Matrix& out, const std::uint8_t* rows) {
   const MatrixOut to{&out, mixed_, hidden_, type_};
   w_.mixers.output.plan(k_, &to, 1, rows, type_, count_, threads_, m_.group);
 }
 
-void Step::finish_mixer(Worker& worker) {
-  w_.mixers.output.prepare(worker);
+void Step::compute(Worker& worker, RankProducts& products, StepPart part) {
+  products.prepare(worker);
   end_stage(worker, StepPart::kRows);
-  multiply(worker, w_.mixers.output);
+  multiply(worker, products, part);
 }
 
 void Step::multiply(Worker& worker, RankProducts& products, StepPart part) {
@@ -236,9 +230,7 @@ void Step::finish(Worker& worker) {
     }
   }
   if (input_.logits_out != nullptr && wanted > 0) {
-    w_.head.prepare(worker);
-    end_stage(worker, StepPart::kRows);
-    multiply(worker, w_.head, StepPart::kHead);
+    compute(worker, w_.head, StepPart::kHead);
   }
 }
 

@@ -32,7 +32,7 @@ inline const std::uint8_t* at(const void* data, std::int64_t element, DType type
   return static_cast<const std::uint8_t*>(data) + element * size_of(type);
 }
 
-// What mixers plan and compute with.
+// Products, operator stages and lists that mixers plan and compute with.
 struct MixerStages {
   RankProducts projections, output;
   CachedAttention attention;
@@ -96,9 +96,9 @@ class Step {
   // Plans the mixer's last product: `rows` [count, out.depth] times `out`.
   void plan_output(const Matrix& out, const std::uint8_t* rows);
   // Computes the products of plan_inputs.
-  void project(Worker& worker);
+  void project(Worker& worker) { compute(worker, w_.mixers.projections); }
   // Computes the product of plan_output; the result is added to the residual stream.
-  void finish_mixer(Worker& worker);
+  void finish_mixer(Worker& worker) { compute(worker, w_.mixers.output); }
 
   // Plans everything of a layer whose sizes are known beforehand, and the projections of the next one. By the first
   // thread, before a barrier.
@@ -106,6 +106,8 @@ class Step {
 
   // Ends with a barrier.
   void end_stage(Worker& worker, StepPart part);
+  // Prepares the worker's share of rows, then multiplies.
+  void compute(Worker& worker, RankProducts& products, StepPart part = StepPart::kProducts);
   // Computes products and gathers the columns of other ranks. Ends with a barrier, after which the products may be
   // planned again.
   void multiply(Worker& worker, RankProducts& products, StepPart part = StepPart::kProducts);

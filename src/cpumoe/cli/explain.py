@@ -26,6 +26,7 @@ from cpumoe.layers.scheme import SCHEMES, Scheme
 from cpumoe.tables import aligned
 
 if TYPE_CHECKING:
+    from cpumoe.integrations.transformers.recognition.explain import Explanation
     from cpumoe.layers.config import MoEConfig
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -106,7 +107,7 @@ def _explain_all(as_json: bool) -> int:
     return 0
 
 
-def _layers(arguments: argparse.Namespace) -> tuple[dict[MoEConfig, int], Any]:
+def _layers(arguments: argparse.Namespace) -> tuple[dict[MoEConfig, int], Explanation | None]:
     """The different layers to ask about and how often each occurs, and of a model, how a step is computed."""
     from cpumoe.checkpoints.checkpoint import Checkpoint
     from cpumoe.checkpoints.loading import experts_of

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.checkpoints.model_layout import ExpertsShape, ModelLayout
 from cpumoe.integrations.transformers import hook
+
+if TYPE_CHECKING:
+    from cpumoe.integrations.transformers.recognition.explain import Explanation
 
 
 def describe(checkpoint: Checkpoint) -> ModelLayout:
@@ -28,15 +31,15 @@ def expert_shapes(checkpoint: Checkpoint) -> frozenset[ExpertsShape]:
     return shapes
 
 
-def explain_step(checkpoint: Checkpoint) -> Any:
-    """Return the :class:`~cpumoe.integrations.transformers.recognition.explain.Explanation` of a checkpoint's model.
+def explain_step(checkpoint: Checkpoint) -> Explanation:
+    """Return whether a checkpoint's model has a native decoder, and the decoder as its parts look like.
 
     Raises what :func:`describe` raises.
     """
     _description()
-    from cpumoe.integrations.transformers.recognition import explain as step_explanation
+    from cpumoe.integrations.transformers.recognition import explain
 
-    return step_explanation.explain_step(checkpoint)
+    return explain.explain_step(checkpoint)
 
 
 def _description() -> Any:

@@ -32,7 +32,7 @@ Value value_named(int first, int count, const std::string& name, const char* arg
   refuse(argument, "=", name, "; accepted are ", accepted);
 }
 
-// What Python gives to make a PackedSpec.
+// Makes a PackedSpec from Python's arguments.
 PackedSpec make_spec(const std::string& weights, std::optional<std::int64_t> group_size, const std::string& scales,
                      std::int64_t experts, std::int64_t out_features, std::int64_t in_features, bool gated,
                      bool has_bias, bool has_zero_points, int input_orders, int input_scales,

@@ -116,7 +116,7 @@ class Reader {
     field = values_of<std::int64_t>(array.writable(), "int64");
   }
 
-  // Of an array that is not empty: an empty span means that there is none.
+  // Returns the values of an array. Rejects an empty one, since an empty span stands for None.
   template <class T>
   static std::span<T> values_of(const Array& array, const char* type) {
     array.contiguous(1).expect<T>(type);

@@ -1,4 +1,4 @@
-// What a decoder rejects before it computes anything, naming what does not fit.
+// Checks of a decoder model and of a step's input; each error names the argument that does not fit.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ void check_step(const DecoderModel& model, const StepInput& input);
 void check_norm(const Norm& norm, std::int64_t width, const char* name);
 void check_matrix(const Matrix& m, const DecoderModel& model, std::int64_t columns, std::int64_t depth,
                   const char* name);
-// What is spread over the ranks of a tensor parallel group is spread over all of them.
+// Rejects a part that is spread over some ranks of a tensor parallel group but not over all.
 void check_ranks(const DecoderModel& model, int ranks, const char* name);
 // A vector that may be left out.
 void check_count(std::size_t found, std::int64_t count, const char* name);

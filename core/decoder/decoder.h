@@ -1,6 +1,6 @@
 // A whole decoder, from tokens to logits, in one parallel region with barriers between its stages.
 //
-// What a layer does is described by values (schema.h). The rows of a step are one token of each of several sequences, a
+// schema.h has the layers as values. The rows of a step are one token of each of several sequences, a
 // few tokens of one, or a piece of a prompt; they differ only in where their keys and values go and what they see.
 #pragma once
 
@@ -33,7 +33,7 @@ struct StepInput {
   void* logits_out = nullptr;            // [wanted, vocabulary], of the type, or null
 };
 
-// What a step does with its time.
+// The parts of a step that seconds are counted for.
 enum class StepPart { kRows, kProducts, kAttention, kRouting, kExperts, kHead, kExchange };
 constexpr int kStepParts = 7;
 
@@ -44,7 +44,7 @@ class Decoder {
   ~Decoder();
 
   const DecoderModel& model() const;
-  // Of each layer.
+  // The cache layout of each layer.
   const std::vector<CacheLayout>& cache_layouts() const;
   // Refuses rows and caches that do not belong together, naming them. Where groups of ranks have rows of their own,
   // each of them runs every step, also one in which it has none: others need its experts. Returns how many rows the

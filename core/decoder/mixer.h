@@ -1,4 +1,4 @@
-// What every kind of mixer implements, in a file of its own: checks, sizes, KV cache layout, plans and the computation.
+// Interface of the mixers: checks, sizes, KV cache layout, plans and the computation, in a file for each kind.
 #pragma once
 
 #include <cstdint>

@@ -56,14 +56,14 @@ struct RopeTable {
   }
 };
 
-// How a mixer applies RoPE.
+// RoPE of a mixer: its table, and the arrangement of the pairs that are rotated.
 struct Rope {
   int table = -1;            // index in DecoderModel::rope; -1: no RoPE
   bool interleaved = false;  // pairs are neighbours, see RotateHead
   bool separated = false;    // pairs are neighbours before the rotation, and half of the width apart after it
 };
 
-// What GQA and MLA share: the scores, the gate and the output of attention.
+// Fields that GQA and MLA share: the scores, the gate and the output of attention.
 struct Attention {
   Matrix query, out;  // `out` takes the heads of all ranks
   Matrix gate;        // or none: the result times the sigmoid of its output, a factor for each head or each value
@@ -227,10 +227,10 @@ struct DecoderModel {
   std::vector<DecoderLayer> layers;
   Norm norm;
   Matrix head;  // or none
-  // Of all ranks that experts are spread over, or null.
+  // The exchange of all ranks that experts are spread over, or null.
   RankExchange* exchange = nullptr;
-  // Of the tensor parallel group, or null: some of the ranks of `exchange`, side by side, with the same rows. If these
-  // are not all of them, every group has rows of its own, and all groups run the same number of steps.
+  // The exchange of the tensor parallel group, or null: some of the ranks of `exchange`, side by side, with the same
+  // rows. If these are not all of them, every group has rows of its own, and all groups run the same number of steps.
   RankExchange* group = nullptr;
 
   DType type() const { return embedding.type; }

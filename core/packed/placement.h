@@ -7,7 +7,7 @@
 
 namespace cpumoe {
 
-// What has become of the pages of packed weights.
+// The pages of packed weights after placing: how many there are, and how many are on another node.
 struct Placement {
   std::int64_t pages = 0, elsewhere = 0;  // whole pages or huge pages, and how many of them are not on their node
   int problem = 0;                        // errno of the first call that failed; `elsewhere` is then not known

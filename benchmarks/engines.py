@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 import cpumoe
-from cpumoe.generation.engine import BatchEngine
+from cpumoe.generation.batch_engine import BatchEngine
 from cpumoe.integrations.transformers.native_decoder import native_with_head
 from cpumoe.integrations.transformers.paged_decoder import PagedDecoder
 from cpumoe.steps.engine import StepEngine

@@ -72,7 +72,7 @@ def table(layers: list[Tensor], experts: int, step: int | None) -> list[str]:
             counter = LoadCounter({"layer": experts})
             counter.add("layer", first)
             each = -(-experts // ranks)
-            linear = Placement.linear(experts, ParallelLayout(dp_size=ranks, expert_parallel=True))
+            linear = Placement.of_layout(experts, ParallelLayout(dp_size=ranks, expert_parallel=True))
             planned = (plan_placement(counter.loads("layer"), ranks, min(each + spare, experts)) for spare in _SPARE)
             for column, placement in zip(columns, (linear, *planned), strict=True):
                 column.append(slowest(placement, second, step or len(second)))

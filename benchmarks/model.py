@@ -37,20 +37,20 @@ from cpumoe.bench.decoding import decode_times
 from cpumoe.bench.shapes import Shape
 from cpumoe.checkpoints.formats.compressed_storages import storage_for
 from cpumoe.cli.arguments import (
-    FLOAT,
     add_kv_cache,
     add_threads,
+    number_above_zero,
     positive,
     scheme_name,
     scheme_or_float,
-    seconds,
     use_threads,
 )
-from cpumoe.layers.scheme import Scheme
+from cpumoe.layers.scheme import FLOAT, Scheme
 
 # Options that are not given, and what --quick makes of them.
 _DEFAULTS = {"layers": 4, "prompts": [512, 2048, 4096], "depths": [8, 512, 4096], "batches": [1, 8, 32], "tokens": 32}
 _QUICK = {"layers": 2, "prompts": [128], "depths": [8, 128], "batches": [1, 8], "tokens": 8}
+_ARITHMETIC = ("experts", "packed linears", "attention", "float products", "products", "head")
 _PROFILED = 8  # tokens that are decoded to see which kinds of work take how much
 
 
@@ -96,7 +96,8 @@ def decode_shares(model: Any, depth: int) -> dict[str, Any]:
     """The shares of a decoded token's time, from a profiler, which inflates what is not arithmetic."""
     ids = torch.randint(0, model.config.vocab_size, (1, depth), generator=torch.Generator().manual_seed(1))
     decode = decode_times(model, ids, _PROFILED)
-    return {"depth": depth, "shares": decode.shares, "outside_arithmetic": decode.outside}
+    outside = sum(share for kind, share in decode.shares.items() if kind not in _ARITHMETIC)
+    return {"depth": depth, "shares": decode.shares, "outside_arithmetic": outside}
 
 
 def workloads(prompts: list[int], depths: list[int], batches: list[int]) -> Iterator[Workload]:
@@ -141,7 +142,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--peer-at-once", type=positive, default=512, help="llama.cpp's n_ubatch (512, its default)")
     parser.add_argument(
         "--patience",
-        type=seconds,
+        type=number_above_zero,
         default=0.0,
         metavar="F",
         help="seconds, in all, to wait for other programs to leave the CPUs alone (0)",

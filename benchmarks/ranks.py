@@ -89,7 +89,8 @@ def _layers(world: Ranks, counts: list[int], seconds: float) -> None:
             everything = _routed(count, 3)
             first = 0 if layout.has_all_tokens else each * ranks.rank
             mine = tuple(part[first : first + each] for part in everything)
-            local = (everything[0], spread._places[everything[1].long()] if spread.placement else everything[1])
+            copies = spread.for_core(everything[0].dtype).copies  # one of each expert
+            local = (everything[0], everything[1] if copies is None else copies.places[everything[1].long()])
             alone = _alone(partial(whole, *everything), world, seconds)
             calls = [partial(spread, *mine), partial(own, *local, everything[2], fp32_out=True)]
             together, part = _medians(calls, world, seconds)

@@ -22,7 +22,7 @@ from cpumoe.bench.machine_load import MachineLoad
 from cpumoe.bench.rank_costs import Shortest, measure_costs
 from cpumoe.bench.scaling_plot import plot_scaling
 from cpumoe.bench.shapes import Shape
-from cpumoe.cli.arguments import seconds
+from cpumoe.cli.arguments import number_above_zero
 from cpumoe.demo.model import measured_load
 from cpumoe.layers.parallel_layout import Exchange
 from cpumoe.layers.scheme import Scheme
@@ -145,8 +145,12 @@ def _table(outcomes: Sequence[Outcome]) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--costs", type=Path, metavar="FOLDER", help="where measured costs are kept")
-    parser.add_argument("--seconds", type=seconds, default=1.0, metavar="F", help="for each point of the costs (1)")
-    parser.add_argument("--run", type=seconds, default=60.0, metavar="F", help="seconds of the real ranks, each (60)")
+    parser.add_argument(
+        "--seconds", type=number_above_zero, default=1.0, metavar="F", help="for each point of the costs (1)"
+    )
+    parser.add_argument(
+        "--run", type=number_above_zero, default=60.0, metavar="F", help="seconds of the real ranks, each (60)"
+    )
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="draw predictions for many ranks instead")
     arguments = parser.parse_args()
     if arguments.plot is not None:

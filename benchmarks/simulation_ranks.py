@@ -22,7 +22,6 @@ from cpumoe.bench.workload import random_experts
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.parallel_layout import Exchange, ExpertsPart
 from cpumoe.layers.scheme import Scheme
-from cpumoe.parallel.dispatch import own_share
 from cpumoe.parallel.experts import ParallelExperts
 from cpumoe.parallel.ranks import Ranks
 from cpumoe.simulation.routing_trace import RoutingTrace
@@ -76,7 +75,7 @@ def calls(cases: list[Case], ranks: Ranks) -> list[Callable[[int], object]]:
         (ids,) = case.trace.layers
         x = torch.randn((case.tokens, SHAPE.hidden), generator=torch.Generator().manual_seed(0))
         if not mine.layout.has_all_tokens:
-            share = own_share(ParallelLayout(tp_size=case.ranks, tp_rank=mine.rank), case.tokens)
+            share = slice(case.tokens * mine.rank // case.ranks, case.tokens * (mine.rank + 1) // case.ranks)
             x, ids = x[share], ids[share]
         x, ids, weights = x.to(cpu.float_dtype()[0]), ids.int(), torch.full(ids.shape, 1 / SHAPE.topk)
         return lambda _: layer(x, ids, weights)

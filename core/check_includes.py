@@ -14,7 +14,7 @@ def problems(core: Path) -> list[str]:
     for path in sorted([*core.rglob("*.h"), *core.rglob("*.cc")]):
         place = path.relative_to(core)
         folder = place.parts[0]
-        if len(place.parts) != 2 or folder not in (*FOLDERS, TESTS):
+        if len(place.parts) == 1 or folder not in (*FOLDERS, TESTS):
             found.append(f"{path}: expected in one of core/{{{','.join((*FOLDERS, TESTS))}}}")
             continue
         allowed = (*FOLDERS, TESTS) if folder == TESTS else FOLDERS[: FOLDERS.index(folder) + 1]

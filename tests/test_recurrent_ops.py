@@ -237,3 +237,11 @@ def test_bad_input_is_named(name: str) -> None:
     given = {**replace(Layer(False), tokens=5).arguments(), **changes}
     with pytest.raises((ValueError, TypeError), match=message):
         ops.gated_delta_rule(*given.values())
+
+
+def test_a_batch_of_any_size_without_channels_takes_no_memory() -> None:
+    """Tensors without elements may claim 2^40 sequences."""
+    batch = 1 << 40
+    projected, state = torch.empty(batch, 1, 0), torch.empty(batch, 0, 4)
+    assert ops.short_convolution(projected, torch.empty(0, 1, 4), None, state).shape == (batch, 1, 0)
+    assert ops.mamba_convolution(projected, state, torch.empty(0, 1, 4), None, None).shape == (batch, 1, 0)

@@ -172,7 +172,7 @@ def test_the_others_refuse():
         ops.selective_scan(*arguments)
     with pytest.raises(ValueError, match="projected has 5 features for 8 channels"):
         ops.mamba_convolution(torch.randn(1, 2, 5), torch.zeros(1, 8, 4), torch.randn(8, 1, 4), None, None)
-    with pytest.raises(ValueError, match="places"):
+    with pytest.raises(ValueError, match="17 taps"):
         ops.mamba_convolution(torch.randn(1, 2, 8), torch.zeros(1, 8, 17), torch.randn(8, 1, 17), None, None)
     with pytest.raises(ValueError, match=r"slopes is \[3\]; \[2\] is accepted"):
         ops.lightning_attention(torch.randn(1, 2, 24), torch.rand(3), 2, None)

@@ -72,6 +72,7 @@ def build_wheel(python: Python) -> Path:
             "cmake.define.CMAKE_SYSTEM_NAME": "Linux",
             "cmake.define.CMAKE_SYSTEM_PROCESSOR": python.architecture,
             "cmake.define.CMAKE_CXX_COMPILER": f"{python.triplet}-g++",
+            "cmake.define.CPUMOE_STUB": str(BUILD / "build-x86_64" / "_core.pyi"),
         }
         environment |= {
             "_PYTHON_HOST_PLATFORM": f"linux-{python.architecture}",

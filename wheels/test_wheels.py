@@ -93,7 +93,7 @@ def test_wheel_holds_the_package_and_nothing_else(python: Python) -> None:
         names = {name for name in archive.namelist() if ".dist-info/" not in name and not name.endswith("/")}
     suffix = "abi3" if python.version == "3.13" else f"cpython-311-{python.triplet}"
     package = {name.removeprefix("src/") for name in tracked_files("src")}
-    assert names == package | {f"cpumoe/_core.{suffix}.so"}
+    assert names == package | {f"cpumoe/_core.{suffix}.so", "cpumoe/_core.pyi"}
 
 
 @pytest.mark.parametrize("python", PYTHONS[:2], ids=name_of)

@@ -77,13 +77,25 @@ const Array& Array::contiguous(int rank) const {
   return *this;
 }
 
-std::int64_t Array::contiguous_but_first(int rank) const {
-  check_layout(rank, 1);
+const Array& Array::rows(int rank) const {
+  check_layout(rank, rank - 1);
+  for (int i = 0; i < rank; ++i) {
+    CPUMOE_REQUIRE(stride(i) >= 0, name_, " has a negative stride; use its .clone()");
+  }
+  return *this;
+}
+
+std::int64_t Array::stride(int i) const {
+  if (strides_ != nullptr && shape_[i] > 1 && size() > 0) return strides_[i];
   std::int64_t dense = 1;
-  for (int i = 1; i < rank; ++i) dense *= shape_[i];
-  if (strides_ == nullptr || shape_[0] <= 1 || size() == 0) return dense;
-  CPUMOE_REQUIRE(strides_[0] >= 0, name_, " has a negative stride; use its .clone()");
-  return strides_[0];
+  for (int j = i + 1; j < rank_; ++j) dense *= shape_[j];
+  return dense;
+}
+
+const Array& Array::like(const Array& other) const {
+  CPUMOE_REQUIRE(same_type(other), name_, " is ", dtype_text(), "; that of ", other.name_, ", ", other.dtype_text(),
+                 ", is accepted");
+  return *this;
 }
 
 void Array::check_layout(int rank, int first) const {

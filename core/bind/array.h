@@ -23,8 +23,9 @@ class Array {
   // Refuses other devices, other ranks, strides that are not those of a contiguous array, sizes that no memory has (an
   // array without elements may claim them), and elements that do not lie at multiples of their size.
   const Array& contiguous(int rank) const;
-  // The same, but whatever the stride of the first dimension, which it gives, in elements.
-  std::int64_t contiguous_but_first(int rank) const;
+  // Rejects the same, but accepts any strides of all dimensions but the last.
+  const Array& rows(int rank) const;
+  std::int64_t stride(int i) const;  // elements
   // Refuses memory that must not be written.
   const Array& writable() const;
 
@@ -40,6 +41,8 @@ class Array {
     return dtype_ == nanobind::dtype<T>();
   }
   bool same_type(const Array& other) const { return dtype_ == other.dtype_; }
+  // Rejects another dtype than that of `other`.
+  const Array& like(const Array& other) const;
   DType float_type() const;  // refuses anything but fp32, bf16, fp16
 
   template <class T>

@@ -1,9 +1,11 @@
 // The Python seam of the machine: instruction sets, threads, NUMA nodes, memory, and their rates.
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -37,11 +39,11 @@ double measure_dots(std::int64_t iterations, bool floats) {
   return dot_rate(active_kernels(), iterations, floats);
 }
 
-nb::list list_instruction_sets() {
-  nb::list rows;
+std::vector<std::tuple<const char*, bool, std::string, bool>> list_instruction_sets() {
+  std::vector<std::tuple<const char*, bool, std::string, bool>> rows;
   for (const IsaEntry& e : instruction_sets()) {
     const bool portable_floats = e.kernels == nullptr || e.kernels->arithmetic.portable_floats;
-    rows.append(nb::make_tuple(e.name, e.supported, e.reason, portable_floats));
+    rows.emplace_back(e.name, e.supported, e.reason, portable_floats);
   }
   return rows;
 }
@@ -72,7 +74,7 @@ std::vector<int> node_shares(const std::vector<int>& cpus, int count) {
   return out;
 }
 
-nb::tuple place(nb::handle data_) {
+std::tuple<std::int64_t, std::int64_t, int> place(nb::handle data_) {
   const Array data(data_, "data");
   data.contiguous(1).expect<std::uint8_t>("uint8");
   auto* bytes = static_cast<std::uint8_t*>(data.data());
@@ -82,7 +84,7 @@ nb::tuple place(nb::handle data_) {
     const nb::gil_scoped_release released;
     placed = place_packed(matrix, bytes);
   }
-  return nb::make_tuple(placed.pages, placed.elsewhere, placed.problem);
+  return {placed.pages, placed.elsewhere, placed.problem};
 }
 
 }  // namespace

@@ -10,8 +10,7 @@ NB_MODULE(_core, m) {
   bind_operators(m);
   bind_cache_records(m);
   bind_decoder(m);
-  bind_state_space(m);
-  bind_delta_rule(m);
+  bind_recurrent(m);
   bind_machine(m);
   bind_read_runs(m);
 }

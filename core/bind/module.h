@@ -3,6 +3,9 @@
 
 #include <nanobind/nanobind.h>
 
+#include <cstdint>
+#include <vector>
+
 #include "bind/array.h"
 #include "packed/layout.h"
 #include "runtime/threads.h"
@@ -33,15 +36,20 @@ PyType_Slot* traverse_slots() {
 // A checked view of packed weights.
 PackedMatrix packed_matrix(const Array& blob);
 
+// Refuses rows, their routing and a result that do not fit each other.
+void check_rows(const Array& x, const Array& ids, const Array& weights, const Array& out);
+
+// int32 ids of experts; int64 ones are converted into `narrow`.
+const std::int32_t* narrow_ids(const Array& ids, std::int64_t experts, std::vector<std::int32_t>& narrow);
+
 void bind_cache_records(nanobind::module_& m);  // kv_cache.cc
 void bind_decoder(nanobind::module_& m);        // step.cc
-void bind_delta_rule(nanobind::module_& m);     // recurrent.cc
 void bind_exchange(nanobind::module_& m);       // ranks.cc
 void bind_experts(nanobind::module_& m);        // experts.cc
 void bind_machine(nanobind::module_& m);        // machine.cc
 void bind_operators(nanobind::module_& m);      // operators.cc
 void bind_packing(nanobind::module_& m);        // packing.cc
 void bind_read_runs(nanobind::module_& m);      // read_runs.cc
-void bind_state_space(nanobind::module_& m);    // state_space.cc
+void bind_recurrent(nanobind::module_& m);      // recurrent.cc
 
 }  // namespace cpumoe

@@ -1,12 +1,11 @@
-// The Python seam of routing, attention of one token, and norms.
-#include <algorithm>
-#include <optional>
+// The Python seam of routing, attention and norms.
 #include <vector>
 
 #include "bind/array.h"
 #include "bind/module.h"
+#include "bind/shaped_array.h"
 #include "kernels/dispatch.h"
-#include "ops/decode_attention.h"
+#include "ops/elements.h"
 #include "ops/latent_attention.h"
 #include "ops/norm.h"
 #include "ops/routing.h"
@@ -33,14 +32,8 @@ void select_experts(nb::handle logits_, nb::handle weights_, nb::handle ids_, in
                  "; 0 to 3 are accepted");
   call.scoring = static_cast<Scoring>(scoring);
   call.score_chosen = score_chosen;
-  std::optional<Array> bias;
-  if (!bias_.is_none()) {
-    bias.emplace(bias_, "correction_bias");
-    bias->contiguous(1).expect<float>("float32");
-    CPUMOE_REQUIRE(bias->dim(0) == call.experts, "correction_bias has ", bias->dim(0), " values for ", call.experts,
-                   " experts");
-    call.bias = bias->data<float>();
-  }
+  const ShapedArray bias(bias_, "correction_bias", {call.experts}, Presence::kOptional);
+  call.bias = bias.fp32();
   call.groups = groups;
   call.topk_groups = topk_groups;
   call.renormalize = renormalize;
@@ -52,133 +45,122 @@ void select_experts(nb::handle logits_, nb::handle weights_, nb::handle ids_, in
   route(active_kernels(), call);
 }
 
-void logits_of_router(nb::handle x_, nb::handle weight_, nb::handle bias_, nb::handle logits_) {
-  const Array x(x_, "x"), weight(weight_, "weight"), logits(logits_, "logits");
-  LogitsCall call{};
-  call.type = x.contiguous(2).float_type();
-  CPUMOE_REQUIRE(weight.contiguous(2).same_type(x), "weight must have the dtype of x");
-  call.tokens = x.dim(0);
-  call.depth = x.dim(1);
-  call.experts = weight.dim(0);
-  CPUMOE_REQUIRE(weight.dim(1) == call.depth, "x has ", call.depth, " features, but the weight takes ", weight.dim(1));
-  call.logits_type = logits.writable().contiguous(2).float_type();
-  CPUMOE_REQUIRE(logits.dim(0) == call.tokens && logits.dim(1) == call.experts, "logits must be [", call.tokens, ", ",
-                 call.experts, "]");
-  std::optional<Array> bias;
-  if (!bias_.is_none()) {
-    bias.emplace(bias_, "bias");
-    bias->contiguous(1).expect<float>("float32");
-    CPUMOE_REQUIRE(bias->dim(0) == call.experts, "bias has ", bias->dim(0), " values for ", call.experts, " experts");
-    call.bias = bias->data<float>();
+// Sequences of keys and values [batch, kv_heads, tokens, ..] of any strides, and the rows that attend to them. No
+// sequences if the result has no elements: the batch may be of any size then.
+struct Attended {
+  std::vector<CachedSequence> sequences;
+  std::vector<AttentionRow> rows;
+  CachedAttentionCall call{};
+
+  Attended(const Array& query, const Array& keys, const Array& values, const Array& out, float scale,
+           const float* sinks) {
+    call.type = query.float_type();
+    call.heads = query.dim(1);
+    call.kv_heads = keys.dim(1);
+    call.key_token_stride = keys.stride(2);
+    call.key_head_stride = keys.stride(1);
+    call.value_token_stride = values.stride(2);
+    call.value_head_stride = values.stride(1);
+    call.flushes = true;
+    call.scale = scale;
+    call.sinks = sinks;
+    call.out = out.writable().like(query).data();
+    for (std::int64_t b = 0; out.size() > 0 && b < query.dim(0); ++b) {
+      sequences.push_back(
+          {at(keys.data(), b * keys.stride(0), call.type), at(values.data(), b * values.stride(0), call.type)});
+    }
+    call.sequences = sequences.data();
   }
-  call.x = x.data();
-  call.weight = weight.data();
-  call.logits = logits.data();
-  const Computation computation;
-  router_logits(active_kernels(), call);
+
+  // Returns false if the mask [batch, queries, tokens] is no ranges of tokens.
+  bool find(const float* mask, std::int64_t queries, std::int64_t tokens) {
+    if (!find_rows(mask, static_cast<std::int64_t>(sequences.size()), queries, tokens, rows)) return false;
+    call.rows = static_cast<std::int64_t>(rows.size());
+    call.row = rows.data();
+    return true;
+  }
+};
+
+void check_tokens(const Array& array) {
+  const std::int64_t tokens = array.dim(2);
+  CPUMOE_REQUIRE(tokens >= 1, array.name(), " has no tokens");
+  CPUMOE_REQUIRE(tokens < (std::int64_t{1} << 30), array.name(), " has ", tokens,
+                 " tokens; fewer than 2^30 are accepted");
 }
 
-void decode_attention(nb::handle query_, nb::handle keys_, nb::handle values_, nb::handle mask_, nb::handle sinks_,
+// Returns false, and computes nothing, if the mask is no ranges of tokens.
+bool decode_attention(nb::handle query_, nb::handle keys_, nb::handle values_, nb::handle mask_, nb::handle sinks_,
                       float scale, nb::handle out_) {
   const Array query(query_, "query"), keys(keys_, "keys"), values(values_, "values"), out(out_, "out");
-  AttentionCall call{};
-  call.type = query.contiguous(3).float_type();
-  call.batch = query.dim(0);
-  call.heads = query.dim(1);
-  call.depth = query.dim(2);
-  CPUMOE_REQUIRE(keys.contiguous(4).same_type(query), "keys must have the dtype of query");
-  CPUMOE_REQUIRE(values.contiguous(4).same_type(query), "values must have the dtype of query");
-  CPUMOE_REQUIRE(out.writable().contiguous(3).same_type(query), "out must have the dtype of query");
-  call.kv_heads = keys.dim(1);
-  call.tokens = keys.dim(2);
-  CPUMOE_REQUIRE(keys.dim(0) == call.batch && keys.dim(3) == call.depth, "keys are ", keys.shape_text(), "; [",
-                 call.batch, ", heads, tokens, ", call.depth, "] is accepted");
-  call.value_depth = values.dim(3);
+  const std::int64_t batch = query.contiguous(3).dim(0), heads = query.dim(1), depth = query.dim(2);
+  CPUMOE_REQUIRE(keys.rows(4).like(query).dim(0) == batch && keys.dim(3) == depth, "keys are ", keys.shape_text(),
+                 "; [", batch, ", heads, tokens, ", depth, "] is accepted");
+  values.rows(4).like(query);
   for (int i = 0; i < 3; ++i) {
     CPUMOE_REQUIRE(values.dim(i) == keys.dim(i), "values are ", values.shape_text(), " for keys ", keys.shape_text());
   }
-  CPUMOE_REQUIRE(out.dim(0) == call.batch && out.dim(1) == call.heads && out.dim(2) == call.value_depth,
-                 "out must be [", call.batch, ", ", call.heads, ", ", call.value_depth, "]");
-  std::optional<Array> mask;
-  if (!mask_.is_none()) {
-    mask.emplace(mask_, "mask");
-    mask->contiguous(2).expect<float>("float32");
-    CPUMOE_REQUIRE(mask->dim(0) == call.batch && mask->dim(1) == call.tokens, "mask is ", mask->shape_text(), "; [",
-                   call.batch, ", ", call.tokens, "] is accepted");
-    call.mask = mask->data<float>();
-  }
-  std::optional<Array> sinks;
-  if (!sinks_.is_none()) {
-    sinks.emplace(sinks_, "sinks");
-    sinks->contiguous(1).expect<float>("float32");
-    CPUMOE_REQUIRE(sinks->dim(0) == call.heads, "sinks has ", sinks->dim(0), " values for ", call.heads, " heads");
-    call.sinks = sinks->data<float>();
-  }
-  call.scale = scale;
+  check_tokens(keys);
+  CPUMOE_REQUIRE(out.contiguous(3).dim(0) == batch && out.dim(1) == heads && out.dim(2) == values.dim(3), "out is ",
+                 out.shape_text(), "; [", batch, ", ", heads, ", ", values.dim(3), "] is accepted");
+  const ShapedArray sinks(sinks_, "sinks", {heads}, Presence::kOptional);
+  const ShapedArray mask(mask_, "mask", {batch, keys.dim(2)}, Presence::kOptional);
+  Attended attended(query, keys, values, out, scale, sinks.fp32());
+  CachedAttentionCall& call = attended.call;
+  call.depth = depth;
+  call.value_depth = values.dim(3);
   call.query = query.data();
-  call.keys = keys.data();
-  call.values = values.data();
-  call.out = out.data();
+  call.query_stride = heads * depth;
+  call.query_head_stride = depth;
+  call.out_stride = heads * call.value_depth;
+  check_heads(call);
+  const float* hidden = mask.fp32();
   const Computation computation;
-  attend(active_kernels(), call);
+  if (!attended.find(hidden, 1, keys.dim(2))) return false;
+  attend_cached(active_kernels(), call);
+  return true;
 }
 
-// latents and rotated: [batch, 1, tokens, ..], sequences any distance apart, as in a cache that has room for more.
-void latent_attention(nb::handle query_, nb::handle latents_, nb::handle rotated_, nb::handle weight_, nb::handle mask_,
+// latents and rotated: [batch, 1, tokens, ..], of any strides, as in a cache that has room for more. Returns as above.
+bool latent_attention(nb::handle query_, nb::handle latents_, nb::handle rotated_, nb::handle weight_, nb::handle mask_,
                       nb::handle sinks_, float scale, nb::handle out_) {
   const Array query(query_, "query"), latents(latents_, "latents"), rotated(rotated_, "rotated");
-  const Array weight(weight_, "weight"), out(out_, "out");
-  LatentAttentionCall call{};
-  call.type = query.contiguous(4).float_type();
-  call.batch = query.dim(0);
-  call.heads = query.dim(1);
-  call.queries = query.dim(2);
-  call.latent_stride = latents.contiguous_but_first(4);
-  call.rotated_stride = rotated.contiguous_but_first(4);
+  const Array out(out_, "out");
+  const std::int64_t batch = query.rows(4).dim(0), heads = query.dim(1), queries = query.dim(2);
+  const std::int64_t tokens = latents.rows(4).dim(2);
   for (const Array* array : {&latents, &rotated}) {
-    CPUMOE_REQUIRE(array->same_type(query), array->name(), " is ", array->dtype_text(), "; that of query, ",
-                   query.dtype_text(), ", is accepted");
-    CPUMOE_REQUIRE(array->dim(0) == call.batch && array->dim(1) == 1 && array->dim(2) == latents.dim(2), array->name(),
-                   " is ", array->shape_text(), "; [", call.batch, ", 1, ", latents.dim(2), ", ..] is accepted");
+    CPUMOE_REQUIRE(array->rows(4).like(query).dim(0) == batch && array->dim(1) == 1 && array->dim(2) == tokens,
+                   array->name(), " is ", array->shape_text(), "; [", batch, ", 1, ", tokens, ", ..] is accepted");
   }
-  call.tokens = latents.dim(2);
+  check_tokens(latents);
+  const ShapedArray sinks(sinks_, "sinks", {heads}, Presence::kOptional);
+  const ShapedArray mask(mask_, "mask", {batch, queries, tokens}, Presence::kOptional);
+  CPUMOE_REQUIRE(out.contiguous(4).dim(0) == batch && out.dim(1) == queries && out.dim(2) == heads, "out is ",
+                 out.shape_text(), "; [", batch, ", ", queries, ", ", heads, ", ..] is accepted");
+  Attended attended(query, latents, latents, out, scale, sinks.fp32());
+  LatentAttentionCall call{};
   call.rank = latents.dim(3);
-  call.rotary = rotated.dim(3);
-  call.nope = query.dim(3) - call.rotary;
-  CPUMOE_REQUIRE(call.nope >= 0, "query has rows of ", query.dim(3), ", shorter than the ", call.rotary, " of rotated");
-  CPUMOE_REQUIRE(out.writable().contiguous(4).same_type(query), "out must have the dtype of query");
-  call.value_depth = out.dim(3);
-  CPUMOE_REQUIRE(out.dim(0) == call.batch && out.dim(1) == call.queries && out.dim(2) == call.heads, "out is ",
-                 out.shape_text(), "; [", call.batch, ", ", call.queries, ", ", call.heads, ", ..] is accepted");
-  CPUMOE_REQUIRE(weight.contiguous(2).same_type(query), "weight is ", weight.dtype_text(), "; that of query, ",
-                 query.dtype_text(), ", is accepted");
-  const std::int64_t rows = call.heads * (call.nope + call.value_depth);
-  CPUMOE_REQUIRE(weight.dim(0) == rows && weight.dim(1) == call.rank, "weight is ", weight.shape_text(), "; [", rows,
-                 ", ", call.rank, "] is accepted");
-  std::optional<Array> mask;
-  if (!mask_.is_none()) {
-    mask.emplace(mask_, "mask");
-    mask->contiguous(3).expect<float>("float32");
-    CPUMOE_REQUIRE(mask->dim(0) == call.batch && mask->dim(1) == call.queries && mask->dim(2) == call.tokens,
-                   "mask is ", mask->shape_text(), "; [", call.batch, ", ", call.queries, ", ", call.tokens,
-                   "] is accepted");
-    call.mask = mask->data<float>();
+  call.rope_dim = rotated.dim(3);
+  call.nope_dim = query.dim(3) - call.rope_dim;
+  CPUMOE_REQUIRE(call.rank >= 1 && call.cached_dim() <= 65536, "latents and rotated have ", call.rank, " and ",
+                 call.rope_dim, " numbers a token; 1 to 65536 are accepted");
+  CPUMOE_REQUIRE(call.nope_dim >= 0, "query has rows of ", query.dim(3), ", shorter than the ", call.rope_dim,
+                 " of rotated");
+  call.value_dim = out.dim(3);
+  const ShapedArray expansion(weight_, "weight", {heads * (call.nope_dim + call.value_dim), call.rank});
+  call.expansion = expansion.like(query);
+  call.out = attended.call.out;
+  for (std::size_t b = 0; b < attended.sequences.size(); ++b) {
+    attended.sequences[b].key_ends =
+        at(rotated.data(), static_cast<std::int64_t>(b) * rotated.stride(0), attended.call.type);
   }
-  std::optional<Array> sinks;
-  if (!sinks_.is_none()) {
-    sinks.emplace(sinks_, "sinks");
-    sinks->contiguous(1).expect<float>("float32");
-    CPUMOE_REQUIRE(sinks->dim(0) == call.heads, "sinks has ", sinks->dim(0), " values for ", call.heads, " heads");
-    call.sinks = sinks->data<float>();
-  }
-  call.scale = scale;
-  call.query = query.data();
-  call.latents = latents.data();
-  call.rotated = rotated.data();
-  call.weight = weight.data();
-  call.out = out.data();
+  attended.call.key_end = call.rope_dim;
+  attended.call.key_end_stride = rotated.stride(2);
+  const float* hidden = mask.fp32();
   const Computation computation;
-  attend_latents(active_kernels(), call);
+  if (!attended.find(hidden, queries, tokens)) return false;
+  call.cached = attended.call;
+  attend_latents(active_kernels(), call, {query.data(), queries, query.stride(0), query.stride(1), query.stride(2)});
+  return true;
 }
 
 // Rows are few in decode: the calling thread does them, unless there is work for several.
@@ -187,7 +169,7 @@ void normalize(nb::handle x_, nb::handle weight_, float epsilon, bool round_firs
   NormCall call{};
   call.type = x.contiguous(2).float_type();
   call.weight_type = weight.contiguous(1).float_type();
-  CPUMOE_REQUIRE(out.writable().contiguous(2).same_type(x), "out must have the dtype of x");
+  out.writable().contiguous(2).like(x);
   CPUMOE_REQUIRE(weight.dim(0) == x.dim(1), "weight has ", weight.dim(0), " values for rows of ", x.dim(1));
   CPUMOE_REQUIRE(out.dim(0) == x.dim(0) && out.dim(1) == x.dim(1), "out must have the shape of x");
   call.rows = x.dim(0);
@@ -208,7 +190,6 @@ void bind_operators(nb::module_& m) {
   using namespace nb::literals;
   m.def("select_experts", &select_experts, "logits"_a, "weights"_a, "ids"_a, "scoring"_a, "score_chosen"_a,
         "bias"_a.none(), "groups"_a, "topk_groups"_a, "renormalize"_a, "scale"_a);
-  m.def("router_logits", &logits_of_router, "x"_a, "weight"_a, "bias"_a.none(), "logits"_a);
   m.def("decode_attention", &decode_attention, "query"_a, "keys"_a, "values"_a, "mask"_a.none(), "sinks"_a.none(),
         "scale"_a, "out"_a);
   m.def("latent_attention", &latent_attention, "query"_a, "latents"_a, "rotated"_a, "weight"_a, "mask"_a.none(),

@@ -1,16 +1,17 @@
 // The Python seam of packed weights: their header, packing and unpacking.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
-#include <iterator>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
 #include "bind/array.h"
 #include "bind/module.h"
-#include "kernels/dispatch.h"
 #include "packed/format_list.h"
 #include "packed/packing.h"
 #include "runtime/check.h"
@@ -103,7 +104,8 @@ void bind_spec(nb::module_& m) {
       .def_prop_ro("activations", &row_name)
       .def_prop_ro("packed_bytes", [](const PackedSpec& s) { return layout_of(s, "weights").total_bytes; })
       .def(
-          "__eq__", [](const PackedSpec& s, const PackedSpec& other) { return s == other; }, nb::is_operator())
+          "__eq__", [](const PackedSpec& s, const PackedSpec& other) { return s == other; }, nb::is_operator(),
+          nb::sig("def __eq__(self, other: object, /) -> bool"))
       .def("__hash__", [](const PackedSpec& s) { return std::hash<std::string>()(spec_text(s)); })
       .def("__repr__", &spec_text);
 }
@@ -118,10 +120,10 @@ void write_packed_header(nb::handle blob_, const PackedSpec& spec) {
   write_header(m, blob.data());
 }
 
-nb::list list_weight_formats() {
-  nb::list rows;
+std::vector<std::tuple<const char*, const char*, int, int>> list_weight_formats() {
+  std::vector<std::tuple<const char*, const char*, int, int>> rows;
   for (const FormatInfo& f : kWeightFormats) {
-    rows.append(nb::make_tuple(f.name, f.element, traits_of(f.id).bits, traits_of(f.id).subgroup));
+    rows.emplace_back(f.name, f.element, traits_of(f.id).bits, traits_of(f.id).subgroup);
   }
   return rows;
 }
@@ -174,9 +176,7 @@ int check_values(const Array& values, const PackedSpec& s) {
                                    : "int8 (one value or code per byte)");
     return 1;
   }
-  const DType wanted = s.weights == WeightFormat::kBF16  ? DType::kBF16
-                       : s.weights == WeightFormat::kF16 ? DType::kF16
-                                                         : DType::kF32;
+  const DType wanted = dtype_of(s.weights);
   CPUMOE_REQUIRE(values.float_type() == wanted, values.name(), " is ", values.dtype_text(), "; that of ",
                  format_of(s).name, " is accepted");
   return size_of(wanted);

@@ -1,16 +1,20 @@
-// Exchanges of ranks for Python: the one through shared memory, and one whose messages Python carries.
+// Exchanges of ranks for Python, through shared memory or carried by Python, and experts that are spread over ranks.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/function.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <functional>
 #include <numeric>
+#include <span>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "bind/array.h"
 #include "bind/module.h"
+#include "bind/schema.h"
+#include "kernels/dispatch.h"
+#include "ranks/packed_experts.h"
 #include "ranks/shared_exchange.h"
 #include "runtime/check.h"
 
@@ -125,67 +129,74 @@ void trade(RankExchange& exchange, nb::handle mine_, const Sizes& sizes, nb::han
   exchange.rethrow();
 }
 
-void sum(RankExchange& exchange, nb::handle values_) {
+template <void (RankExchange::*kMessage)(float*, std::int64_t) noexcept>
+void fold(RankExchange& exchange, nb::handle values_) {
   const Array values(values_, "values");
   auto* data = values.writable().contiguous(1).expect<float>("float32").data<float>();
   {
     const nb::gil_scoped_release release;
-    exchange.sum(data, values.size());
+    (exchange.*kMessage)(data, values.size());
   }
   exchange.rethrow();
 }
 
-void largest(RankExchange& exchange, nb::handle values_) {
-  const Array values(values_, "values");
-  auto* data = values.writable().contiguous(1).expect<float>("float32").data<float>();
-  {
-    const nb::gil_scoped_release release;
-    exchange.largest(data, values.size());
-  }
-  exchange.rethrow();
-}
-
-// Counts which experts tokens have chosen, and puts in the place of each the slot that has it. Copies of an expert are
-// slots[begins[e]] to slots[begins[e + 1] - 1] and take turns by token; without `begins` an expert is its own slot.
-void choose_slots(nb::handle ids_, nb::handle begins_, nb::handle slots_, std::int64_t first_token, nb::handle loads_,
-                  nb::handle out_) {
-  const Array ids(ids_, "topk_ids"), loads(loads_, "loads"), out(out_, "out");
-  const bool narrow = ids.contiguous(2).is<std::int32_t>();
-  if (!narrow) ids.expect<std::int64_t>("int32 or int64");
-  auto* counts = loads.writable().contiguous(1).expect<std::int64_t>("int64").data<std::int64_t>();
-  auto* chosen = out.writable().contiguous(2).expect<std::int32_t>("int32").data<std::int32_t>();
-  CPUMOE_REQUIRE(out.dim(0) == ids.dim(0) && out.dim(1) == ids.dim(1) && first_token >= 0,
-                 "out must have the shape of topk_ids");
-  const std::int64_t experts = loads.dim(0), topk = ids.dim(1);
-  const std::int32_t *begins = nullptr, *slots = nullptr;
-  if (!begins_.is_none()) {
-    const Array of_begins(begins_, "begins"), of_slots(slots_, "slots");
-    begins = of_begins.contiguous(1).expect<std::int32_t>("int32").data<std::int32_t>();
-    slots = of_slots.contiguous(1).expect<std::int32_t>("int32").data<std::int32_t>();
-    CPUMOE_REQUIRE(of_begins.dim(0) == experts + 1 && begins[0] == 0 && begins[experts] == of_slots.dim(0),
-                   "begins and slots do not fit");
-    for (std::int64_t e = 0; e < experts; ++e) {
-      CPUMOE_REQUIRE(begins[e] <= begins[e + 1], "begins[", e, "]=", begins[e], " is above begins[", e + 1,
-                     "]=", begins[e + 1]);
-    }
-  }
-  const auto id_at = [&](std::int64_t i) -> std::int64_t {
-    return narrow ? ids.data<std::int32_t>()[i] : ids.data<std::int64_t>()[i];
-  };
-  for (std::int64_t i = 0; i < ids.size(); ++i) {  // all of them, before anything is counted
-    CPUMOE_REQUIRE(id_at(i) >= -1 && id_at(i) < experts, "topk_ids hold ", id_at(i), "; 0 to ", experts - 1,
+// The ids of `experts` or -1; refuses others, before anything is counted or sent.
+const std::int32_t* expert_ids(const Array& ids, std::int64_t experts, std::vector<std::int32_t>& narrow) {
+  const std::int32_t* found = narrow_ids(ids.contiguous(2), experts, narrow);
+  for (std::int64_t i = 0; i < ids.size(); ++i) {
+    CPUMOE_REQUIRE(found[i] >= -1 && found[i] < experts, "topk_ids hold ", found[i], "; 0 to ", experts - 1,
                    " are experts and -1 means none");
   }
-  for (std::int64_t i = 0; i < ids.size(); ++i) {
-    const std::int64_t id = id_at(i);
-    chosen[i] = static_cast<std::int32_t>(id);
-    if (id < 0) continue;
-    ++counts[id];
-    if (begins == nullptr) continue;
-    const std::int64_t copies = begins[id + 1] - begins[id];
-    CPUMOE_REQUIRE(copies > 0, "expert ", id, " has no copy");
-    chosen[i] = slots[begins[id] + (first_token + i / topk) % copies];
-  }
+  return found;
+}
+
+template <class T>
+std::span<T> values_of(const Array& array, const char* type) {
+  using Value = std::remove_const_t<T>;
+  return {array.contiguous(1).expect<Value>(type).template data<Value>(), static_cast<std::size_t>(array.dim(0))};
+}
+
+// Writes the slot of the copy that each token takes of each of its experts, and counts in `loads` how often each expert
+// is chosen. The slots of expert e are slots[begins[e]] to slots[begins[e + 1] - 1].
+void choose_slots(nb::handle ids_, nb::handle begins_, nb::handle slots_, std::int64_t first_token, nb::handle loads_,
+                  nb::handle out_) {
+  const Array ids(ids_, "topk_ids"), begins(begins_, "begins"), slots(slots_, "slots");
+  const Array loads(loads_, "loads"), out(out_, "out");
+  PackedExperts experts;
+  experts.loads = values_of<std::int64_t>(loads.writable(), "int64");
+  const auto starts = values_of<const std::int32_t>(begins, "int32"),
+             places = values_of<const std::int32_t>(slots, "int32");
+  CPUMOE_REQUIRE(starts.empty() || static_cast<int>(places.size()) == starts.back(), "slots has ", places.size(),
+                 " values; ", starts.back(), " are accepted");
+  experts.copies = Copies{starts, places, places};  // the ranks of the slots are not needed
+  experts.copies->check(loads.dim(0));
+  out.writable().contiguous(2).expect<std::int32_t>("int32");
+  CPUMOE_REQUIRE(out.dim(0) == ids.dim(0) && out.dim(1) == ids.dim(1) && first_token >= 0,
+                 "out must have the shape of topk_ids");
+  std::vector<std::int32_t> narrow;
+  const std::int32_t* found = expert_ids(ids, loads.dim(0), narrow);
+  experts.count_loads(found, ids.size());
+  const ChosenRows rows{&experts, nullptr, DType::kF32, 0, ids.dim(0), ids.dim(1), found, nullptr, first_token};
+  rows.find_places(out.data<std::int32_t>());
+}
+
+// The experts of a layer on all ranks: `experts_` is a PackedExperts of src/cpumoe/ops/decoder.py.
+void spread_experts(nb::handle x_, nb::handle ids_, nb::handle weights_, nb::handle experts_, std::int64_t first_token,
+                    RankExchange* exchange, RankExchange* group, nb::handle out_) {
+  const Array x(x_, "hidden_states"), ids(ids_, "topk_ids"), weights(weights_, "topk_weights"), out(out_, "out");
+  const auto experts = read_fields<PackedExperts>(experts_);
+  check_rows(x, ids, weights, out.expect<float>("float32"));
+  experts.check(x.dim(1), x.float_type(), exchange);
+  check_group(exchange, group);
+  CPUMOE_REQUIRE(first_token >= 0, "first_token=", first_token, "; 0 or more is accepted");
+  std::vector<std::int32_t> narrow;
+  const std::int32_t* found = expert_ids(ids, experts.count(), narrow);
+  experts.count_loads(found, ids.size());  // before the GIL is released: threads may share a layer
+  const Computation computation;
+  spread_forward(
+      active_kernels(),
+      {&experts, x.data(), x.float_type(), x.dim(1), x.dim(0), ids.dim(1), found, weights.data<float>(), first_token},
+      exchange, group, out.data<float>());
 }
 
 }  // namespace
@@ -203,16 +214,15 @@ void bind_exchange(nb::module_& m) {
       PyErr_SetObject(error.ptr(), nb::steal(message).ptr());
     }
   });
-  m.def("choose_slots", &choose_slots, "ids"_a, "begins"_a.none(), "slots"_a.none(), "first_token"_a, "loads"_a,
-        "out"_a);
+  m.def("choose_slots", &choose_slots, "ids"_a, "begins"_a, "slots"_a, "first_token"_a, "loads"_a, "out"_a);
   nb::class_<RankExchange>(m, "RankExchange", nb::is_weak_referenceable())
       .def_prop_ro("rank", &RankExchange::rank)
       .def_prop_ro("ranks", &RankExchange::ranks)
       .def_prop_ro("waited_seconds", &RankExchange::waited_seconds)
       .def("gather", &gather, "mine"_a, "sizes"_a, "all"_a)
       .def("trade", &trade, "mine"_a, "sizes"_a, "all"_a, "given"_a)
-      .def("sum", &sum, "values"_a)
-      .def("largest", &largest, "values"_a)
+      .def("sum", &fold<&RankExchange::sum>, "values"_a)
+      .def("largest", &fold<&RankExchange::largest>, "values"_a)
       .def("check", &RankExchange::check)
       .def("fail", &RankExchange::fail, "reason"_a);
   nb::class_<SharedExchange, RankExchange>(m, "SharedExchange", nb::is_weak_referenceable())
@@ -222,7 +232,11 @@ void bind_exchange(nb::module_& m) {
   nb::class_<CarriedExchange, RankExchange>(m, "CarriedExchange", nb::is_weak_referenceable(),
                                             nb::type_slots(traverse_slots<CarriedExchange>()))
       .def(nb::init<int, int, nb::callable, nb::callable, nb::callable, nb::callable>(), "rank"_a, "ranks"_a,
-           "gather"_a, "trade"_a, "sum"_a, "largest"_a);
+           "gather"_a, "trade"_a, "sum"_a, "largest"_a,
+           nb::sig("def __init__(self, rank: int, ranks: int, gather: object, trade: object, sum: object, largest: "
+                   "object) -> None"));
+  m.def("spread_experts", &spread_experts, "x"_a, "ids"_a, "weights"_a, "experts"_a, "first_token"_a,
+        "exchange"_a.none(), "group"_a.none(), "out"_a);
 }
 
 }  // namespace cpumoe

@@ -13,7 +13,7 @@ namespace {
 
 std::int64_t read(int fd, std::int64_t start, std::int64_t file_stride, nb::handle out_) {
   const Array out(out_, "out");
-  const std::int64_t out_stride = out.contiguous_but_first(2);
+  const std::int64_t out_stride = out.rows(2).stride(0);
   out.expect<std::uint8_t>("uint8").writable();
   CPUMOE_REQUIRE(start >= 0, "start=", start, "; 0 or more is accepted");
   CPUMOE_REQUIRE(file_stride >= out.dim(1), "file_stride=", file_stride, " for runs of ", out.dim(1),

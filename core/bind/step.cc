@@ -1,19 +1,20 @@
 // The Python seam of the decoder: its schema is read off the values of src/cpumoe/ops/decoder.py, field by field.
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
 #include <limits>
 #include <optional>
-#include <span>
 #include <string>
-#include <type_traits>
+#include <tuple>
 #include <utility>
 #include <variant>
 #include <vector>
 
 #include "bind/array.h"
 #include "bind/module.h"
+#include "bind/schema.h"
 #include "decoder/decoder.h"
 #include "decoder/mixer.h"
 #include "kernels/dispatch.h"
@@ -24,212 +25,78 @@ namespace nb = nanobind;
 namespace cpumoe {
 namespace {
 
-template <class T>
-T value_of(nb::handle object, const char* name) {
-  return nb::cast<T>(object.attr(name));
-}
-
-constexpr int kMaxRanks = 1 << 16;
-
-Matrix read_matrix(nb::handle object, const char* name) {
-  Matrix matrix;
-  const Array weight(object.attr("weight"), name);
-  matrix.ranks = value_of<int>(object, "ranks");
-  CPUMOE_REQUIRE(matrix.ranks >= 1 && matrix.ranks <= kMaxRanks, name, " is spread over ", matrix.ranks,
-                 " ranks; 1 to ", kMaxRanks, " are accepted");
-  if (weight.is<std::uint8_t>()) {
-    matrix.packed = open_packed(weight.contiguous(1).data(), weight.dim(0), name);
-    matrix.columns = matrix.packed.spec.columns * matrix.ranks;
-    matrix.depth = matrix.packed.spec.depth;
-    return matrix;
-  }
-  matrix.type = weight.contiguous(2).float_type();
-  matrix.columns = weight.dim(0) * matrix.ranks;
-  matrix.depth = weight.dim(1);
-  matrix.floats = weight.data();
-  if (const nb::object given = object.attr("bias"); !given.is_none()) {
-    const Array bias(given, name);
-    bias.contiguous(1).expect<float>("float32");
-    CPUMOE_REQUIRE(bias.dim(0) == weight.dim(0), "the bias of ", name, " has ", bias.dim(0), " values; ", weight.dim(0),
-                   " are accepted");
-    matrix.bias = bias.data<float>();
-  }
-  return matrix;
-}
-
-// Fields that a part may lack: None leaves them empty.
-template <class T>
-struct MayBeNone
-    : std::bool_constant<std::is_same_v<T, Matrix> || std::is_same_v<T, Norm> || std::is_same_v<T, Tensor> ||
-                         std::is_same_v<T, PackedMatrix> || std::is_same_v<T, RankExchange*>> {};
-template <class T>
-struct MayBeNone<std::optional<T>> : std::true_type {};
-template <class T>
-struct MayBeNone<std::span<T>> : std::true_type {};
-
-// Reads the fields of a struct of decoder/schema.h off the attributes of a Python value.
-class Reader {
+// Describes the fields of a struct to Python: {field: (type, may be None)}. A type is a name, the largest number of an
+// enum, the description of a struct, [type] for a vector, or {kind: description} for a variant.
+class Description {
  public:
-  explicit Reader(nb::handle object) : object_(object) {}
+  nb::dict found;
 
   template <class T>
   void operator()(const char* name, T& field) {
-    const nb::object value = object_.attr(name);
-    if (!MayBeNone<T>::value || !value.is_none()) read(value, name, field);
+    found[name] = nb::make_tuple(described(field), MayBeNone<T>::value);
   }
 
  private:
-  static void read(nb::handle value, const char*, bool& field) { field = nb::cast<bool>(value); }
-  static void read(nb::handle value, const char*, int& field) { field = nb::cast<int>(value); }
-  static void read(nb::handle value, const char*, std::int64_t& field) { field = nb::cast<std::int64_t>(value); }
-  static void read(nb::handle value, const char*, float& field) { field = nb::cast<float>(value); }
-  static void read(nb::handle value, const char*, RankExchange*& field) { field = nb::cast<RankExchange*>(value); }
-  static void read(nb::handle value, const char* name, Matrix& field) { field = read_matrix(value, name); }
-
-  static void read(nb::handle value, const char* name, PackedMatrix& field) {
-    const Array blob(value, name);
-    blob.contiguous(1).expect<std::uint8_t>("uint8 (packed weights)");
-    field = open_packed(blob.data(), blob.dim(0), name);
-  }
-
-  static void read(nb::handle value, const char* name, Tensor& field) {
-    const Array array(value, name);
-    field.dims = array.rank() == 1 ? 1 : 2;  // `contiguous` rejects other ranks
-    field.type = array.contiguous(field.dims).float_type();
-    for (int i = 0; i < field.dims; ++i) field.shape[i] = array.dim(i);
-    CPUMOE_REQUIRE(array.size() > 0, name, " has no values; None is accepted where there are none");
-    field.data = array.data();
-  }
-
-  static void read(nb::handle value, const char* name, std::span<const float>& field) {
-    const Array array(value, name);
-    field = values_of<float>(array, "float32");
-  }
-
-  static void read(nb::handle value, const char* name, std::span<const std::int32_t>& field) {
-    const Array array(value, name);
-    field = values_of<std::int32_t>(array, "int32");
-  }
-
-  static void read(nb::handle value, const char* name, std::span<std::int64_t>& field) {
-    const Array array(value, name);
-    field = values_of<std::int64_t>(array.writable(), "int64");
-  }
-
-  // Returns the values of an array. Rejects an empty one, since an empty span stands for None.
   template <class T>
-  static std::span<T> values_of(const Array& array, const char* type) {
-    array.contiguous(1).expect<T>(type);
-    CPUMOE_REQUIRE(array.dim(0) > 0, array.name(), " has no values; None is accepted where there are none");
-    return {array.data<T>(), static_cast<std::size_t>(array.dim(0))};
-  }
-
-  template <class E>
-    requires std::is_enum_v<E>
-  static void read(nb::handle value, const char* name, E& field) {
-    const int number = nb::cast<int>(value);
-    CPUMOE_REQUIRE(number >= 0 && number <= static_cast<int>(last_of(field)), name, "=", number, "; 0 to ",
-                   static_cast<int>(last_of(field)), " are accepted");
-    field = static_cast<E>(number);
-  }
-  static Activation last_of(Activation) { return Activation::kRelu2; }
-  static Scoring last_of(Scoring) { return Scoring::kSqrtSoftplus; }
-  static RowTravel last_of(RowTravel) { return RowTravel::kToExperts; }
-
-  template <class T>
-  static void read(nb::handle value, const char* name, std::vector<T>& field) {
-    for (const nb::handle item : value) {
-      CPUMOE_REQUIRE(!item.is_none(), name, " holds None");
-      read(item, name, field.emplace_back());
+  static nb::object described(T& field) {
+    if constexpr (std::is_enum_v<T>) {
+      return nb::int_(static_cast<int>(last_of(field)));
+    } else if constexpr (type_name(static_cast<T*>(nullptr)) != nullptr) {
+      return nb::str(type_name(&field));
+    } else {
+      Description description;
+      fields(description, field);
+      return std::move(description.found);
     }
   }
 
   template <class T>
-  static void read(nb::handle value, const char* name, std::optional<T>& field) {
-    read(value, name, field.emplace());
+  static nb::object described(std::optional<T>&) {
+    T value;
+    return described(value);
+  }
+
+  template <class T>
+  static nb::object described(std::vector<T>&) {
+    T item;
+    nb::list types;
+    types.append(described(item));
+    return types;
   }
 
   template <class... Kinds>
-  static void read(nb::handle value, const char* name, std::variant<Kinds...>& field) {
-    const auto kind = nb::cast<std::string>(nb::handle(value.type()).attr("__name__"));
-    const bool is_known = ((kind == Kinds::kName && (read(value, name, field.template emplace<Kinds>()), true)) || ...);
-    std::string names;
-    ((names += (names.empty() ? "" : ", ") + std::string(Kinds::kName)), ...);
-    CPUMOE_REQUIRE(is_known, name, " is ", kind, "; accepted are: ", names);
-  }
-
-  template <class T>
-    requires requires(Reader& v, T& t) { fields(v, t); }
-  static void read(nb::handle value, const char*, T& field) {
-    Reader reader(value);
-    fields(reader, field);
-  }
-
-  nb::handle object_;
-};
-
-DecoderModel read_model(nb::handle object) {
-  DecoderModel model;
-  Reader reader(object);
-  fields(reader, model);
-  return model;
-}
-
-// Collects the names of the fields of a struct.
-struct Names {
-  nb::list names;
-
-  template <class T>
-  void operator()(const char* name, T&) {
-    names.append(name);
+  static nb::object described(std::variant<Kinds...>&) {
+    nb::dict kinds;
+    const auto add = [&](auto kind) { kinds[decltype(kind)::kName] = described(kind); };
+    (add(Kinds()), ...);
+    return kinds;
   }
 };
 
-template <class T>
-void add_fields(nb::dict& found, const char* name) {
-  Names names;
-  T value;
-  fields(names, value);
-  found[name] = names.names;
-}
-
-template <class... Kinds>
-void add_kinds(nb::dict& found, const std::variant<Kinds...>&) {
-  (add_fields<Kinds>(found, Kinds::kName), ...);
-}
-
-// The fields of each struct of decoder/schema.h that Python has a value for.
 nb::dict decoder_fields() {
-  nb::dict found;
-  add_fields<Norm>(found, "Norm");
-  add_fields<RopeTable>(found, "RopeTable");
-  add_fields<Rope>(found, "Rope");
-  add_kinds(found, Mixer());
-  add_fields<HeadColumns>(found, "HeadColumns");
-  add_fields<Expansion>(found, "Expansion");
-  add_fields<ActivationSpec>(found, "Activation");
-  add_fields<Router>(found, "Router");
-  add_fields<Copies>(found, "Copies");
-  add_fields<RoutedExperts>(found, "RoutedExperts");
-  add_fields<DenseBlock>(found, "DenseBlock");
-  add_fields<DecoderLayer>(found, "Layer");
-  add_fields<DecoderModel>(found, "DecoderModel");
-  return found;
+  DecoderModel model;
+  Description description;
+  fields(description, model);
+  return std::move(description.found);
 }
 
 // The cache of a layer: a tensor for each part of its layout and, where tokens are kept, the place of the first one.
 // Tokens lie in rooms [batch, heads, places, width], or in pages [pages, heads, page_tokens, width].
 LayerCache read_cache(nb::handle entry, const CacheLayout& layout, DType type, std::int64_t batch,
                       std::int64_t page_tokens) {
-  const auto given = nb::cast<nb::tuple>(entry);
+  CPUMOE_REQUIRE(nb::isinstance<nb::tuple>(entry), "caches holds ", nb::cast<std::string>(nb::repr(entry)),
+                 "; a tuple for each layer is accepted");
+  const auto given = nb::borrow<nb::tuple>(entry);
   const bool has_first_place = page_tokens == 0 && layout.count(CachePart::kToken) > 0;
-  CPUMOE_REQUIRE(given.size() == layout.parts.size() + has_first_place, "the cache of a layer has ", given.size(),
+  CPUMOE_REQUIRE(given.size() == layout.parts.size() + has_first_place, "a layer in caches has ", given.size(),
                  " entries; ", layout.parts.size(), has_first_place ? " and the place of the first token are" : " are",
                  " accepted");
   LayerCache cache{};
   if (has_first_place) {
-    cache.first_place = nb::cast<std::int64_t>(given[layout.parts.size()]);
-    CPUMOE_REQUIRE(cache.first_place >= 0, "the first place of a cache is ", cache.first_place);
+    static const std::string kName = "the first place in caches";
+    cache.first_place = cast<std::int64_t>(given[layout.parts.size()], kName);
+    CPUMOE_REQUIRE(cache.first_place >= 0 && cache.first_place < (std::int64_t{1} << 40),
+                   "the first place in caches is ", cache.first_place, "; 0 to 2^40 - 1 are accepted");
   }
   std::optional<Array> first;  // part per token, which the others must be like
   int tokens = 0, states = 0;
@@ -237,6 +104,8 @@ LayerCache read_cache(nb::handle entry, const CacheLayout& layout, DType type, s
     const CachePart& part = layout.parts[i];
     const Array array(given[i], part.name);
     array.writable().contiguous(part.per == CachePart::kToken ? 4 : static_cast<int>(part.shape.size()) + 1);
+    const bool fits_in = part.per == CachePart::kSequence ? states < 2 : tokens < 2;
+    CPUMOE_REQUIRE(fits_in, part.name, " is the third tensor of its kind in a layer; two fit into a LayerCache");
     if (part.per == CachePart::kSequence) {
       bool fits = array.float_type() == part.type && array.dim(0) == batch;
       for (std::size_t d = 0; d < part.shape.size(); ++d)
@@ -296,7 +165,7 @@ bool has_changed(const nb::tuple& entries) {
 // A decoder and the tensors that it works with.
 class DecoderObject {
  public:
-  explicit DecoderObject(nb::object model) : model_(std::move(model)), decoder_(read_model(model_)) {}
+  explicit DecoderObject(nb::object model) : model_(std::move(model)), decoder_(read_fields<DecoderModel>(model_)) {}
 
   int visit(visitproc visit, void* arg) const {
     Py_VISIT(model_.ptr());
@@ -412,16 +281,18 @@ class DecoderObject {
     decoder_.step(active_kernels(), step);
   }
 
-  // For each layer the parts of its cache: (name, whether there is one for each token, shape, dtype, may be int8).
-  nb::list cache_layouts() const {
-    nb::list layers;
+  // Name, whether there is one for each token, shape, dtype, may be int8.
+  using PartOfCache = std::tuple<const char*, bool, std::vector<std::int64_t>, int, bool>;
+
+  // The parts of the cache of each layer.
+  std::vector<std::vector<PartOfCache>> cache_layouts() const {
+    std::vector<std::vector<PartOfCache>> layers;
     for (const CacheLayout& layout : decoder_.cache_layouts()) {
-      nb::list parts;
+      std::vector<PartOfCache>& parts = layers.emplace_back();
       for (const CachePart& part : layout.parts) {
-        parts.append(nb::make_tuple(part.name, part.per == CachePart::kToken, part.shape, static_cast<int>(part.type),
-                                    part.may_be_int8));
+        parts.emplace_back(part.name, part.per == CachePart::kToken, part.shape, static_cast<int>(part.type),
+                           part.may_be_int8);
       }
-      layers.append(parts);
     }
     return layers;
   }
@@ -432,17 +303,16 @@ class DecoderObject {
     return decoder_.step(active_kernels(), {});
   }
 
-  nb::list take_seconds() {
+  std::vector<double> take_seconds() {
     double seconds[kStepParts];
     decoder_.take_seconds(seconds);
-    nb::list list;
-    for (const double part : seconds) list.append(part);
-    return list;
+    return {std::begin(seconds), std::end(seconds)};
   }
 
  private:
   void read_caches(nb::handle caches, std::int64_t batch, std::int64_t page_tokens, StepInput& step) const {
     const DecoderModel& model = decoder_.model();
+    CPUMOE_REQUIRE(nb::isinstance<nb::sequence>(caches), "caches is no sequence");
     for (const nb::handle entry : caches) {
       CPUMOE_REQUIRE(step.caches.size() < model.layers.size(), "there are caches for more than ", model.layers.size(),
                      " layers");
@@ -483,8 +353,8 @@ void bind_decoder(nb::module_& m) {
       .def("step_rows", &DecoderObject::step_rows, "tokens"_a, "sequences"_a, "places"_a, "pages"_a, "page_tokens"_a,
            "caches"_a, "wanted"_a, "logits_out"_a)
       .def("take_seconds", &DecoderObject::take_seconds);
-  m.def("decoder_fields", &decoder_fields);
-  m.def("has_changed", &has_changed, "entries"_a);
+  m.def("decoder_fields", &decoder_fields, nb::sig("def decoder_fields() -> dict[str, tuple[object, bool]]"));
+  m.def("has_changed", &has_changed, "entries"_a, nb::sig("def has_changed(entries: tuple[object, ...]) -> bool"));
 }
 
 }  // namespace cpumoe

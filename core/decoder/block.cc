@@ -81,52 +81,26 @@ void Step::choose_experts(Worker& worker, const RoutedExperts& e) {
     round_logits(e.router, 0, count_);
     route_tokens(k_, call, 0, count_);
   }
-  if (worker.index == 0 && !e.loads.empty()) {
-    for (std::int64_t i = 0; i < count_ * e.router.topk; ++i) ++e.loads[static_cast<std::size_t>(ids_[i])];
-  }
+  if (worker.index == 0) e.count_loads(ids_, count_ * e.router.topk);
   if (e.travel != RowTravel::kStay) receive_rows(worker, e);
   if (worker.index == 0) plan_experts(e);
 }
 
+ChosenRows Step::chosen_rows(const RoutedExperts& e) const {
+  return {&e, normed_, type_, hidden_, count_, e.router.topk, ids_, weights_, w_.rows_done + first_};
+}
+
 void Step::plan_experts(const RoutedExperts& e) {
   const bool travels = e.travel != RowTravel::kStay;
-  const std::int64_t topk = e.router.topk;
-  MoeCall moe{};
-  moe.tokens = travels ? w_.traffic.received() : count_;
-  moe.out = travels ? w_.traffic.sums() : e.spread ? sums_ : static_cast<void*>(mixed_);
-  moe.out_type = e.spread ? DType::kF32 : type_;
-  computes_experts_ = e.gate_up.data != nullptr && moe.tokens > 0;
-  if (!computes_experts_) {
-    std::fill_n(static_cast<float*>(moe.out), moe.tokens * hidden_, 0.0f);
-    return;
-  }
-  moe.gate_up = e.gate_up;
-  moe.down = e.down;
-  moe.type = type_;
-  moe.topk = topk;
-  moe.weight_on_input = e.weight_on_input;
-  moe.activation = e.activation;
-  if (travels) {
-    if (e.prepared_rows) {
-      moe.prepared = w_.traffic.rows();
-    } else {
-      moe.x = w_.traffic.rows();
-    }
-    moe.ids = w_.traffic.copies();
-    moe.weights = w_.traffic.weights();
+  MoeCall moe = travels ? w_.traffic.call() : chosen_rows(e).call(own_ids_, m_.exchange);
+  if (!travels) moe.out = e.spread ? sums_ : static_cast<void*>(mixed_);
+  if (!e.spread) moe.out_type = type_;
+  computes_experts_ = e.are_here() && moe.tokens > 0;
+  if (computes_experts_) {
+    w_.experts.plan(k_, moe, threads_);
   } else {
-    moe.x = normed_;
-    moe.ids = ids_;
-    moe.weights = weights_;
+    std::fill_n(static_cast<float*>(moe.out), moe.tokens * hidden_, 0.0f);
   }
-  if (e.spread && !e.copies.has_value()) moe.slices = m_.exchange;
-  if (e.copies.has_value() && !travels) {
-    for (std::int64_t i = 0; i < count_ * topk; ++i) {
-      own_ids_[i] = e.place(e.copy(ids_[i], w_.rows_done + first_ + i / topk));
-    }
-    moe.ids = own_ids_;
-  }
-  w_.experts.plan(k_, moe, threads_);
 }
 
 void Step::round_logits(const Router& router, std::int64_t first, std::int64_t last) {

@@ -13,14 +13,11 @@ void check_model(const DecoderModel& model);
 // Reject rows and caches that do not belong together or to the model.
 void check_step(const DecoderModel& model, const StepInput& input);
 
-// ---- for mixers
-// ------------------------------------------------------------------------------------------------------
+// ---- for mixers -----------------------------------------------------------------------------------------------------
 
 void check_norm(const Norm& norm, std::int64_t width, const char* name);
 void check_matrix(const Matrix& m, const DecoderModel& model, std::int64_t columns, std::int64_t depth,
                   const char* name);
-// Rejects a part that is spread over some ranks of a tensor parallel group but not over all.
-void check_ranks(const DecoderModel& model, int ranks, const char* name);
 // A vector that may be left out.
 void check_count(std::size_t found, std::int64_t count, const char* name);
 void check_tensor(const Tensor& tensor, std::int64_t size, const char* name);

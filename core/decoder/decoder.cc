@@ -52,9 +52,8 @@ Decoder::Decoder(DecoderModel model) : state_(std::make_unique<State>()) {
   for (const DecoderLayer& layer : model.layers) {
     if (!layer.experts.has_value()) continue;
     const RoutedExperts& e = *layer.experts;
-    // Slices may be of different sizes, and a rank without experts does not know any.
-    const bool unequal = e.spread && (!e.copies.has_value() || e.router.weight.columns < model.exchange->ranks());
-    state_->max_rows = std::min(state_->max_rows, unequal ? kSpreadTokens : tokens_at_once(e.down, e.router.topk));
+    state_->max_rows =
+        std::min(state_->max_rows, e.is_unequal(model.ranks()) ? kSpreadTokens : tokens_at_once(e.down, e.router.topk));
   }
   // The experts of a round have the rows of all groups.
   state_->max_rows = std::max<std::int64_t>(1, state_->max_rows * model.group_ranks() / model.ranks());
@@ -113,6 +112,7 @@ std::int64_t Decoder::step(const Kernels& kernels, const StepInput& input) {
     } else {
       run_on_threads(threads, [&](Worker& worker) { step.run(worker); });
     }
+    if (model.exchange != nullptr && model.group != nullptr) model.exchange->fail_with(*model.group);
     for (const RankExchange* exchange : {model.exchange, model.group}) {
       if (exchange != nullptr) exchange->rethrow();
     }

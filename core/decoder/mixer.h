@@ -1,7 +1,10 @@
 // Interface of the mixers: checks, sizes, KV cache layout, plans and the computation, in a file for each kind.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <functional>
+#include <numeric>
 #include <vector>
 
 #include "decoder/schema.h"
@@ -22,7 +25,9 @@ struct CachePart {
   DType type;
   bool may_be_int8;  // as int8 KV records: kv_record_table.h
 
-  std::int64_t size() const;
+  std::int64_t size() const {
+    return std::accumulate(shape.begin(), shape.end(), std::int64_t{1}, std::multiplies<>());
+  }
   std::int64_t bytes() const { return size() * size_of(type); }
 };
 
@@ -30,7 +35,7 @@ struct CachePart {
 struct CacheLayout {
   std::vector<CachePart> parts;
 
-  int count(CachePart::Per per) const;
+  int count(CachePart::Per per) const { return static_cast<int>(std::ranges::count(parts, per, &CachePart::per)); }
 };
 
 struct MixerSizes {
@@ -84,7 +89,9 @@ void plan_mixer(Step& step, const Mla& mixer, const LayerCache& cache);
 void plan_mixer(Step& step, const DeltaNet& mixer, const LayerCache& cache);
 void plan_mixer(Step& step, const ShortConv& mixer, const LayerCache& cache);
 
-// From the normed rows of a layer to what its mixer adds to the residual stream, by all threads.
+// From the normed rows of a layer to what its mixer adds to the residual stream, by all threads. Every kind: clears
+// padding if it has a state (`clear_padding`), then `project`, its own computation, `plan_layer` by the first thread, a
+// barrier (`end_stage`), and `finish_mixer`. Functions such as e^x come from the kernel table: their bits are portable.
 void run_mixer(Step& step, Worker& worker, const Gqa& mixer, std::size_t layer);
 void run_mixer(Step& step, Worker& worker, const Mla& mixer, std::size_t layer);
 void run_mixer(Step& step, Worker& worker, const DeltaNet& mixer, std::size_t layer);

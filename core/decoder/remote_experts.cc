@@ -1,7 +1,5 @@
 // Expert parallelism: rows that experts on other ranks compute, and sums of all ranks.
-#include <algorithm>
 #include <numeric>
-#include <string>
 
 #include "decoder/step.h"
 
@@ -13,38 +11,12 @@ void Step::add_sums(Worker& worker) {
   each_row(worker, [&](std::int64_t r) { k_.store_row(sums_ + r * hidden_, hidden_, type_, row(mixed_, r)); });
 }
 
-std::int64_t Step::share_begin(int rank) const {
-  const int group = m_.group_ranks();
-  return counts_[static_cast<std::size_t>(rank)] * (rank % group) / group;
-}
-
-std::int64_t Step::share_end(int rank) const {
-  const int group = m_.group_ranks();
-  return counts_[static_cast<std::size_t>(rank)] * (rank % group + 1) / group;
-}
+RowShare Step::share_of(int rank) const { return {counts_[static_cast<std::size_t>(rank)], rank, m_.group_ranks()}; }
 
 void Step::plan_traffic(const RoutedExperts& e) {
-  const int rank = m_.exchange->rank();
-  const std::int64_t topk = e.router.topk, first = share_begin(rank), count = share_end(rank) - first;
-  w_.shares.resize(counts_.size());
-  for (int r = 0; r < m_.ranks(); ++r) w_.shares[static_cast<std::size_t>(r)] = share_end(r) - share_begin(r);
-  auto* copies = w_.traffic_copies.get<std::int32_t>(count * topk);
-  for (std::int64_t i = 0; i < count * topk; ++i) {
-    copies[i] = e.copy(ids_[first * topk + i], w_.rows_done + first_ + first + i / topk);
-  }
-  RowSending sending{};
-  sending.travel = e.travel;
-  sending.x = row(normed_, first);
-  sending.type = type_;
-  sending.width = hidden_;
-  sending.count = count;
-  sending.topk = topk;
-  sending.copies = copies;
-  sending.weights = weights_ + first * topk;
-  sending.first = e.prepared_rows ? &e.gate_up : nullptr;
-  sending.owners = e.copies.has_value() ? e.copies->ranks.data() : nullptr;
-  sending.other_counts = w_.shares.data();
-  w_.traffic.plan(k_, sending, *m_.exchange);
+  w_.shares.clear();
+  for (int r = 0; r < m_.ranks(); ++r) w_.shares.push_back(share_of(r).count());
+  w_.traffic.plan(k_, chosen_rows(e).part(share_of(m_.exchange->rank())), *m_.exchange, w_.shares.data());
 }
 
 void Step::receive_rows(Worker& worker, const RoutedExperts& e) {
@@ -57,7 +29,7 @@ void Step::receive_rows(Worker& worker, const RoutedExperts& e) {
     traffic.send();
     note_time(StepPart::kExchange);
     traffic.unpack(0, traffic.received());
-    find_places(e);
+    traffic.find_places();
     return;
   }
   worker.barrier->wait();
@@ -67,44 +39,21 @@ void Step::receive_rows(Worker& worker, const RoutedExperts& e) {
   end_stage(worker, StepPart::kExchange);
   traffic.unpack(worker.share(traffic.received()), worker.next_share(traffic.received()));
   worker.barrier->wait();
-  if (worker.index == 0) find_places(e);
-}
-
-void Step::find_places(const RoutedExperts& e) {
-  std::int32_t* copies = w_.traffic.copies();
-  for (std::int64_t i = 0; i < w_.traffic.received() * e.router.topk; ++i) {
-    if (copies[i] == -1) continue;
-    if (copies[i] < 0 || copies[i] >= e.copy_count()) {
-      m_.exchange->give_up("a row has come that asks for copy " + std::to_string(copies[i]) + " of an expert, of " +
-                           std::to_string(e.copy_count()));
-      copies[i] = -1;
-    } else {
-      copies[i] = e.place(copies[i]);
-    }
-  }
+  if (worker.index == 0) traffic.find_places();
 }
 
 void Step::return_sums(Worker& worker) {
   if (worker.index == 0) w_.traffic.send_back();
   end_stage(worker, StepPart::kExchange);
-  const int rank = m_.exchange->rank(), group = m_.group_ranks();
-  const std::int64_t first = share_begin(rank), count = share_end(rank) - first;
-  std::uint8_t* rows = mixed_;
-  if (group > 1) rows = w_.share_rows.get<std::uint8_t>(count_ * hidden_ * size_of(type_));
+  const std::int64_t count = share_of(m_.exchange->rank()).count(), row_bytes = hidden_ * size_of(type_);
   for (std::int64_t r = worker.share(count); r < worker.next_share(count); ++r) {
     float* values = values_of(worker);
     w_.traffic.add(r, values);
-    k_.store_row(values, hidden_, type_, row(rows, r));
+    k_.store_row(values, hidden_, type_, row(share_rows_, r));
   }
-  if (group == 1 || count_ == 0) return;
+  if (share_rows_ == mixed_ || count_ == 0) return;
   end_stage(worker, StepPart::kRows);
-  if (worker.index == 0) {
-    w_.share_begins.assign(1, 0);
-    for (int r = rank - rank % group; r < rank - rank % group + group; ++r) {
-      w_.share_begins.push_back(share_end(r) * hidden_ * size_of(type_));
-    }
-    m_.group->gather_parts(rows, w_.share_begins.data(), mixed_);
-  }
+  if (worker.index == 0) gather_shares(*m_.group, count_, row_bytes, share_rows_, mixed_);
   end_stage(worker, StepPart::kExchange);
 }
 

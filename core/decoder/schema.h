@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <optional>
 #include <span>
-#include <string>
 #include <variant>
 #include <vector>
 
@@ -17,7 +16,7 @@
 #include "ops/linear.h"
 #include "ops/routing.h"
 #include "packed/layout.h"
-#include "ranks/row_traffic.h"
+#include "ranks/packed_experts.h"
 #include "runtime/exchange.h"
 
 namespace cpumoe {
@@ -169,38 +168,8 @@ struct Router {
   RouteCall call(std::int64_t tokens, const float* logits, std::int32_t* ids, float* weights) const;
 };
 
-// Copies of experts on ranks that have whole experts: those of expert e are begins[e] to begins[e + 1] - 1.
-struct Copies {
-  std::span<const std::int32_t> begins;  // [experts + 1]
-  std::span<const std::int32_t> places;  // [copies]: index among the experts of this rank, or -1
-  std::span<const std::int32_t> ranks;   // [copies]
-};
-
-struct RoutedExperts {
+struct RoutedExperts : PackedExperts {
   Router router;
-  PackedMatrix gate_up, down;  // without data if this rank has no experts
-  ActivationSpec activation;
-  bool weight_on_input = false;
-  bool spread = false;            // ranks have some experts each, or a slice of each expert: their sums are added
-  std::optional<Copies> copies;   // none for slices, where every expert is here
-  std::span<std::int64_t> loads;  // [experts] or empty: counts how often each expert is chosen
-  // Where rows are computed, if ranks do not have the same rows or share them out.
-  RowTravel travel = RowTravel::kStay;
-  bool prepared_rows = false;  // rows travel in the row format of the first product; every rank has experts then
-
-  // The copy of an expert that a row uses: rows take turns.
-  std::int32_t copy(std::int32_t expert, std::int64_t turn) const {
-    if (!copies.has_value()) return expert;
-    const std::int32_t first = copies->begins[static_cast<std::size_t>(expert)];
-    return first + static_cast<std::int32_t>(turn % (copies->begins[static_cast<std::size_t>(expert) + 1] - first));
-  }
-  std::int32_t copy_count() const {
-    return copies.has_value() ? copies->begins.back() : static_cast<std::int32_t>(router.weight.columns);
-  }
-  // Index of a copy among the experts of this rank, or -1.
-  std::int32_t place(std::int32_t copy) const {
-    return copies.has_value() ? copies->places[static_cast<std::size_t>(copy)] : copy;
-  }
 };
 
 // A feed-forward block of all tokens: that of a layer without experts, or shared experts.
@@ -242,8 +211,7 @@ struct DecoderModel {
   bool has_own_rows() const { return group_ranks() < ranks(); }
 };
 
-// ---- the fields of each struct, by the names that Python has for them
-// ------------------------------------------------
+// ---- the fields of each struct, by the names that Python has for them -----------------------------------------------
 
 template <class V>
 void fields(V& v, Norm& n) {
@@ -329,10 +297,16 @@ void fields(V& v, Copies& c) {
 }
 
 template <class V>
-void fields(V& v, RoutedExperts& e) {
-  v("router", e.router), v("gate_up", e.gate_up), v("down", e.down), v("activation", e.activation);
+void fields(V& v, PackedExperts& e) {
+  v("gate_up", e.gate_up), v("down", e.down), v("activation", e.activation);
   v("weight_on_input", e.weight_on_input), v("spread", e.spread), v("copies", e.copies), v("loads", e.loads);
   v("travel", e.travel), v("prepared_rows", e.prepared_rows);
+}
+
+template <class V>
+void fields(V& v, RoutedExperts& e) {
+  fields(v, static_cast<PackedExperts&>(e));
+  v("router", e.router);
 }
 
 template <class V>

@@ -40,6 +40,7 @@ Step::Step(const Kernels& kernels, const StepInput& input, const DecoderModel& m
   residual_ = rows_of(w_.residual, hidden_);
   normed_ = rows_of(w_.normed, hidden_);
   mixed_ = rows_of(w_.mixed, hidden_);
+  share_rows_ = m_.group_ranks() > 1 ? rows_of(w_.share_rows, hidden_) : mixed_;
   scratch_ = w_.scratch.get<std::uint8_t>(scratch);
   dense_in_ = rows_of(w_.dense_in, 2 * inner);
   dense_hidden_ = rows_of(w_.dense_hidden, inner);
@@ -130,11 +131,15 @@ void Step::embed(const Worker& worker) {
                                    : at(m_.embedding.data, input_.tokens[first_ + r] * hidden_, type_);
     std::memcpy(row(residual_, r), from, static_cast<std::size_t>(hidden_ * size_of(type_)));
     if (input_.tokens == nullptr || m_.embedding_factor == 1.0f) return;
-    float* values = values_of(worker);
-    k_.load_row(from, type_, static_cast<int>(hidden_), values);
-    for (std::int64_t i = 0; i < hidden_; ++i) values[i] *= m_.embedding_factor;
-    k_.store_row(values, hidden_, type_, row(residual_, r));
+    scale_row(worker, m_.embedding_factor, row(residual_, r));
   });
+}
+
+void Step::scale_row(const Worker& worker, float factor, std::uint8_t* row) const {
+  float* values = values_of(worker);
+  k_.load_row(row, type_, static_cast<int>(hidden_), values);
+  for (std::int64_t i = 0; i < hidden_; ++i) values[i] *= factor;
+  k_.store_row(values, hidden_, type_, row);
 }
 
 void Step::clear_padding(const Worker& worker) {
@@ -151,13 +156,12 @@ void Step::normalize_into(const void* from, const Norm& norm, void* to) const {
 }
 
 void Step::normalize(const Worker& worker, const Norm& norm) {
-  each_row(worker, [&](std::int64_t r) {
-    if (norm) {
-      normalize_into(row(residual_, r), norm, row(normed_, r));
-    } else {
-      std::memcpy(row(normed_, r), row(residual_, r), static_cast<std::size_t>(hidden_ * size_of(type_)));
-    }
-  });
+  each_row(worker, [&](std::int64_t r) { normalize_hidden(row(residual_, r), norm, row(normed_, r)); });
+}
+
+void Step::normalize_hidden(const void* from, const Norm& norm, void* to) const {
+  if (norm) return normalize_into(from, norm, to);
+  std::memcpy(to, from, static_cast<std::size_t>(hidden_ * size_of(type_)));
 }
 
 void Step::add(const Worker& worker, std::uint8_t* rows, const Norm& norm, float factor) {
@@ -170,12 +174,7 @@ void Step::add(const Worker& worker, std::uint8_t* rows, const Norm& norm, float
 void Step::finish_block(const Worker& worker, const DecoderLayer& layer) {
   if (layer.dense.has_value()) {
     each_row(worker, [&](std::int64_t r) {
-      if (layer.dense->share) {
-        float* values = values_of(worker);
-        k_.load_row(row(dense_out_, r), type_, static_cast<int>(hidden_), values);
-        for (std::int64_t i = 0; i < hidden_; ++i) values[i] *= share_[r];
-        k_.store_row(values, hidden_, type_, row(dense_out_, r));
-      }
+      if (layer.dense->share) scale_row(worker, share_[r], row(dense_out_, r));
       if (layer.experts.has_value()) {
         k_.add_row({row(mixed_, r), row(dense_out_, r), type_, hidden_, 1.0f, row(mixed_, r)});
       }
@@ -222,12 +221,8 @@ void Step::finish(Worker& worker) {
   end_stage(worker, StepPart::kRows);  // rows that are wanted may be those of another worker
   const std::int64_t first = first_wanted(), wanted = last_wanted() - first;
   for (std::int64_t i = worker.share(wanted); i < worker.next_share(wanted); ++i) {
-    std::uint8_t* from = row(residual_, input_.wanted[static_cast<std::size_t>(first + i)] - first_);
-    if (m_.norm) {
-      normalize_into(from, m_.norm, row(result_, i));
-    } else {
-      std::memcpy(row(result_, i), from, static_cast<std::size_t>(hidden_ * size_of(type_)));
-    }
+    const std::int64_t wanted_row = input_.wanted[static_cast<std::size_t>(first + i)] - first_;
+    normalize_hidden(row(residual_, wanted_row), m_.norm, row(result_, i));
   }
   if (input_.logits_out != nullptr && wanted > 0) {
     compute(worker, w_.head, StepPart::kHead);

@@ -1,18 +1,17 @@
 // One step: a chunk of rows through all layers. For core/decoder alone.
 #pragma once
 
-#include <algorithm>
 #include <chrono>
 #include <cstdint>
 #include <deque>
-#include <mutex>
 #include <vector>
 
 #include "decoder/decoder.h"
 #include "decoder/mixer.h"
-#include "ops/attention.h"
 #include "ops/delta_rule.h"
+#include "ops/elements.h"
 #include "ops/experts.h"
+#include "ops/latent_attention.h"
 #include "ops/linear.h"
 #include "ranks/products.h"
 #include "ranks/row_traffic.h"
@@ -25,17 +24,11 @@ namespace cpumoe {
 // Rows for which one thread chooses the experts; more are shared out.
 constexpr std::int64_t kFewRows = 16;
 
-inline std::uint8_t* at(void* data, std::int64_t element, DType type) {
-  return static_cast<std::uint8_t*>(data) + element * size_of(type);
-}
-inline const std::uint8_t* at(const void* data, std::int64_t element, DType type) {
-  return static_cast<const std::uint8_t*>(data) + element * size_of(type);
-}
-
 // Products, operator stages and lists that mixers plan and compute with.
 struct MixerStages {
   RankProducts projections, output;
   CachedAttention attention;
+  LatentAttention latent_attention;
   RankProducts queries;                 // of MLA: q_b_proj
   std::deque<RankProducts> expansions;  // of a delta net, as many as a layer has at most
   DeltaRuleStage delta;
@@ -52,8 +45,8 @@ struct StepWorkspace {
   RankProducts router, dense_first, dense_second, head;
   MoeStage experts;
   RowTraffic traffic;
-  Buffer share_rows, traffic_copies;
-  std::vector<std::int64_t> shares, share_begins;
+  Buffer share_rows;
+  std::vector<std::int64_t> shares;
   std::vector<SequenceRows> sequence_rows;
   std::int64_t rows_done = 0;  // before this step
   double seconds[kStepParts] = {};
@@ -124,41 +117,38 @@ class Step {
   std::uint8_t* row(std::uint8_t* rows, std::int64_t index) const { return at(rows, index * hidden_, type_); }
   void embed(const Worker& worker);
   void normalize(const Worker& worker, const Norm& norm);
+  void normalize_hidden(const void* from, const Norm& norm, void* to) const;  // copies where there is no norm
+  void scale_row(const Worker& worker, float factor, std::uint8_t* row) const;
   void add(const Worker& worker, std::uint8_t* rows, const Norm& norm, float factor);
   // Adds what the block of a layer has computed to the residual stream.
   void finish_block(const Worker& worker, const DecoderLayer& layer);
 
   // ---- experts on other ranks: remote_experts.cc
-  // ---------------------------------------------------------------------
 
   void add_sums(Worker& worker);
-  // Of the rows of a group each of its ranks sends a share: rank r its rows [share_begin(r), share_end(r)).
-  std::int64_t share_begin(int rank) const;
-  std::int64_t share_end(int rank) const;
+  // The share of a tensor parallel group's rows that a rank dispatches.
+  RowShare share_of(int rank) const;
   void plan_traffic(const RoutedExperts& e);
   // Receives the rows of all ranks that have chosen experts of this rank.
   void receive_rows(Worker& worker, const RoutedExperts& e);
-  // Replaces copies of experts by their index on this rank.
-  void find_places(const RoutedExperts& e);
   void return_sums(Worker& worker);
   // A step in which only other ranks have rows.
   void serve_others(Worker& worker);
 
   // ---- block: block.cc
-  // -----------------------------------------------------------------------------------------------
 
   void plan_dense(const DenseBlock& d);
   void run_block(Worker& worker, const DecoderLayer& layer);
   void activate(const Worker& worker, const DenseBlock& d);
   // The first thread chooses for few rows and then plans; all threads choose for more.
   void choose_experts(Worker& worker, const RoutedExperts& e);
+  ChosenRows chosen_rows(const RoutedExperts& e) const;
   void plan_experts(const RoutedExperts& e);
   void run_experts(Worker& worker, const RoutedExperts& e);
   // Rounds logits to the type that the model's router computes in.
   void round_logits(const Router& router, std::int64_t first, std::int64_t last);
 
   // ---- output rows
-  // ---------------------------------------------------------------------------------------------------
 
   std::int64_t first_wanted() const;
   std::int64_t last_wanted() const;
@@ -173,7 +163,8 @@ class Step {
   const std::vector<std::int64_t>& counts_;
   const std::int64_t first_, count_, hidden_;
   const int threads_;
-  std::uint8_t *residual_, *normed_, *mixed_, *scratch_, *dense_in_, *dense_hidden_, *dense_out_, *result_ = nullptr;
+  std::uint8_t *residual_, *normed_, *mixed_, *scratch_, *dense_in_, *dense_hidden_, *dense_out_, *share_rows_,
+      *result_ = nullptr;
   std::int64_t values_stride_;
   float *values_, *share_, *logits_, *weights_, *sums_ = nullptr;
   std::int32_t *ids_, *own_ids_ = nullptr;

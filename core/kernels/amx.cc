@@ -34,7 +34,7 @@ inline __attribute__((always_inline)) void unpack_lines(const Record& record, st
   constexpr FormatTraits traits = traits_of(format);
   // The 8x8 bit matrix that moves the low nibble of every byte to the high one.
   const __m512i to_high = _mm512_set1_epi64(0x0000000001020408ll);
-  Decoder<format> decoder;
+  NibbleReader<format> reader;
 #pragma GCC unroll 32
   for (int i = 0; i < count; ++i) {
     const int line = first + i;
@@ -54,9 +54,9 @@ inline __attribute__((always_inline)) void unpack_lines(const Record& record, st
       _mm512_store_si512(dst, _mm512_gf2p8affine_epi64_epi8(v, to_high, 0));
       _mm512_store_si512(other_half, high_nibbles(v));
     } else {
-      decoder.begin(record, line >> 1);
-      _mm512_store_si512(dst, decoder.decode(v, 0, line & 1));
-      _mm512_store_si512(other_half, decoder.decode(v, 1, line & 1));
+      reader.begin(record, line >> 1);
+      _mm512_store_si512(dst, reader.decode(v, 0, line & 1));
+      _mm512_store_si512(other_half, reader.decode(v, 1, line & 1));
     }
   }
 }
@@ -160,8 +160,8 @@ void multiply_grouped(const Product& p) {
         for (int step = 0; step < kStepsPerTile; ++step) {
           const int half = pass_is_half(format) && kPasses == 2 ? pass : step;
           const std::uint8_t* rows = a + m * (2 * kTileBytes) + half * kTileBytes;
-          const __m512 s0 = load_scales<format>(results.before_last.scales, type, 0);
-          const __m512 s1 = load_scales<format>(results.before_last.scales, type, kTileColumns);
+          const __m512 s0 = scales_at<F32x16, format>(results.before_last.scales, type, 0).v;
+          const __m512 s1 = scales_at<F32x16, format>(results.before_last.scales, type, kTileColumns).v;
           float* acc = results.before_last.acc;
           const std::int32_t* ready = results.ready;
           CPUMOE_TILE_LOAD_ONCE(4, rows, 64);
@@ -205,9 +205,9 @@ void multiply_grouped(const Product& p) {
     coming = swap;
   }
   results.finish([&](const std::int32_t* sums, const ScaledStep& step) {
-    add_scaled_rows(sums, step.acc, load_scales<format>(step.scales, type, 0), 0, 16);
-    add_scaled_rows(sums + kTileInts, step.acc + kTileInts, load_scales<format>(step.scales, type, kTileColumns), 0,
-                    16);
+    add_scaled_rows(sums, step.acc, scales_at<F32x16, format>(step.scales, type, 0).v, 0, 16);
+    add_scaled_rows(sums + kTileInts, step.acc + kTileInts,
+                    scales_at<F32x16, format>(step.scales, type, kTileColumns).v, 0, 16);
   });
 }
 
@@ -359,7 +359,7 @@ void multiply_runs(const Product& p) {
   const std::uint8_t* next_rows = p.next_rows;
   // Two unpacked records: one in use, one being filled.
   std::uint8_t *current = p.workspace->unpacked[0], *coming = p.workspace->unpacked[2];
-  const LineDecoder<format> decoder;
+  const LineReader<format> reader;
   if constexpr (kUnpacks) Bf16Dots::unpack<format>(record_at<format>(p.records, p.layout.scales), current);
   RowScales scales_of_rows;
   const float* row_scales = scales_of_rows.of_rows[0];
@@ -398,7 +398,7 @@ void multiply_runs(const Product& p) {
         }
         if constexpr (kUnpacks) {
           for (int i = 0; i < lines_of_slot && line < kLinesOfHalf; ++i, ++line) {
-            Bf16Dots::unpack_line<format>(decoder, next, line, coming);
+            Bf16Dots::unpack_line<format>(reader, next, line, coming);
           }
         }
       }
@@ -408,6 +408,15 @@ void multiply_runs(const Product& p) {
     coming = swap;
   }
   results.finish([](const std::int32_t* sums, const RunsStep& step) { add_runs<format>(sums, step, 0, 16); });
+}
+
+// Rounds of four register-only products of `operations` each.
+template <class FourProducts>
+double tile_peak(std::int64_t iterations, double operations, const FourProducts& four_products) {
+  configure_tiles();
+  for (std::int64_t i = 0; i < iterations; ++i) four_products();
+  release_tiles();
+  return static_cast<double>(iterations) * 4 * operations;
 }
 
 struct Amx {
@@ -430,25 +439,16 @@ struct Amx {
     }
     multiply_floats_by_pairs<format, kind>(p);  // with groups of 16 inputs tiles would be half empty
   }
+
+  static double dot_peak(std::int64_t iterations) {
+    return tile_peak(iterations, 32768.0, [] {
+      CPUMOE_TILE_DOT(0, 4, 6);
+      CPUMOE_TILE_DOT(1, 4, 7);
+      CPUMOE_TILE_DOT(2, 5, 6);
+      CPUMOE_TILE_DOT(3, 5, 7);
+    });
+  }
 };
-
-// Rounds of four register-only products of `operations` each.
-template <class FourProducts>
-double tile_peak(std::int64_t iterations, double operations, const FourProducts& four_products) {
-  configure_tiles();
-  for (std::int64_t i = 0; i < iterations; ++i) four_products();
-  release_tiles();
-  return static_cast<double>(iterations) * 4 * operations;
-}
-
-double dot_peak(std::int64_t iterations) {
-  return tile_peak(iterations, 32768.0, [] {
-    CPUMOE_TILE_DOT(0, 4, 6);
-    CPUMOE_TILE_DOT(1, 4, 7);
-    CPUMOE_TILE_DOT(2, 5, 6);
-    CPUMOE_TILE_DOT(3, 5, 7);
-  });
-}
 
 double float_dot_peak(std::int64_t iterations) {
   return tile_peak(iterations, 16384.0, [] {
@@ -466,9 +466,7 @@ constexpr Kernels make_kernels() {
   k.few_rows = kMaxFewRows;  // from 7 rows on a padded tile of 16 is faster
   k.thread_begin = configure_tiles;
   k.thread_end = release_tiles;
-  k.dot_peak = dot_peak;
   k.float_dot_peak = float_dot_peak;
-  k.read_bytes = read_zmm;
   return k;
 }
 

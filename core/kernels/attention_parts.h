@@ -130,11 +130,7 @@ void load_lanes_typed(const LoadLanes& a) {
 
 template <class V>
 void load_lanes(const LoadLanes& a) {
-  switch (a.type) {
-    case DType::kF32: return load_lanes_typed<V, DType::kF32>(a);
-    case DType::kBF16: return load_lanes_typed<V, DType::kBF16>(a);
-    case DType::kF16: return load_lanes_typed<V, DType::kF16>(a);
-  }
+  with_type(a.type, [&]<DType type>() { load_lanes_typed<V, type>(a); });
 }
 
 inline const std::uint8_t* key_of(const CachedPart& part, int place) {
@@ -178,11 +174,7 @@ void load_part_typed(const CachedPart& part) {
 
 template <class V>
 void load_part(const CachedPart& part) {
-  switch (part.type) {
-    case DType::kF32: return load_part_typed<V, DType::kF32>(part);
-    case DType::kBF16: return load_part_typed<V, DType::kBF16>(part);
-    case DType::kF16: return load_part_typed<V, DType::kF16>(part);
-  }
+  with_type(part.type, [&]<DType type>() { load_part_typed<V, type>(part); });
 }
 
 // What is fetched on the way through a tile, one line a step: as many as are read of the part meanwhile.
@@ -440,11 +432,7 @@ void attend_part_typed(const CachedPart& part, const PartLanes& a) {
 
 template <class V>
 void attend_part(const CachedPart& part, const PartLanes& a) {
-  switch (part.type) {
-    case DType::kF32: return attend_part_typed<V, DType::kF32>(part, a);
-    case DType::kBF16: return attend_part_typed<V, DType::kBF16>(part, a);
-    case DType::kF16: return attend_part_typed<V, DType::kF16>(part, a);
-  }
+  with_type(part.type, [&]<DType type>() { attend_part_typed<V, type>(part, a); });
 }
 
 constexpr float kLeastFolded = -87.0f;
@@ -498,11 +486,7 @@ void finish_lanes_typed(const FinishLanes& a) {
 
 template <class V>
 void finish_lanes(const FinishLanes& a) {
-  switch (a.type) {
-    case DType::kF32: return finish_lanes_typed<V, DType::kF32>(a);
-    case DType::kBF16: return finish_lanes_typed<V, DType::kBF16>(a);
-    case DType::kF16: return finish_lanes_typed<V, DType::kF16>(a);
-  }
+  with_type(a.type, [&]<DType type>() { finish_lanes_typed<V, type>(a); });
 }
 
 template <class V>

@@ -11,7 +11,8 @@ namespace cpumoe {
 static constexpr int kPartTokens = 128;  // tokens are attended in parts that begin at multiples of this
 static constexpr int kRunTokens = 16;    // those of a part lie side by side in runs of so many
 static constexpr int kPartRuns = kPartTokens / kRunTokens;
-static constexpr int kMostLanes = 48;  // lanes, each a head of a row, that are attended at once
+static constexpr int kMostLanes = 48;               // lanes, each a head of a row, that are attended at once
+static constexpr float kSmallestCached = 0x1p-60f;  // keys and values of bf16 have this magnitude or more, or are 0
 // So few lanes are done with keys and values before the next ones have come from memory.
 static constexpr int kFewLanes = 16;
 

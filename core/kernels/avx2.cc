@@ -42,6 +42,6 @@ struct Avx2Dot {
 }  // namespace
 
 extern const Kernels kAvx2Kernels;
-constexpr Kernels kAvx2Kernels = ymm_kernels<Avx2Dot>("avx2");
+constexpr Kernels kAvx2Kernels = kernels_of<F32x8, Ymm<Avx2Dot>>("avx2");
 
 }  // namespace cpumoe

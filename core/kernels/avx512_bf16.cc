@@ -18,9 +18,7 @@ struct Avx512Bf16 : Avx512Integers {
 constexpr Kernels make_kernels() {
   Kernels k = kernels_of<F32x16, Avx512Bf16>("avx512_bf16");
   add_bf16_attention(k);
-  k.dot_peak = vnni_dot_peak;
   k.float_dot_peak = bf16_dot_peak;
-  k.read_bytes = read_zmm;
   return k;
 }
 

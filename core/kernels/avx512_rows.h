@@ -15,16 +15,16 @@ struct Avx512Rows {
   static void unpack_record(const Record& record, std::uint8_t* unpacked) {
     constexpr int kSubgroup = traits_of(format).subgroup;
     constexpr int kLines = kSubgroup == 0 || kSubgroup > 64 ? 16 : kSubgroup / 4;  // that share their zero points
-    Decoder<format> decoder;
+    NibbleReader<format> reader;
     for (int first = 0; first < 16; first += kLines) {
-      decoder.begin(record, first);
+      reader.begin(record, first);
 #pragma GCC unroll 4
       for (int line = first; line < first + kLines; ++line) {
         for (int tile = 0; tile < 2; ++tile) {
           const int at = (line * 2 + tile) * 64;
           const __m512i v = _mm512_loadu_si512(record.weights + at);
-          _mm512_store_si512(unpacked + at, decoder.decode(v, 0, tile));
-          _mm512_store_si512(unpacked + kInt8RecordBytes / 2 + at, decoder.decode(v, 1, tile));
+          _mm512_store_si512(unpacked + at, reader.decode(v, 0, tile));
+          _mm512_store_si512(unpacked + kInt8RecordBytes / 2 + at, reader.decode(v, 1, tile));
         }
       }
     }
@@ -56,8 +56,9 @@ struct Avx512Rows {
       }
       if (!part.scale_ends) continue;
       for (int tile = 0; tile < 2; ++tile) {
-        const __m512 s = load_scales<format>(args.record.scales, args.record.scale_type,
-                                             part.slot * kBlockColumns + tile * kTileColumns);
+        const __m512 s = scales_at<F32x16, format>(args.record.scales, args.record.scale_type,
+                                                   part.slot * kBlockColumns + tile * kTileColumns)
+                             .v;
         for (int r = 0; r < M; ++r) {
           float* acc = row_acc(args, r, tile);
           _mm512_storeu_ps(acc, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sum[r][tile]), s, _mm512_loadu_ps(acc)));
@@ -84,21 +85,21 @@ struct Avx512Integers {
     if (p.tile_rows <= kMaxFewRows) return multiply_few_rows<format>(p);
     multiply_rows<Avx512Rows, format>(p);
   }
-};
 
-inline double vnni_dot_peak(std::int64_t iterations) {
-  constexpr int kChains = 16;
-  __m512i sum[kChains];
-  for (auto& s : sum) s = _mm512_setzero_si512();
-  __m512i u = _mm512_set1_epi8(3), w = _mm512_set1_epi8(5);
-  for (std::int64_t i = 0; i < iterations; ++i) {
-    asm volatile("" : "+v"(u), "+v"(w));  // keeps the products in the loop
+  static double dot_peak(std::int64_t iterations) {
+    constexpr int kChains = 16;
+    __m512i sum[kChains];
+    for (auto& s : sum) s = _mm512_setzero_si512();
+    __m512i u = _mm512_set1_epi8(3), w = _mm512_set1_epi8(5);
+    for (std::int64_t i = 0; i < iterations; ++i) {
+      asm volatile("" : "+v"(u), "+v"(w));  // keeps the products in the loop
 #pragma GCC unroll 16
-    for (int j = 0; j < kChains; ++j) sum[j] = add_dot(sum[j], u, w);
+      for (int j = 0; j < kChains; ++j) sum[j] = add_dot(sum[j], u, w);
+    }
+    for (auto& s : sum) asm volatile("" : : "v"(s));
+    return static_cast<double>(iterations) * kChains * 128.0;
   }
-  for (auto& s : sum) asm volatile("" : : "v"(s));
-  return static_cast<double>(iterations) * kChains * 128.0;
-}
+};
 
 }  // namespace
 }  // namespace cpumoe

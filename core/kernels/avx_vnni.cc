@@ -34,6 +34,6 @@ struct AvxVnniDot {
 }  // namespace
 
 extern const Kernels kAvxVnniKernels;
-constexpr Kernels kAvxVnniKernels = ymm_kernels<AvxVnniDot>("avx_vnni");
+constexpr Kernels kAvxVnniKernels = kernels_of<F32x8, Ymm<AvxVnniDot>>("avx_vnni");
 
 }  // namespace cpumoe

@@ -103,9 +103,9 @@ constexpr const CodeTable& table_of(Decoding decoding) {
 
 // Lines of a record as bf16 numbers.
 template <WeightFormat format>
-class LineDecoder {
+class LineReader {
  public:
-  LineDecoder() {
+  LineReader() {
     if constexpr (kTraits.decoding == Decoding::kE4M3) {
       for (int i = 0; i < 2; ++i) {
         upper_[i] = _mm512_loadu_si512(kE4M3Bytes.upper + 64 * i);
@@ -198,8 +198,8 @@ struct Bf16Dots {
 
   template <WeightFormat format>
   static void unpack(const Record& record, std::uint8_t* dst) {
-    const LineDecoder<format> decoder;
-    for (int line = 0; line < 16; ++line) unpack_line<format>(decoder, record, line, dst);
+    const LineReader<format> reader;
+    for (int line = 0; line < 16; ++line) unpack_line<format>(reader, record, line, dst);
   }
 
   // Where the pairs of 16 columns and a line stand in an unpacked record, and in one that holds bf16 numbers: the even
@@ -211,12 +211,12 @@ struct Bf16Dots {
 
   // A line of both halves.
   template <WeightFormat format>
-  static __attribute__((always_inline)) void unpack_line(const LineDecoder<format>& decoder, const Record& record,
+  static __attribute__((always_inline)) void unpack_line(const LineReader<format>& reader, const Record& record,
                                                          int line, std::uint8_t* dst) {
-    store(decoder.template decode<0, 0>(record, line), dst + place(0, line, 0));
-    store(decoder.template decode<0, 1>(record, line), dst + place(0, line, 1));
-    store(decoder.template decode<1, 0>(record, line), dst + place(1, line, 0));
-    store(decoder.template decode<1, 1>(record, line), dst + place(1, line, 1));
+    store(reader.template decode<0, 0>(record, line), dst + place(0, line, 0));
+    store(reader.template decode<0, 1>(record, line), dst + place(0, line, 1));
+    store(reader.template decode<1, 0>(record, line), dst + place(1, line, 0));
+    store(reader.template decode<1, 1>(record, line), dst + place(1, line, 1));
   }
 
   template <int M, WeightFormat format, RowKind kind, bool packed>
@@ -226,17 +226,17 @@ struct Bf16Dots {
     for (int r = 0; r < M; ++r) {
       for (int tile = 0; tile < 2; ++tile) total[r][tile] = F32x16::load(args.acc + acc_index(r, tile * kTileColumns));
     }
-    const LineDecoder<format> decoder;
+    const LineReader<format> reader;
     // Where a byte holds inputs of both halves, runs of these come in turn: a line that is read gives both.
     constexpr bool kBoth = packed && traits_of(format).bits < 8 && traits_of(format).subgroup != 64;
     for (int i = 0; i < 2 * 16 / kLines; i += kBoth ? 2 : 1) {
       const RecordPart part = place_of_part<format, kLines>(i);
       if constexpr (kBoth) {
-        run_both<M, format>(args, decoder, part, place_of_part<format, kLines>(i + 1), total);
+        run_both<M, format>(args, reader, part, place_of_part<format, kLines>(i + 1), total);
       } else if (part.half == 0) {
-        run<M, format, packed, 0>(args, decoder, part, total);
+        run<M, format, packed, 0>(args, reader, part, total);
       } else {
-        run<M, format, packed, 1>(args, decoder, part, total);
+        run<M, format, packed, 1>(args, reader, part, total);
       }
     }
     for (int r = 0; r < M; ++r) {
@@ -251,10 +251,10 @@ struct Bf16Dots {
   }
 
   template <WeightFormat format, bool packed, int half, int tile>
-  static __attribute__((always_inline)) LinePairs pairs_of(const FloatArgs& args, const LineDecoder<format>& decoder,
+  static __attribute__((always_inline)) LinePairs pairs_of(const FloatArgs& args, const LineReader<format>& reader,
                                                            int line) {
     if constexpr (packed) {
-      return decoder.template decode<half, tile>(args.record, line);
+      return reader.template decode<half, tile>(args.record, line);
     } else {
       const std::uint8_t* at = args.weights + place(half, line, tile);
       return {_mm512_loadu_si512(at), _mm512_loadu_si512(at + kPairBytes)};
@@ -286,22 +286,22 @@ struct Bf16Dots {
   }
 
   template <int M, WeightFormat format, bool packed, int half>
-  static __attribute__((always_inline)) void run(const FloatArgs& args, const LineDecoder<format>& decoder,
+  static __attribute__((always_inline)) void run(const FloatArgs& args, const LineReader<format>& reader,
                                                  const RecordPart& part, F32x16 (&total)[M][2]) {
     __m512 sum[M][2];
     for (auto& row : sum) row[0] = row[1] = _mm512_setzero_ps();
     const std::uint8_t* rows = args.a + half * args.half_bytes;
     for (int i = 0; i < run_lines(format); ++i) {
       const int line = part.line + i;
-      const LinePairs first = pairs_of<format, packed, half, 0>(args, decoder, line);
-      const LinePairs second = pairs_of<format, packed, half, 1>(args, decoder, line);
+      const LinePairs first = pairs_of<format, packed, half, 0>(args, reader, line);
+      const LinePairs second = pairs_of<format, packed, half, 1>(args, reader, line);
       add_line<M>(rows + line * 8, first, second, sum);
     }
     finish<M, format>(args, part.slot, sum, total);
   }
 
   template <int M, WeightFormat format>
-  static __attribute__((always_inline)) void run_both(const FloatArgs& args, const LineDecoder<format>& decoder,
+  static __attribute__((always_inline)) void run_both(const FloatArgs& args, const LineReader<format>& reader,
                                                       const RecordPart& part, const RecordPart& other,
                                                       F32x16 (&total)[M][2]) {
     __m512 sum[2][M][2];
@@ -310,10 +310,10 @@ struct Bf16Dots {
     }
     for (int i = 0; i < run_lines(format); ++i) {
       const int line = part.line + i;
-      add_line<M>(args.a + line * 8, pairs_of<format, true, 0, 0>(args, decoder, line),
-                  pairs_of<format, true, 0, 1>(args, decoder, line), sum[0]);
-      add_line<M>(args.a + args.half_bytes + line * 8, pairs_of<format, true, 1, 0>(args, decoder, line),
-                  pairs_of<format, true, 1, 1>(args, decoder, line), sum[1]);
+      add_line<M>(args.a + line * 8, pairs_of<format, true, 0, 0>(args, reader, line),
+                  pairs_of<format, true, 0, 1>(args, reader, line), sum[0]);
+      add_line<M>(args.a + args.half_bytes + line * 8, pairs_of<format, true, 1, 0>(args, reader, line),
+                  pairs_of<format, true, 1, 1>(args, reader, line), sum[1]);
     }
     finish<M, format>(args, part.slot, sum[0], total);
     finish<M, format>(args, other.slot, sum[1], total);

@@ -1,123 +1,12 @@
-// Kernels of layers with a recurrent state (recurrent_table.h), written once over a vector type.
+// The gated delta rule (recurrent_table.h), written once over a vector type.
 //
 // Internal linkage on purpose: see kernels/table.h.
 #pragma once
 
-#include "kernels/functions.h"
-#include "kernels/recurrent_table.h"
+#include "kernels/recurrent.h"
 
 namespace cpumoe {
 namespace {
-
-// [channels][taps] of any type -> [tap][channel] in fp32, zeros behind the channels. `fixed`: taps, where the compiler
-// knows them, so that its loops have no remainder; or 0.
-template <class V, int fixed>
-inline void load_taps(const void* src, DType type, int channels, int taps, float (*apart)[kTapChannels]) {
-  taps = fixed == 0 ? taps : fixed;
-  float flat[kTapChannels * kMostTaps];
-  load_row<V>(src, type, channels * taps, flat);
-  for (int j = 0; j < taps; ++j) {
-    for (int c = 0; c < channels; ++c) apart[j][c] = flat[c * taps + j];
-    for (int c = channels; c < kTapChannels; ++c) apart[j][c] = 0.0f;
-  }
-}
-
-// And back; the oldest tap stands in row `oldest`.
-template <class V, int fixed>
-inline void store_taps(const float (*apart)[kTapChannels], int oldest, int channels, int taps, DType type, void* dst) {
-  taps = fixed == 0 ? taps : fixed;
-  float flat[kTapChannels * kMostTaps];
-  const float* from[kMostTaps];
-  for (int j = 0; j < taps; ++j) from[j] = apart[(oldest + j) % taps];
-  for (int c = 0; c < channels; ++c) {
-    for (int j = 0; j < taps; ++j) flat[c * taps + j] = from[j][c];
-  }
-  store_row<V>(flat, channels * taps, type, dst);
-}
-
-// row = x, or x * gate rounded to their type.
-template <class V, DType type>
-inline void load_input(const ConvolveRows& a, std::ptrdiff_t offset, float* row) {
-  using Element = typename V::template Element<type>;
-  load_typed<V, type>(static_cast<const Element*>(a.x) + offset, a.channels, row);
-  if (a.gate == nullptr) return;
-  float gate[kTapChannels];
-  Element rounded[kTapChannels];
-  load_typed<V, type>(static_cast<const Element*>(a.gate) + offset, a.channels, gate);
-  for (int c = 0; c < a.channels; ++c) row[c] *= gate[c];
-  store_typed<V, type>(row, a.channels, rounded);
-  load_typed<V, type>(rounded, a.channels, row);
-}
-
-template <class V, DType type, int fixed>
-void convolve_taps(const ConvolveRows& a) {
-  using Element = typename V::template Element<type>;
-  const int taps = fixed == 0 ? a.taps : fixed;
-  // The inputs of the last tokens: that of token t stands in row t % taps, and the state is tokens -taps to -1.
-  alignas(64) float window[kMostTaps][kTapChannels], weight[kMostTaps][kTapChannels];
-  alignas(64) float bias[kTapChannels] = {}, row[kTapChannels];
-  load_taps<V, fixed>(a.state, type, a.channels, taps, window);
-  load_taps<V, fixed>(a.weight, a.weight_type, a.channels, taps, weight);
-  if (a.bias != nullptr) load_row<V>(a.bias, a.weight_type, a.channels, bias);
-  for (int t = 0; t < a.tokens; ++t) {
-    const std::ptrdiff_t offset = t * a.stride;
-    load_input<V, type>(a, offset, window[t % taps]);
-    const float* inputs[kMostTaps];
-    for (int j = 0; j < taps; ++j) inputs[j] = window[(t + 1 + j) % taps];
-    for (int c = 0; c < a.channels; c += V::kWidth) {
-      V sum = V::load(bias + c);
-      for (int j = 0; j < taps; ++j) sum = V::fma(V::load(weight[j] + c), V::load(inputs[j] + c), sum);
-      if (a.silu) sum = sum * sigmoid_of(sum);
-      V::store(row + c, sum);
-    }
-    if (a.out_gate != nullptr) {
-      float gate[kTapChannels];
-      load_typed<V, type>(static_cast<const Element*>(a.out_gate) + offset, a.channels, gate);
-      for (int c = 0; c < a.channels; ++c) row[c] *= gate[c];
-    }
-    auto* out = static_cast<std::uint8_t*>(a.out) + t * a.out_stride * size_of(a.out_type);
-    store_row<V>(row, a.channels, a.out_type, out);
-  }
-  store_taps<V, fixed>(window, a.tokens % taps, a.channels, taps, type, a.state);
-}
-
-template <class V, DType type>
-void convolve_typed(const ConvolveRows& a) {
-  a.taps == 4 ? convolve_taps<V, type, 4>(a) : convolve_taps<V, type, 0>(a);
-}
-
-template <class V>
-void convolve_rows(const ConvolveRows& a) {
-  switch (a.type) {
-    case DType::kF32: return convolve_typed<V, DType::kF32>(a);
-    case DType::kBF16: return convolve_typed<V, DType::kBF16>(a);
-    case DType::kF16: return convolve_typed<V, DType::kF16>(a);
-  }
-}
-
-// Sum of squares in 16 interleaved lanes.
-template <class V>
-inline float squares_of(const float* x, int count) {
-  constexpr int kLanes = LaneSum<V>::kLanes;
-  LaneSum<V> squares;
-  const auto add = [&](const float* at) {
-    for (int i = 0; i < kLanes; i += V::kWidth) {
-      const V v = V::load(at + i);
-      V& part = squares.part[i / V::kWidth];
-      part = V::fma(v, v, part);
-    }
-  };
-  const int whole = count / kLanes * kLanes;
-  for (int i = 0; i < whole; i += kLanes) add(x + i);
-  if (whole < count) {
-    float rest[kLanes] = {};
-    for (int i = whole; i < count; ++i) rest[i - whole] = x[i];
-    add(rest);
-  }
-  return squares.total();
-}
-
-inline float inverse_root(float x) { return 1.0f / F32x1::square_root(F32x1::set(x)).v; }
 
 template <class V>
 void normalize_lengths(const NormalizeLengths& a) {
@@ -131,11 +20,6 @@ void normalize_lengths(const NormalizeLengths& a) {
 }
 
 template <class V>
-void exponential_row(float* x, int count) {
-  for (int i = 0; i < count; i += V::kWidth) V::store(x + i, exp_of(V::load(x + i)));
-}
-
-template <class V>
 void decay_row(const DecayRow& a) {
   float bias[kPaddedLanes] = {}, rate[kPaddedLanes] = {};
   for (int i = 0; i < a.count; i += V::kWidth) {
@@ -144,8 +28,8 @@ void decay_row(const DecayRow& a) {
       rate[j] = a.rate[a.shared_rate ? 0 : i + j];
     }
     const V x = V::load(a.x + i) + V::load(bias), r = V::load(rate);
-    const V log = a.bound == 0.0f ? V::set(0.0f) - r * softplus_of(x) : V::set(a.bound) * sigmoid_of(r * x);
-    V::store(a.x + i, V::select_less(log, V::set(-87.0f), V::set(0.0f), exp_of(log)));
+    V::store(a.x + i,
+             decay_of(a.bound == 0.0f ? r * softplus_of(x) : V::set(a.bound) * sigmoid_of((V::set(0.0f) - r) * x)));
   }
 }
 
@@ -291,45 +175,6 @@ void advance_state(const DeltaSteps& a) {
   for (int first = 0; first < a.columns; first += kStateColumns) {
     advance_slice<V>(a, first, a.columns - first < kStateColumns ? a.columns - first : kStateColumns);
   }
-}
-
-template <class V, DType type>
-void gate_typed(const GatedNormRow& a) {
-  using Element = typename V::template Element<type>;
-  const V factor = V::set(inverse_root(squares_of<V>(a.x, a.count) / static_cast<float>(a.count) + a.epsilon));
-  const auto gate_vector = [&](const float* x, const float* weight, const Element* gate, Element* to) {
-    const V g = V::template load_as<type>(gate), s = sigmoid_of(g);
-    V::template store_as<type>(to, V::load(x) * factor * V::load(weight) * (a.sigmoid ? s : g * s));
-  };
-  const auto* gate = static_cast<const Element*>(a.gate);
-  auto* dst = static_cast<Element*>(a.dst);
-  int i = 0;
-  for (; i + V::kWidth <= a.count; i += V::kWidth) gate_vector(a.x + i, a.weight + i, gate + i, dst + i);
-  if (i < a.count) {
-    float x[V::kWidth] = {}, weight[V::kWidth] = {};
-    Element gates[V::kWidth] = {}, to[V::kWidth];
-    for (int j = 0; i + j < a.count; ++j) {
-      x[j] = a.x[i + j];
-      weight[j] = a.weight[i + j];
-      gates[j] = gate[i + j];
-    }
-    gate_vector(x, weight, gates, to);
-    for (int j = 0; i + j < a.count; ++j) dst[i + j] = to[j];
-  }
-}
-
-template <class V>
-void gate_row(const GatedNormRow& a) {
-  switch (a.type) {
-    case DType::kF32: return gate_typed<V, DType::kF32>(a);
-    case DType::kBF16: return gate_typed<V, DType::kBF16>(a);
-    case DType::kF16: return gate_typed<V, DType::kF16>(a);
-  }
-}
-
-template <class V>
-constexpr void add_delta_kernels(Kernels& k) {
-  k.delta = {exponential_row<V>, convolve_rows<V>, normalize_lengths<V>, decay_row<V>, advance_state<V>, gate_row<V>};
 }
 
 }  // namespace

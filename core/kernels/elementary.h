@@ -9,6 +9,17 @@
 namespace cpumoe {
 namespace {
 
+// Calls f<type>() for the type whose value is `type`.
+template <class F>
+inline auto with_type(DType type, const F& f) {
+  switch (type) {
+    case DType::kF32: return f.template operator()<DType::kF32>();
+    case DType::kBF16: return f.template operator()<DType::kBF16>();
+    case DType::kF16: return f.template operator()<DType::kF16>();
+  }
+  __builtin_unreachable();
+}
+
 template <class V>
 inline V min_of(V a, V b) {  // b when unordered: min_of(bound, x) keeps a NaN in x
   return V::select_less(a, b, a, b);
@@ -41,11 +52,7 @@ void store_typed(const float* src, std::int64_t count, void* dst) {
 
 template <class V>
 void store_row(const float* src, std::int64_t count, DType type, void* dst) {
-  switch (type) {
-    case DType::kF32: return store_typed<V, DType::kF32>(src, count, dst);
-    case DType::kBF16: return store_typed<V, DType::kBF16>(src, count, dst);
-    case DType::kF16: return store_typed<V, DType::kF16>(src, count, dst);
-  }
+  with_type(type, [&]<DType type>() { store_typed<V, type>(src, count, dst); });
 }
 
 template <class V, DType type>
@@ -65,11 +72,7 @@ void load_typed(const void* src, int count, float* dst) {
 
 template <class V>
 void load_row(const void* src, DType type, int count, float* dst) {
-  switch (type) {
-    case DType::kF32: return load_typed<V, DType::kF32>(src, count, dst);
-    case DType::kBF16: return load_typed<V, DType::kBF16>(src, count, dst);
-    case DType::kF16: return load_typed<V, DType::kF16>(src, count, dst);
-  }
+  with_type(type, [&]<DType type>() { load_typed<V, type>(src, count, dst); });
 }
 
 }  // namespace

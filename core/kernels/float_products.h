@@ -144,22 +144,6 @@ inline V decoded(const Record& record, int half, int line, int i, int column) {
   }
 }
 
-// Scales of kWidth columns. Small floats have theirs in a byte, of a type that goes with them.
-template <class V, WeightFormat format>
-inline V scales_at(const Record& record, int index) {
-  constexpr FormatTraits traits = traits_of(format);
-  if constexpr (traits.subgroup == 16) {
-    return V::load_e4m3(record.scales + index);
-  } else if constexpr (traits.decoding != Decoding::kNibbles && traits.decoding != Decoding::kBytesOfZero) {
-    return max_of(V::set(0x1p-127f), V::shift_left(V::load_bytes(record.scales + index), 23));  // 2^-127 is subnormal
-  } else {
-    const auto* words = reinterpret_cast<const std::uint16_t*>(record.scales) + index;
-    if (record.scale_type == ScaleType::kBF16) return V::template load_as<DType::kBF16>(words);
-    if (record.scale_type == ScaleType::kF32) return V::load(reinterpret_cast<const float*>(record.scales) + index);
-    return V::template load_as<DType::kF16>(words) * V::set(1.0f / static_cast<float>(traits.unit));
-  }
-}
-
 // The scales of a run for kWidth columns from `column` on; 1 where columns have one for all inputs.
 template <class V, WeightFormat format>
 inline V run_scales(const Record& record, int slot, int column) {
@@ -170,7 +154,7 @@ inline V run_scales(const Record& record, int slot, int column) {
   } else if constexpr (traits_of(format).subgroup == 0) {
     return V::set(1.0f);
   } else {
-    return scales_at<V, format>(record, slot * kBlockColumns + column);
+    return scales_at<V, format>(record.scales, record.scale_type, slot * kBlockColumns + column);
   }
 }
 
@@ -274,24 +258,14 @@ struct FloatVectors {
   }
 };
 
-// Register-only products, as the kernels above do them.
+// Base of an `Isa` of rowwise.h without instructions for bf16 products: multiplies rows of floats with its vectors.
 template <class V>
-double fma_peak(std::int64_t iterations) {
-  constexpr int kChains = V::kWidth == 1 ? 4 : 12;
-  V sum[kChains], w = V::set(1.0f), x = V::set(0.5f);
-  for (V& s : sum) s = V::set(0.0f);
-  for (std::int64_t i = 0; i < iterations; ++i) {
-    asm volatile("" : : "g"(&w), "g"(&x) : "memory");  // keeps the products in the loop
-    for (V& s : sum) s = V::kWidth == 1 ? s + w * x : V::fma(w, x, s);
+struct FloatProducts {
+  template <WeightFormat format, RowKind kind>
+  static void multiply_floats(const Product& p) {
+    multiply_float_rows<FloatVectors<V>, format, kind>(p);
   }
-  volatile float sink = 0.0f;
-  float lanes[V::kWidth];
-  for (V& s : sum) {
-    V::store(lanes, s);
-    sink = sink + lanes[0];
-  }
-  return static_cast<double>(iterations) * kChains * V::kWidth * 2.0;
-}
+};
 
 }  // namespace
 }  // namespace cpumoe

@@ -87,11 +87,7 @@ void read_cache_typed(const ReadRecords& a) {
 
 template <class V>
 void expand_cache_records(const ReadRecords& a) {
-  switch (a.type) {
-    case DType::kF32: return read_cache_typed<V, DType::kF32>(a);
-    case DType::kBF16: return read_cache_typed<V, DType::kBF16>(a);
-    case DType::kF16: return read_cache_typed<V, DType::kF16>(a);
-  }
+  with_type(a.type, [&]<DType type>() { read_cache_typed<V, type>(a); });
 }
 
 }  // namespace

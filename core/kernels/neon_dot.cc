@@ -40,6 +40,6 @@ struct NeonDot {
 }  // namespace
 
 extern const Kernels kNeonDotKernels;
-constexpr Kernels kNeonDotKernels = neon_kernels<NeonDot>("neon_dot");
+constexpr Kernels kNeonDotKernels = kernels_of<F32x4, Neon<NeonDot>>("neon_dot");
 
 }  // namespace cpumoe

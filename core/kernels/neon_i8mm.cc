@@ -53,6 +53,6 @@ struct NeonI8mm {
 }  // namespace
 
 extern const Kernels kNeonI8mmKernels;
-constexpr Kernels kNeonI8mmKernels = neon_kernels<NeonI8mm>("neon_i8mm");
+constexpr Kernels kNeonI8mmKernels = kernels_of<F32x4, Neon<NeonI8mm>>("neon_i8mm");
 
 }  // namespace cpumoe

@@ -21,26 +21,6 @@ inline int8x16_t high_nibbles(int8x16_t v) { return vandq_s8(v, vdupq_n_s8(stati
 
 inline int8x16_t load_signed(const std::uint8_t* p) { return vreinterpretq_s8_u8(vld1q_u8(p)); }
 
-template <WeightFormat format>
-inline float32x4_t load_scales(const std::uint8_t* scales, ScaleType type, int index) {
-  if constexpr (traits_of(format).decoding == Decoding::kFp4) {
-    std::uint32_t quad;
-    memcpy(&quad, scales + index, 4);
-    const uint16x4_t codes = vget_low_u16(vmovl_u8(vreinterpret_u8_u32(vdup_n_u32(quad))));
-    if constexpr (format == WeightFormat::kFp4Group16) {
-      return vcvt_f32_f16(vreinterpret_f16_u16(vshl_n_u16(codes, 7)));
-    }
-    const uint32x4_t bits = vshlq_n_u32(vmovl_u16(codes), 23);
-    return vreinterpretq_f32_u32(vmaxq_u32(bits, vdupq_n_u32(0x00400000u)));  // 2^-127 is subnormal
-  }
-  if (type == ScaleType::kF32) return vreinterpretq_f32_u8(vld1q_u8(scales + index * 4));
-  if (type == ScaleType::kF16) {
-    const float32x4_t values = vcvt_f32_f16(vreinterpret_f16_u8(vld1_u8(scales + index * 2)));
-    return vmulq_n_f32(values, 1.0f / static_cast<float>(traits_of(format).unit));
-  }
-  return vreinterpretq_f32_u32(vshll_n_u16(vreinterpret_u16_u8(vld1_u8(scales + index * 2)), 16));
-}
-
 // Nibbles of a vector as signed bytes; those with a zero point from 0 to 15.
 template <Decoding decoding>
 inline int8x16_t nibbles(int8x16_t v, int half) {
@@ -63,7 +43,7 @@ inline int8x16_t load_zeros(const std::uint8_t* zeros) {
 }
 
 template <class Dot>
-struct Neon {
+struct Neon : FloatProducts<F32x4> {
   static constexpr int kRowsAtOnce = 4;  // 16 running sums in the 32 registers
   template <WeightFormat format>
   static constexpr int kStraightRows = traits_of(format).has_zeros() ? 0 : 4;
@@ -90,11 +70,6 @@ struct Neon {
   template <WeightFormat format>
   static void multiply(const Product& p) {
     multiply_rows<Neon, format>(p);
-  }
-
-  template <WeightFormat format, RowKind kind>
-  static void multiply_floats(const Product& p) {
-    multiply_float_rows<FloatVectors<F32x4>, format, kind>(p);
   }
 
   template <int M, WeightFormat format, bool packed>
@@ -124,8 +99,10 @@ struct Neon {
         }
         if (!part.scale_ends) continue;
         for (int quarter = 0; quarter < 4; ++quarter) {
-          const float32x4_t s = load_scales<format>(args.record.scales, args.record.scale_type,
-                                                    part.slot * kBlockColumns + tile * kTileColumns + quarter * 4);
+          const int column = tile * kTileColumns + quarter * 4;
+          const float32x4_t s =
+              scales_at<F32x4, format>(args.record.scales, args.record.scale_type, part.slot * kBlockColumns + column)
+                  .v;
           for (int r = 0; r < M; ++r) {
             float* p = tile_acc + r * kTileColumns + quarter * 4;
             vst1q_f32(p, vfmaq_f32(vld1q_f32(p), vcvtq_f32_s32(sums.value(r, quarter)), s));
@@ -142,36 +119,26 @@ struct Neon {
       }
     }
   }
+
+  // Register-only products of four rows, as the kernels do them.
+  static double dot_peak(std::int64_t iterations) {
+    typename Dot::template Sums<4> sums;
+    sums.clear();
+    std::uint8_t x[4 * 64];
+    for (auto& byte : x) byte = 3;
+    int8x16_t lines[2][4];
+    for (auto& line : lines) {
+      for (auto& quarter : line) quarter = vdupq_n_s8(5);
+    }
+    for (std::int64_t i = 0; i < iterations; ++i) {
+      asm volatile("" : "+w"(lines[0][0]), "+w"(lines[1][0]) : : "memory");  // keeps the products in the loop
+      sums.add(lines, x);
+    }
+    volatile std::int32_t sink = vgetq_lane_s32(sums.value(3, 3), 0);
+    (void)sink;
+    return static_cast<double>(iterations) * 4 * 16 * 8 * 2.0;
+  }
 };
-
-// Register-only products of four rows, as the kernels do them.
-template <class Dot>
-double dot_peak(std::int64_t iterations) {
-  typename Dot::template Sums<4> sums;
-  sums.clear();
-  std::uint8_t x[4 * 64];
-  for (auto& byte : x) byte = 3;
-  int8x16_t lines[2][4];
-  for (auto& line : lines) {
-    for (auto& quarter : line) quarter = vdupq_n_s8(5);
-  }
-  for (std::int64_t i = 0; i < iterations; ++i) {
-    asm volatile("" : "+w"(lines[0][0]), "+w"(lines[1][0]) : : "memory");  // keeps the products in the loop
-    sums.add(lines, x);
-  }
-  volatile std::int32_t sink = vgetq_lane_s32(sums.value(3, 3), 0);
-  (void)sink;
-  return static_cast<double>(iterations) * 4 * 16 * 8 * 2.0;
-}
-
-template <class Dot>
-constexpr Kernels neon_kernels(const char* name) {
-  Kernels k = kernels_of<F32x4, Neon<Dot>>(name);
-  k.dot_peak = dot_peak<Dot>;
-  k.float_dot_peak = fma_peak<F32x4>;
-  k.read_bytes = read_neon;
-  return k;
-}
 
 }  // namespace
 }  // namespace cpumoe

@@ -76,12 +76,7 @@ float magnitude_typed(const void* src, std::int64_t count) {
 
 template <class V>
 float magnitude_of(const void* src, DType type, std::int64_t count) {
-  switch (type) {
-    case DType::kF32: return magnitude_typed<V, DType::kF32>(src, count);
-    case DType::kBF16: return magnitude_typed<V, DType::kBF16>(src, count);
-    case DType::kF16: return magnitude_typed<V, DType::kF16>(src, count);
-  }
-  return 0.0f;
+  return with_type(type, [&]<DType type>() { return magnitude_typed<V, type>(src, count); });
 }
 
 // The inputs of a record in fp32, zero beyond the end, and all of them zero where the row is broken.

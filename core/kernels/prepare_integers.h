@@ -114,12 +114,7 @@ RowScale quantize_typed(const PrepareRow& args) {
 
 template <class V, int bits>
 RowScale quantize_row(const PrepareRow& args) {
-  switch (args.type) {
-    case DType::kF32: return quantize_typed<V, bits, DType::kF32>(args);
-    case DType::kBF16: return quantize_typed<V, bits, DType::kBF16>(args);
-    case DType::kF16: return quantize_typed<V, bits, DType::kF16>(args);
-  }
-  return RowScale{};
+  return with_type(args.type, [&]<DType type>() { return quantize_typed<V, bits, type>(args); });
 }
 
 // With the scale that is given: rounded to nearest even, from -128 to 127, held 128 larger.

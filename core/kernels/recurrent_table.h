@@ -1,4 +1,5 @@
-// What layers with a recurrent state ask of an instruction set: short convolutions, gates and the gated delta rule.
+// Kernels of layers with a recurrent state: short convolutions, gated norms, the gated delta rule and state spaces
+// (Mamba).
 #pragma once
 
 #include <cstddef>
@@ -13,20 +14,21 @@ static constexpr int kTapChannels = 128;  // most that one call convolves
 static constexpr int kStateColumns = 32;  // that are advanced at once over several tokens: 16 KB at 128 rows
 static constexpr int kPaddedLanes = 16;   // rows that are worked on in place have room for whole vectors of these
 
-// Causal convolution of each channel along the tokens: out[t][c] = bias[c] + sum over taps j of weight[c][j] * x[t -
-// taps
-// + 1 + j][c], taps in ascending order, what came before the first token taken from the state.
+// Causal convolution of each channel along the tokens: out[t][c] = bias[c] + sum over taps j of weight[c][j] *
+// x[t - taps + 1 + j][c], taps in ascending order. Inputs before the first token come from the state: any cut of the
+// tokens gives the same bits.
 struct ConvolveRows {
   DType type;             // of x, both gates and the state
   const void* x;          // [tokens, channels]
   const void* gate;       // x is multiplied by it and rounded to its type before all else; or null
   std::ptrdiff_t stride;  // elements from one token to the next, of x and both gates
   int tokens, channels, taps;
-  DType weight_type;     // of the weight and the bias
+  DType weight_type, bias_type;
   const void* weight;    // [channels, taps]
   const void* bias;      // [channels], or null
   void* state;           // [channels, taps]: the last inputs; moved on by the tokens
   bool silu;             // of the result
+  const float* mask;     // [tokens], factors of the result; or null
   const void* out_gate;  // the result is multiplied by it; or null
   DType out_type;
   void* out;  // [tokens, channels]
@@ -41,13 +43,13 @@ struct NormalizeLengths {
   float epsilon, factor;
 };
 
-// What is left of a state after a token, in place: e^(-rate * log(1 + e^(x + bias))), or with a bound below zero
-// e^(bound / (1 + e^(-rate * (x + bias)))). 0 where it would be below e^-87. Room for whole vectors.
+// The factor by which a state decays at a token, in place: e^(rate * log(1 + e^(x + bias))), or with a bound below zero
+// e^(bound / (1 + e^(rate * (x + bias)))). 0 where it would be below e^-87. Room for whole vectors.
 struct DecayRow {
   float* x;
   int count;
   const float* bias;
-  const float* rate;  // one for each value, or `shared_rate`: one for all
+  const float* rate;  // as decay_rates gives them; one for each value, or `shared_rate`: one for all
   bool shared_rate;
   float bound;  // 0: none
 };
@@ -70,39 +72,6 @@ struct DeltaSteps {
   std::ptrdiff_t value_stride;
   float* scratch;  // (2 + kStateColumns) * rows values
 };
-
-// dst[i] = x[i] / sqrt(mean of squares + epsilon) * weight[i] * f(gate[i]), f = silu or sigmoid.
-struct GatedNormRow {
-  const float *x, *weight;
-  const void* gate;
-  DType type;  // of gate and dst
-  int count;
-  float epsilon;
-  bool sigmoid;
-  void* dst;
-};
-
-// Channels, each convolved with its inputs up to a token's own:
-// out[t, c] = silu(bias[c] + sum over k < width of weight[c, k] * input[t - width + 1 + k, c]) * mask[t].
-// `state` holds the `width` inputs before x and then those up to the last of x: any cut of the tokens gives the same
-// bits.
-struct ConvolveChannels {
-  DType type;     // of x and state
-  const void* x;  // [tokens, channels], rows x_stride elements apart
-  std::int64_t x_stride, tokens;
-  int channels, width;  // at most kConvolvedChannels and kConvolutionWidth
-  void* state;          // [channels, width]
-  DType weight_type;
-  const void* weight;  // [channels, width]
-  DType bias_type;
-  const void* bias;   // [channels] or null
-  const float* mask;  // [tokens] or null
-  DType out_type;
-  void* out;  // [tokens, channels], rows out_stride elements apart
-  std::int64_t out_stride;
-};
-
-static constexpr int kConvolvedChannels = 64, kConvolutionWidth = 16;
 
 // Steps of a state space: steps[i] = log(1 + e^(raw[i] + bias[i])) within [low, high], and decays[i] = e^(steps[i] *
 // rates[i]) if there are rates.
@@ -135,29 +104,29 @@ struct ScanState {
   std::int64_t out_stride;
 };
 
-// out[i] = normed(x[i] * silu(gate[i])), or normed(x[i]) * silu(gate[i]) with `gate_last`. Every `group` values are
-// divided by the root of their mean square + epsilon and multiplied by the weight; without a weight there is no norm.
-// x is overwritten.
+// out[i] = normed(x[i] * f(gate[i])), or normed(x[i]) * f(gate[i]) with `gate_last`, f = silu or sigmoid. Every `group`
+// values are divided by the root of their mean square + epsilon and multiplied by the weight; without a weight there is
+// no norm. Without `gate_last`, x is overwritten by x * f(gate).
 struct GateRow {
   float* x;
+  const float* weight;  // [count] or null
   const void* gate;
   DType type;  // of gate and out
   std::int64_t count, group;
-  const void* weight;  // [count] or null
-  DType weight_type;
   float epsilon;
-  bool gate_last;
+  bool gate_last, sigmoid;
   void* out;
 };
 
-struct DeltaKernels {
-  // x[i] = e^x[i], in place, with room for whole vectors.
-  void (*exponential)(float* x, int count);
+struct RecurrentKernels {
   void (*convolve)(const ConvolveRows&);
-  void (*normalize_lengths)(const NormalizeLengths&);
+  void (*gate)(const GateRow&);
+  void (*decay_rates)(const void* logarithms, DType type, std::int64_t count, float* rates);  // -e^x
   void (*decay)(const DecayRow&);
+  void (*normalize_lengths)(const NormalizeLengths&);
   void (*advance)(const DeltaSteps&);
-  void (*gate)(const GatedNormRow&);
+  void (*time_steps)(const TimeSteps&);
+  void (*scan_state)(const ScanState&);
 };
 
 }  // namespace cpumoe

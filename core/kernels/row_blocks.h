@@ -9,6 +9,7 @@
 // Internal linkage on purpose: see kernels/table.h.
 #pragma once
 
+#include "kernels/elementary.h"
 #include "kernels/table.h"
 
 namespace cpumoe {
@@ -39,6 +40,24 @@ template <WeightFormat format>
 inline Record record_at(const std::uint8_t* bytes, ScaleType scales) {
   const std::uint8_t* zeros = bytes + record_scale_bytes(format, scales);
   return {bytes, zeros, zeros + record_zero_bytes(format), scales};
+}
+
+// The scales of kWidth columns, the first of them scale `index` of a record. Small floats in groups of 16 (NVFP4) have
+// e4m3 scales, those in groups of 32 (mx formats) E8M0 scales.
+template <class V, WeightFormat format>
+inline V scales_at(const std::uint8_t* scales, ScaleType type, int index) {
+  constexpr FormatTraits traits = traits_of(format);
+  constexpr bool kSmallFloats = traits.decoding == Decoding::kFp4 || !(traits.has_integers() || traits.has_zeros());
+  if constexpr (traits.decoding == Decoding::kFp4 && traits.subgroup == 16) {
+    return V::load_e4m3(scales + index);
+  } else if constexpr (kSmallFloats && traits.subgroup == 32) {
+    return max_of(V::set(0x1p-127f), V::shift_left(V::load_bytes(scales + index), 23));  // 2^-127 is subnormal
+  } else {
+    const auto* words = reinterpret_cast<const std::uint16_t*>(scales) + index;
+    if (type == ScaleType::kBF16) return V::template load_as<DType::kBF16>(words);
+    if (type == ScaleType::kF32) return V::load(reinterpret_cast<const float*>(scales) + index);
+    return V::template load_as<DType::kF16>(words) * V::set(1.0f / static_cast<float>(traits.unit));
+  }
 }
 
 struct RecordArgs {

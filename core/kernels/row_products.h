@@ -59,7 +59,7 @@ void dot_tile(const DotRows& a, int first_query, std::int64_t first_row) {
   }
   for (int q = 0; q < queries; ++q) {
     float* out = a.out + (first_query + q) * a.out_stride + first_row;
-    for (int r = 0; r < rows; ++r) out[r] = a.add ? out[r] + sum[q][r].total() : sum[q][r].total();
+    for (int r = 0; r < rows; ++r) out[r] = sum[q][r].total();
   }
 }
 
@@ -113,14 +113,14 @@ void sum_tile(const float* weights, std::ptrdiff_t weight_stride, const typename
   }
 }
 
-// Few queries: a few whole rows at a time, so that memory is read in one stream. Columns [first, last) as far as whole
-// tiles go; gives where they end.
+// Few queries: a few whole rows at a time, so that memory is read in one stream. Columns from `first` on, as far as
+// whole tiles go; returns where they end.
 template <class V, DType type, int queries, int vectors>
 int sum_columns(const SumRows& a, int query, int first) {
   using Element = typename V::template Element<type>;
   constexpr int kColumns = vectors * V::kWidth, kRowsAtOnce = 8;
   constexpr int kBytes = kRowsAtOnce * kColumns * static_cast<int>(sizeof(Element));
-  const int last = first + (a.last - first) / kColumns * kColumns;
+  const int last = first + (static_cast<int>(a.depth) - first) / kColumns * kColumns;
   if (first == last) return last;
   const bool whole = first == 0 && last == a.depth;
   for (std::int64_t r = 0; r < a.count; r += kRowsAtOnce) {
@@ -136,19 +136,20 @@ int sum_columns(const SumRows& a, int query, int first) {
 }
 
 template <class V, DType type, int queries, int vectors>
-void sum_all_columns(const SumRows& a, int query) {
-  int first = sum_columns<V, type, queries, vectors>(a, query, a.first);
+void sum_all_columns(const SumRows& a, int query, int first) {
+  first = sum_columns<V, type, queries, vectors>(a, query, first);
   if constexpr (vectors > 1) first = sum_columns<V, type, queries, 1>(a, query, first);
   sum_columns<F32x1, type, queries, 1>(a, query, first);
 }
 
 // Many queries: some rows at a time are converted to fp32 first, side by side, as far as the columns are whole tiles.
 template <class V, DType type, int vectors>
-int sum_for_many(const SumRows& a, int first) {
+int sum_for_many(const SumRows& a) {
   using Element = typename V::template Element<type>;
   constexpr int kColumns = vectors * V::kWidth, kRowsAtOnce = 64, kQueries = V::kWidth >= 16 || V::kWidth == 4 ? 12 : 6;
   alignas(64) float rows[kRowsAtOnce * kColumns];
-  for (; first + kColumns <= a.last; first += kColumns) {
+  int first = 0;
+  for (; first + kColumns <= a.depth; first += kColumns) {
     for (std::int64_t r = 0; r < a.count; r += kRowsAtOnce) {
       const auto count = static_cast<int>(a.count - r < kRowsAtOnce ? a.count - r : kRowsAtOnce);
       const Element* row = static_cast<const Element*>(a.rows) + r * a.depth + first;
@@ -174,35 +175,26 @@ int sum_for_many(const SumRows& a, int first) {
 template <class V, DType type>
 void sum_rows_typed(const SumRows& a) {
   for (int query = 0; a.count == 0 && query < a.query_count; ++query) {
-    for (int column = a.first; column < a.last; ++column) a.out[query * a.out_stride + column] = 0.0f;
+    for (int column = 0; column < a.depth; ++column) a.out[query * a.out_stride + column] = 0.0f;
   }
   constexpr int kMany = 8;
   constexpr bool kWide = V::kWidth >= 16;
-  SumRows rest = a;
+  int first = 0, query = 0;
   if constexpr (V::kWidth > 1) {
-    if (a.query_count >= kMany) rest.first = sum_for_many<V, type, 2>(a, a.first);
+    if (a.query_count >= kMany) first = sum_for_many<V, type, 2>(a);
   }
-  int query = 0;
-  for (; query + 4 <= rest.query_count; query += 4) sum_all_columns<V, type, 4, kWide ? 4 : 2>(rest, query);
-  for (; query < rest.query_count; ++query) sum_all_columns<V, type, 1, 4>(rest, query);
+  for (; query + 4 <= a.query_count; query += 4) sum_all_columns<V, type, 4, kWide ? 4 : 2>(a, query, first);
+  for (; query < a.query_count; ++query) sum_all_columns<V, type, 1, 4>(a, query, first);
 }
 
 template <class V>
 void dot_rows(const DotRows& a) {
-  switch (a.type) {
-    case DType::kF32: return dot_rows_typed<V, DType::kF32>(a);
-    case DType::kBF16: return dot_rows_typed<V, DType::kBF16>(a);
-    case DType::kF16: return dot_rows_typed<V, DType::kF16>(a);
-  }
+  with_type(a.type, [&]<DType type>() { dot_rows_typed<V, type>(a); });
 }
 
 template <class V>
 void sum_rows(const SumRows& a) {
-  switch (a.type) {
-    case DType::kF32: return sum_rows_typed<V, DType::kF32>(a);
-    case DType::kBF16: return sum_rows_typed<V, DType::kBF16>(a);
-    case DType::kF16: return sum_rows_typed<V, DType::kF16>(a);
-  }
+  with_type(a.type, [&]<DType type>() { sum_rows_typed<V, type>(a); });
 }
 
 }  // namespace

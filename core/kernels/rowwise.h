@@ -56,6 +56,19 @@ inline V activation_of(V g, const ActivationSpec& spec) {
   }
 }
 
+// Calls f<kind>() for the activation whose value is `kind`.
+template <class F>
+inline void with_activation(Activation kind, const F& f) {
+  switch (kind) {
+    case Activation::kSilu: return f.template operator()<Activation::kSilu>();
+    case Activation::kSwigluOai: return f.template operator()<Activation::kSwigluOai>();
+    case Activation::kSwigluStep: return f.template operator()<Activation::kSwigluStep>();
+    case Activation::kGelu: return f.template operator()<Activation::kGelu>();
+    case Activation::kGeluTanh: return f.template operator()<Activation::kGeluTanh>();
+    case Activation::kRelu2: return f.template operator()<Activation::kRelu2>();
+  }
+}
+
 template <class V, Activation kind>
 inline V gate_times_up(V gate, V up, const ActivationSpec& spec) {
   if constexpr (kind == Activation::kSwigluOai || kind == Activation::kSwigluStep) {
@@ -177,17 +190,8 @@ void activate_kind(const BlockRows& b, const ActivationSpec& spec, float* hidden
 
 template <class V, Sums sums, RowKind kind, int planes>
 void activate_rows(const BlockRows& b, const ActivationSpec& spec, float* hidden, std::ptrdiff_t stride) {
-  switch (spec.kind) {
-    case Activation::kSilu: return activate_kind<V, sums, kind, planes, Activation::kSilu>(b, spec, hidden, stride);
-    case Activation::kSwigluOai:
-      return activate_kind<V, sums, kind, planes, Activation::kSwigluOai>(b, spec, hidden, stride);
-    case Activation::kSwigluStep:
-      return activate_kind<V, sums, kind, planes, Activation::kSwigluStep>(b, spec, hidden, stride);
-    case Activation::kGelu: return activate_kind<V, sums, kind, planes, Activation::kGelu>(b, spec, hidden, stride);
-    case Activation::kGeluTanh:
-      return activate_kind<V, sums, kind, planes, Activation::kGeluTanh>(b, spec, hidden, stride);
-    case Activation::kRelu2: return activate_kind<V, sums, kind, planes, Activation::kRelu2>(b, spec, hidden, stride);
-  }
+  with_activation(spec.kind,
+                  [&]<Activation of>() { activate_kind<V, sums, kind, planes, of>(b, spec, hidden, stride); });
 }
 
 template <class V, Sums sums, RowKind kind, int planes>
@@ -304,11 +308,7 @@ void normalize_typed(const NormalizeRow& a) {
 
 template <class V>
 void normalize_row(const NormalizeRow& a) {
-  switch (a.type) {
-    case DType::kF32: return normalize_typed<V, DType::kF32>(a);
-    case DType::kBF16: return normalize_typed<V, DType::kBF16>(a);
-    case DType::kF16: return normalize_typed<V, DType::kF16>(a);
-  }
+  with_type(a.type, [&]<DType type>() { normalize_typed<V, type>(a); });
 }
 
 template <class V>
@@ -353,11 +353,7 @@ void add_row_typed(const AddRow& r) {
 
 template <class V>
 void add_row(const AddRow& r) {
-  switch (r.type) {
-    case DType::kF32: return add_row_typed<V, DType::kF32>(r);
-    case DType::kBF16: return add_row_typed<V, DType::kBF16>(r);
-    case DType::kF16: return add_row_typed<V, DType::kF16>(r);
-  }
+  with_type(r.type, [&]<DType type>() { add_row_typed<V, type>(r); });
 }
 
 template <class V, Activation kind>
@@ -371,14 +367,7 @@ void activate_kind_of_row(const ActivateRow& a) {
 
 template <class V>
 void activate_row(const ActivateRow& a) {
-  switch (a.activation->kind) {
-    case Activation::kSilu: return activate_kind_of_row<V, Activation::kSilu>(a);
-    case Activation::kSwigluOai: return activate_kind_of_row<V, Activation::kSwigluOai>(a);
-    case Activation::kSwigluStep: return activate_kind_of_row<V, Activation::kSwigluStep>(a);
-    case Activation::kGelu: return activate_kind_of_row<V, Activation::kGelu>(a);
-    case Activation::kGeluTanh: return activate_kind_of_row<V, Activation::kGeluTanh>(a);
-    case Activation::kRelu2: return activate_kind_of_row<V, Activation::kRelu2>(a);
-  }
+  with_activation(a.activation->kind, [&]<Activation kind>() { activate_kind_of_row<V, kind>(a); });
 }
 
 template <class V, WeightFormat format, RowKind kind, int planes>
@@ -448,7 +437,48 @@ constexpr void add_row_formats(Kernels& k) {
   for (int i = 0; i < kRowFormatCount; ++i) k.row_formats[i] = {static_cast<RowFormat>(i), kPrepare[i]};
 }
 
-// The whole table of an instruction set but for what it alone has.
+// Register-only products, as FloatVectors does them.
+template <class V>
+double fma_peak(std::int64_t iterations) {
+  constexpr int kChains = V::kWidth == 1 ? 4 : 12;
+  V sum[kChains], w = V::set(1.0f), x = V::set(0.5f);
+  for (V& s : sum) s = V::set(0.0f);
+  for (std::int64_t i = 0; i < iterations; ++i) {
+    asm volatile("" : : "g"(&w), "g"(&x) : "memory");  // keeps the products in the loop
+    for (V& s : sum) s = V::kWidth == 1 ? s + w * x : V::fma(w, x, s);
+  }
+  volatile float sink = 0.0f;
+  float lanes[V::kWidth];
+  for (V& s : sum) {
+    V::store(lanes, s);
+    sink = sink + lanes[0];
+  }
+  return static_cast<double>(iterations) * kChains * V::kWidth * 2.0;
+}
+
+// Read-only pass for measuring DRAM: the loads and read-ahead of the kernels without their arithmetic.
+template <class V>
+std::uint64_t read_bytes(const std::uint8_t* data, std::int64_t bytes) {
+  constexpr int kVectorBytes = V::kWidth > 1 ? V::kWidth * 4 : 8, kStep = 4 * kVectorBytes;
+  typedef std::uint64_t Words __attribute__((vector_size(kVectorBytes)));
+  Words sum[4] = {};
+  for (std::int64_t i = 0; i < bytes; i += kStep) {
+    for (int line = 0; line < kStep; line += 64) __builtin_prefetch(data + i + 4096 + line, 0, 2);
+    for (int j = 0; j < 4; ++j) {
+      Words words;
+      __builtin_memcpy(&words, data + i + j * kVectorBytes, kVectorBytes);
+      sum[j] += words;
+    }
+  }
+  const Words total = (sum[0] + sum[1]) + (sum[2] + sum[3]);
+  std::uint64_t lanes[kVectorBytes / 8], checksum = 0;
+  __builtin_memcpy(lanes, &total, kVectorBytes);
+  for (const std::uint64_t lane : lanes) checksum += lane;
+  return checksum;
+}
+
+// The whole table of an instruction set except for what it alone has. Besides its products (add_rows), `Isa` has
+// dot_peak.
 template <class V, class Isa>
 constexpr Kernels kernels_of(const char* name) {
   Kernels k{};
@@ -456,6 +486,9 @@ constexpr Kernels kernels_of(const char* name) {
   add_formats<V, Isa>(k);
   add_row_formats<V>(k);
   k.magnitude = magnitude_of<V>;
+  k.dot_peak = Isa::dot_peak;
+  k.float_dot_peak = fma_peak<V>;
+  k.read_bytes = read_bytes<V>;
   k.few_rows = kTileRows - 1;
   k.thread_begin = [] {};
   k.thread_end = [] {};
@@ -468,8 +501,8 @@ constexpr Kernels kernels_of(const char* name) {
   k.rotate_head = rotate_head<V>;
   k.add_row = add_row<V>;
   k.activate_row = activate_row<V>;
-  add_state_space<V>(k);
-  add_delta_kernels<V>(k);
+  k.recurrent = {convolve_rows<V>,     gate_row<V>,      decay_rates<V>, decay_row<V>,
+                 normalize_lengths<V>, advance_state<V>, time_steps<V>,  scan_state<V>};
   add_attention<V>(k);
   k.cache_records = {write_cache_record<V>, expand_cache_records<V>};
   return k;

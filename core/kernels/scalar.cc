@@ -23,37 +23,7 @@ std::int32_t integer_at(const Record& record, int half, int line, int column, in
   return nibble - record.zeros[scale_slot(format, half * 64 + line * 4) * kBlockColumns + column];
 }
 
-float scale_at(const Record& record, int index, int unit) {
-  switch (record.scale_type) {
-    case ScaleType::kE8M0: {
-      const std::uint32_t bits = static_cast<std::uint32_t>(record.scales[index]) << 23;
-      return bits_as<float>(bits == 0 ? 0x00400000u : bits);  // 2^-127 is subnormal
-    }
-    case ScaleType::kE4M3: return half_to_float(static_cast<std::uint16_t>(record.scales[index] << 7));
-    case ScaleType::kF16: {
-      std::uint16_t h;
-      memcpy(&h, record.scales + index * 2, 2);
-      return half_to_float(h) * (1.0f / static_cast<float>(unit));
-    }
-    case ScaleType::kBF16: {
-      std::uint16_t h;
-      memcpy(&h, record.scales + index * 2, 2);
-      return bfloat_to_float(h);
-    }
-    case ScaleType::kNone:
-    case ScaleType::kF32: break;
-  }
-  float f;
-  memcpy(&f, record.scales + index * 4, 4);
-  return f;
-}
-
-struct Scalar {
-  template <WeightFormat format, RowKind kind>
-  static void multiply_floats(const Product& p) {
-    multiply_float_rows<FloatVectors<F32x1>, format, kind>(p);
-  }
-
+struct Scalar : FloatProducts<F32x1> {
   template <WeightFormat format>
   static void multiply(const Product& p) {
     constexpr int kLines = 4, kParts = 2 * 16 / kLines;
@@ -75,7 +45,8 @@ struct Scalar {
               }
             }
             if (part.scale_ends) {
-              const float s = scale_at(record, part.slot * kBlockColumns + column, traits_of(format).unit);
+              const float s =
+                  scales_at<F32x1, format>(record.scales, record.scale_type, part.slot * kBlockColumns + column).v;
               *acc = __builtin_fmaf(static_cast<float>(sum), s, *acc);
               sum = 0;
             }
@@ -90,43 +61,23 @@ struct Scalar {
       }
     }
   }
-};
 
-double dot_peak(std::int64_t iterations) {
-  volatile std::int32_t a = 3, b = 5;
-  std::int32_t sum[4] = {};
-  for (std::int64_t i = 0; i < iterations; ++i) {
-    const std::int32_t x = a, y = b;
-    for (int j = 0; j < 4; ++j) sum[j] += x * (y + j);
-  }
-  volatile std::int32_t sink = sum[0] + sum[1] + sum[2] + sum[3];
-  (void)sink;
-  return static_cast<double>(iterations) * 8.0;
-}
-
-std::uint64_t read_bytes(const std::uint8_t* data, std::int64_t bytes) {
-  std::uint64_t sum[4] = {};
-  for (std::int64_t i = 0; i < bytes; i += 32) {
-    for (int j = 0; j < 4; ++j) {
-      std::uint64_t word;
-      memcpy(&word, data + i + j * 8, 8);
-      sum[j] += word;
+  static double dot_peak(std::int64_t iterations) {
+    volatile std::int32_t a = 3, b = 5;
+    std::int32_t sum[4] = {};
+    for (std::int64_t i = 0; i < iterations; ++i) {
+      const std::int32_t x = a, y = b;
+      for (int j = 0; j < 4; ++j) sum[j] += x * (y + j);
     }
+    volatile std::int32_t sink = sum[0] + sum[1] + sum[2] + sum[3];
+    (void)sink;
+    return static_cast<double>(iterations) * 8.0;
   }
-  return sum[0] + sum[1] + sum[2] + sum[3];
-}
-
-constexpr Kernels make_kernels() {
-  Kernels k = kernels_of<F32x1, Scalar>("scalar");
-  k.dot_peak = dot_peak;
-  k.float_dot_peak = fma_peak<F32x1>;
-  k.read_bytes = read_bytes;
-  return k;
-}
+};
 
 }  // namespace
 
 extern const Kernels kScalarKernels;
-constexpr Kernels kScalarKernels = make_kernels();
+constexpr Kernels kScalarKernels = kernels_of<F32x1, Scalar>("scalar");
 
 }  // namespace cpumoe

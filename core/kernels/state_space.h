@@ -1,4 +1,4 @@
-// State spaces (Mamba): their steps, the pass over the state, and the gate and norm behind it.
+// State spaces (Mamba): their steps and the pass over the state.
 //
 // The pass is sequential, token by token. In chunks (as attention inside of a chunk) a token would cost 2 products per
 // value of the state and half of a chunk per row, here it costs 3; a prompt cut in pieces, and one token at a time,
@@ -7,17 +7,10 @@
 // Internal linkage on purpose: see kernels/table.h.
 #pragma once
 
-#include "kernels/convolve_channels.h"
-#include "kernels/functions.h"
+#include "kernels/recurrent.h"
 
 namespace cpumoe {
 namespace {
-
-// e^x, 0 below -87: a state that is multiplied by it again and again should not end among subnormal numbers.
-template <class V>
-inline V decay_of(V x) {
-  return V::select_less(x, V::set(-87.0f), V::set(0.0f), exp_of(x));
-}
 
 template <class V>
 void time_steps(const TimeSteps& a) {
@@ -39,19 +32,6 @@ void time_steps(const TimeSteps& a) {
       V::store(other + j, decay_of(V::load(step + j) * V::load(other + j)));
     }
     store_row<V>(other, count, DType::kF32, a.decays + i);
-  }
-}
-
-template <class V>
-void decay_rates(const void* logarithms, DType type, std::int64_t count, float* rates) {
-  constexpr int kAtOnce = 64;
-  const auto* src = static_cast<const std::uint8_t*>(logarithms);
-  for (std::int64_t i = 0; i < count; i += kAtOnce) {
-    const int some = count - i < kAtOnce ? static_cast<int>(count - i) : kAtOnce;
-    float line[kAtOnce] = {};
-    load_row<V>(src + i * size_of(type), type, some, line);
-    for (int j = 0; j < kAtOnce; j += V::kWidth) V::store(line + j, V::set(0.0f) - exp_of(V::load(line + j)));
-    store_row<V>(line, some, DType::kF32, rates + i);
   }
 }
 
@@ -125,65 +105,6 @@ void scan_state(const ScanState& a) {
   if (a.rates != nullptr) return a.depth == 16 ? scan_all<V, true, 16>(a) : scan_all<V, true, 0>(a);
   if (a.depth == 128) return scan_all<V, false, 128>(a);
   return a.depth == 64 ? scan_all<V, false, 64>(a) : scan_all<V, false, 0>(a);
-}
-
-template <class V>
-void gate_row(const GateRow& a) {
-  constexpr int kAtOnce = 64;
-  const auto* gates = static_cast<const std::uint8_t*>(a.gate);
-  const auto* weights = static_cast<const std::uint8_t*>(a.weight);
-  auto* out = static_cast<std::uint8_t*>(a.out);
-  float x[kAtOnce] = {}, gate[kAtOnce] = {}, weight[kAtOnce] = {};
-  for (std::int64_t first = 0; first < a.count; first += a.group) {
-    const std::int64_t last = first + a.group < a.count ? first + a.group : a.count;
-    LaneSum<V> squares;
-    const auto some = [&](std::int64_t i) { return last - i < kAtOnce ? static_cast<int>(last - i) : kAtOnce; };
-    const auto load_gate = [&](std::int64_t i, int count) {
-      load_row<V>(gates + i * size_of(a.type), a.type, count, gate);
-      for (int j = 0; j < count; j += V::kWidth) {
-        const V g = V::load(gate + j);
-        V::store(gate + j, g * sigmoid_of(g));
-      }
-    };
-    for (std::int64_t i = first; i < last; i += kAtOnce) {
-      const int count = some(i);
-      for (int j = count; j < kAtOnce; ++j) x[j] = gate[j] = 0.0f;
-      load_row<V>(a.x + i, DType::kF32, count, x);
-      if (!a.gate_last) load_gate(i, count);
-      for (int j = 0; j < kAtOnce; j += V::kWidth) {
-        V v = V::load(x + j);
-        if (!a.gate_last) v = v * V::load(gate + j);
-        V::store(x + j, v);
-        V& part = squares.part[j % LaneSum<V>::kLanes / V::kWidth];
-        part = V::fma(v, v, part);
-      }
-      store_row<V>(x, count, DType::kF32, a.x + i);
-    }
-    const float mean = squares.total() / static_cast<float>(last - first);
-    const V factor = V::divide(V::set(1.0f), V::square_root(V::set(mean + a.epsilon)));
-    for (std::int64_t i = first; i < last; i += kAtOnce) {
-      const int count = some(i);
-      load_row<V>(a.x + i, DType::kF32, count, x);
-      if (weights != nullptr) load_row<V>(weights + i * size_of(a.weight_type), a.weight_type, count, weight);
-      if (a.gate_last) load_gate(i, count);
-      for (int j = 0; j < count; j += V::kWidth) {
-        V v = V::load(x + j);
-        if (weights != nullptr) v = v * factor * V::load(weight + j);
-        if (a.gate_last) v = v * V::load(gate + j);
-        V::store(x + j, v);
-      }
-      store_row<V>(x, count, a.type, out + i * size_of(a.type));
-    }
-  }
-}
-
-template <class V>
-constexpr void add_state_space(Kernels& k) {
-  k.convolve_channels = convolve_channels<V>;
-  k.time_steps = time_steps<V>;
-  k.decay_rates = decay_rates<V>;
-  k.scan_state = scan_state<V>;
-  k.gate_row = gate_row<V>;
 }
 
 }  // namespace

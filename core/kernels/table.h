@@ -117,11 +117,10 @@ struct DotRows {
   std::int64_t depth, first, last;
   float* out;
   std::ptrdiff_t out_stride;
-  bool add = false;  // to what is in `out`
 };
 
 // out[query * out_stride + column] = sum over rows of weights[query * weight_stride + row] * rows[row * depth +
-// column], for columns [first, last), rows in ascending order.
+// column], rows in ascending order.
 struct SumRows {
   const float* weights;
   int query_count;
@@ -129,7 +128,6 @@ struct SumRows {
   const void* rows;  // [count, depth], contiguous
   DType type;
   std::int64_t depth, count;
-  int first, last;
   float* out;
   std::ptrdiff_t out_stride;
 };
@@ -246,13 +244,7 @@ struct Kernels {
   void (*add_row)(const AddRow&);
   void (*activate_row)(const ActivateRow&);
 
-  // State spaces (kernels/state_space.h).
-  void (*convolve_channels)(const ConvolveChannels&);
-  void (*time_steps)(const TimeSteps&);
-  void (*decay_rates)(const void* logarithms, DType type, std::int64_t count, float* rates);  // -e^x
-  void (*scan_state)(const ScanState&);
-  void (*gate_row)(const GateRow&);
-  DeltaKernels delta;
+  RecurrentKernels recurrent;
   AttentionKernels attention;
   CacheRecordKernels cache_records;
 

@@ -122,18 +122,5 @@ struct F32x8 {
   }
 };
 
-inline std::uint64_t read_ymm(const std::uint8_t* data, std::int64_t bytes) {
-  __m256i sum[4] = {};
-  for (std::int64_t i = 0; i < bytes; i += 128) {
-    _mm_prefetch(reinterpret_cast<const char*>(data + i + 4096), _MM_HINT_T1);
-    _mm_prefetch(reinterpret_cast<const char*>(data + i + 4096 + 64), _MM_HINT_T1);
-    for (int j = 0; j < 4; ++j) sum[j] = _mm256_add_epi64(sum[j], F32x8::load_bits(data + i + 32 * j));
-  }
-  std::uint64_t lanes[4];
-  const __m256i total = _mm256_add_epi64(_mm256_add_epi64(sum[0], sum[1]), _mm256_add_epi64(sum[2], sum[3]));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), total);
-  return lanes[0] + lanes[1] + lanes[2] + lanes[3];
-}
-
 }  // namespace
 }  // namespace cpumoe

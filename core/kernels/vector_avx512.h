@@ -120,21 +120,5 @@ struct F32x16 {
   }
 };
 
-// Read-only pass for measuring DRAM: the loads and read-ahead of the kernels without their arithmetic.
-inline std::uint64_t read_zmm(const std::uint8_t* data, std::int64_t bytes) {
-  __m512i sum[4] = {};
-  for (std::int64_t i = 0; i < bytes; i += 256) {
-    for (int j = 0; j < 4; ++j) {
-      _mm_prefetch(reinterpret_cast<const char*>(data + i + 4096 + 64 * j), _MM_HINT_T1);
-      sum[j] = _mm512_add_epi64(sum[j], _mm512_loadu_si512(data + i + 64 * j));
-    }
-  }
-  const __m512i total = _mm512_add_epi64(_mm512_add_epi64(sum[0], sum[1]), _mm512_add_epi64(sum[2], sum[3]));
-  std::uint64_t lanes[8], checksum = 0;  // unsigned: the sum may wrap
-  _mm512_storeu_si512(lanes, total);
-  for (const std::uint64_t lane : lanes) checksum += lane;
-  return checksum;
-}
-
 }  // namespace
 }  // namespace cpumoe

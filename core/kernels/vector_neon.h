@@ -112,15 +112,5 @@ struct F32x4 {
   }
 };
 
-inline std::uint64_t read_neon(const std::uint8_t* data, std::int64_t bytes) {
-  uint64x2_t sum[4] = {vdupq_n_u64(0), vdupq_n_u64(0), vdupq_n_u64(0), vdupq_n_u64(0)};
-  for (std::int64_t i = 0; i < bytes; i += 64) {
-    __builtin_prefetch(data + i + 4096, 0, 2);
-    for (int j = 0; j < 4; ++j) sum[j] = vaddq_u64(sum[j], vreinterpretq_u64_u8(vld1q_u8(data + i + 16 * j)));
-  }
-  const uint64x2_t total = vaddq_u64(vaddq_u64(sum[0], sum[1]), vaddq_u64(sum[2], sum[3]));
-  return vgetq_lane_u64(total, 0) + vgetq_lane_u64(total, 1);
-}
-
 }  // namespace
 }  // namespace cpumoe

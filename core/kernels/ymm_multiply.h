@@ -24,24 +24,6 @@ inline __m256i broadcast_quad(const std::uint8_t* p) {
   return _mm256_set1_epi32(quad);
 }
 
-template <WeightFormat format>
-inline __m256 load_scales(const std::uint8_t* scales, ScaleType type, int index) {
-  const auto* at = reinterpret_cast<const __m128i*>(scales + index);
-  if constexpr (format == WeightFormat::kFp4Group32) {
-    const __m256i bits = _mm256_slli_epi32(_mm256_cvtepu8_epi32(_mm_loadl_epi64(at)), 23);
-    return _mm256_castsi256_ps(_mm256_max_epu32(bits, _mm256_set1_epi32(0x00400000)));  // 2^-127 is subnormal
-  } else if constexpr (format == WeightFormat::kFp4Group16) {
-    return _mm256_cvtph_ps(_mm_slli_epi16(_mm_cvtepu8_epi16(_mm_loadl_epi64(at)), 7));
-  } else {
-    if (type == ScaleType::kF32) return _mm256_loadu_ps(reinterpret_cast<const float*>(scales + index * 4));
-    const __m128i h = _mm_loadu_si128(reinterpret_cast<const __m128i*>(scales + index * 2));
-    if (type == ScaleType::kF16) {
-      return _mm256_mul_ps(_mm256_cvtph_ps(h), _mm256_set1_ps(1.0f / static_cast<float>(traits_of(format).unit)));
-    }
-    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16));
-  }
-}
-
 // The 16 integers that nibbles stand for (but for zero points), twice, as vpshufb takes them.
 template <Decoding decoding>
 inline __m256i integers_of_nibbles() {
@@ -105,7 +87,7 @@ __attribute__((noinline)) void part_sums(const std::uint8_t* w, const std::uint8
 }
 
 template <class Dot>
-struct Ymm {
+struct Ymm : FloatProducts<F32x8> {
   static constexpr int kRowsAtOnce = 4;  // 8 running sums in the 16 registers
   template <WeightFormat format>
   static constexpr int kStraightRows = traits_of(format).has_zeros() ? 0 : 4;
@@ -140,11 +122,6 @@ struct Ymm {
     multiply_rows<Ymm, format>(p);
   }
 
-  template <WeightFormat format, RowKind kind>
-  static void multiply_floats(const Product& p) {
-    multiply_float_rows<FloatVectors<F32x8>, format, kind>(p);
-  }
-
   template <int M, WeightFormat format, bool packed>
   static void record_product(const RecordArgs& args) {
     constexpr int subgroup = traits_of(format).subgroup, kSumLines = Dot::lines(kLargest<format>);
@@ -168,8 +145,10 @@ struct Ymm {
         started = !part.scale_ends;
         if (!part.scale_ends) continue;
         for (int c = 0; c < 2; ++c) {
-          const __m256 s = load_scales<format>(args.record.scales, args.record.scale_type,
-                                               part.slot * kBlockColumns + tile * kTileColumns + c * 8);
+          const int column = tile * kTileColumns + c * 8;
+          const __m256 s =
+              scales_at<F32x8, format>(args.record.scales, args.record.scale_type, part.slot * kBlockColumns + column)
+                  .v;
           for (int r = 0; r < M; ++r) {
             float* p = tile_acc + r * kTileColumns + c * 8;
             const __m256 v = _mm256_cvtepi32_ps(_mm256_slli_epi32(sums[r][c], kShift));
@@ -186,38 +165,28 @@ struct Ymm {
       }
     }
   }
-};
 
-// The instruction mix of part_sums on registers alone.
-template <class Dot>
-double dot_peak(std::int64_t iterations) {
-  constexpr int kChains = 8;
-  __m256i u = _mm256_set1_epi8(3), w = _mm256_set1_epi8(5), total = _mm256_setzero_si256();
-  for (std::int64_t i = 0; i < iterations; ++i) {
-    typename Dot::Sum sum[kChains];
-    for (auto& s : sum) s.clear();
-    for (int line = 0; line < 8; ++line) {
+  // The instruction mix of part_sums on registers alone.
+  static double dot_peak(std::int64_t iterations) {
+    constexpr int kChains = 8;
+    __m256i u = _mm256_set1_epi8(3), w = _mm256_set1_epi8(5), total = _mm256_setzero_si256();
+    for (std::int64_t i = 0; i < iterations; ++i) {
+      typename Dot::Sum sum[kChains];
+      for (auto& s : sum) s.clear();
+      for (int line = 0; line < 8; ++line) {
 #pragma GCC unroll 8
-      for (int j = 0; j < kChains; ++j) {
-        asm volatile("" : "+x"(u), "+x"(w));  // a product of its own for every chain
-        sum[j].template add<8>(u, w);
+        for (int j = 0; j < kChains; ++j) {
+          asm volatile("" : "+x"(u), "+x"(w));  // a product of its own for every chain
+          sum[j].template add<8>(u, w);
+        }
       }
-    }
 #pragma GCC unroll 8
-    for (int j = 0; j < kChains; ++j) total = _mm256_add_epi32(total, sum[j].template value<8>());
+      for (int j = 0; j < kChains; ++j) total = _mm256_add_epi32(total, sum[j].template value<8>());
+    }
+    asm volatile("" : : "x"(total));
+    return static_cast<double>(iterations) * 8 * kChains * 64.0;
   }
-  asm volatile("" : : "x"(total));
-  return static_cast<double>(iterations) * 8 * kChains * 64.0;
-}
-
-template <class Dot>
-constexpr Kernels ymm_kernels(const char* name) {
-  Kernels k = kernels_of<F32x8, Ymm<Dot>>(name);
-  k.dot_peak = dot_peak<Dot>;
-  k.float_dot_peak = fma_peak<F32x8>;
-  k.read_bytes = read_ymm;
-  return k;
-}
+};
 
 }  // namespace
 }  // namespace cpumoe

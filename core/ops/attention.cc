@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <bit>
 #include <cfloat>
+#include <cmath>
+#include <cstring>
 
 #include "runtime/check.h"
 
@@ -22,6 +24,26 @@ struct Block {
   int count, stride;
 };
 
+// Whether parts of the cache are copied to rows of numbers before they are attended.
+bool is_copied(const CachedAttentionCall& c) {
+  return c.records || c.key_end > 0 || (c.flushes && c.type == DType::kBF16);
+}
+
+// Copies numbers; those of bf16 below kSmallestCached become 0.
+void copy_flushed(const std::uint8_t* from, std::int64_t count, DType type, std::uint8_t* to) {
+  if (type != DType::kBF16) {
+    std::memcpy(to, from, static_cast<std::size_t>(count * size_of(type)));
+    return;
+  }
+  constexpr int kSmallest = static_cast<int>(std::bit_cast<std::uint32_t>(kSmallestCached) >> 16);
+  const auto* numbers = reinterpret_cast<const std::uint16_t*>(from);
+  auto* copies = reinterpret_cast<std::uint16_t*>(to);
+  for (std::int64_t i = 0; i < count; ++i) {
+    const int magnitude = numbers[i] & 0x7FFF;
+    copies[i] = magnitude < kSmallest ? std::uint16_t{0} : numbers[i];
+  }
+}
+
 // Where the parts of a thread's scratch memory begin, in floats.
 struct ScratchPlaces {
   std::int64_t floats = 0;
@@ -37,8 +59,8 @@ struct ScratchPlaces {
         last(take(kMostLanes)),
         key_panel(take(kPartTokens * (c.depth + 1))),
         value_panel(take(kPartTokens * c.value_depth)),
-        key_rows(take(c.records ? kPartTokens * c.depth : 0)),
-        value_rows(take(c.records ? kPartTokens * c.value_depth : 0)) {}
+        key_rows(take(is_copied(c) ? kPartTokens * c.depth : 0)),
+        value_rows(take(is_copied(c) ? kPartTokens * c.value_depth : 0)) {}
 
  private:
   std::int64_t take(std::int64_t count) {
@@ -91,8 +113,8 @@ class CachedAttention::Attending {
     }
     for (std::int64_t p = item.first; p < item.last; ++p) {
       CachedPart part = part_of(tile, p);
-      if (c_.records) {
-        expand(part);
+      if (is_copied(c_)) {
+        copy_part(tile, p, part);
       } else if (p + 1 < item.last) {
         fetch_next(tile, p + 1, part);
       } else if (const Item* other = next(); other != nullptr) {
@@ -237,27 +259,41 @@ class CachedAttention::Attending {
     return part;
   }
 
-  // Brings the records of a part to rows of numbers, where it has its keys and values from then on.
-  void expand(CachedPart& part) {
-    const bool joined = part.keys[0] == part.values[0] && part.value_depth <= part.depth;
-    expand_rows(part, part.depth, part.keys, part.key_stride, key_rows_);
+  // Copies the keys and values of a part to rows of numbers, where it has them from then on.
+  void copy_part(const Tile& tile, std::int64_t p, CachedPart& part) {
+    const bool joined =
+        part.keys[0] == part.values[0] && part.key_stride == part.value_stride && part.value_depth <= part.depth;
+    const int beginning = part.depth - static_cast<int>(c_.key_end);
+    copy_rows(part, beginning, part.depth, part.keys, part.key_stride, key_rows_);
+    if (c_.key_end > 0) {
+      const std::uint8_t* ends[kPartRuns];
+      std::ptrdiff_t stride = c_.key_end_stride * element_;
+      for (int run = 0; run < kPartRuns; ++run) {
+        ends[run] = static_cast<const std::uint8_t*>(c_.sequences[c_.row[tile.first_row].sequence].key_ends) +
+                    (p * kPartTokens + run * kRunTokens) * stride;
+      }
+      copy_rows(part, static_cast<int>(c_.key_end), part.depth, ends, stride, key_rows_ + beginning * element_);
+    }
     if (joined) {
       std::copy(part.keys, part.keys + kPartRuns, part.values);
       part.value_stride = part.key_stride;
     } else {
-      expand_rows(part, part.value_depth, part.values, part.value_stride, value_rows_);
+      copy_rows(part, part.value_depth, part.value_depth, part.values, part.value_stride, value_rows_);
     }
   }
 
-  void expand_rows(const CachedPart& part, int depth, const std::uint8_t** runs, std::ptrdiff_t& stride,
-                   std::uint8_t* rows) {
-    const std::ptrdiff_t row_bytes = static_cast<std::ptrdiff_t>(depth) * element_;
+  // `count` numbers of each token, to rows that are `width` numbers apart.
+  void copy_rows(const CachedPart& part, int count, int width, const std::uint8_t** runs, std::ptrdiff_t& stride,
+                 std::uint8_t* rows) {
+    const std::ptrdiff_t row_bytes = static_cast<std::ptrdiff_t>(width) * element_;
     for (int run = 0; run < kPartRuns; ++run) {
       const int first = run * kRunTokens;
       const int begin = std::max(part.begin, first), end = std::min(part.end, first + kRunTokens);
-      if (begin < end) {
-        k_.cache_records.read(
-            {runs[run] + (begin - first) * stride, stride, end - begin, depth, c_.type, rows + begin * row_bytes});
+      const std::uint8_t* from = runs[run] + (begin - first) * stride;
+      if (begin < end && c_.records) {
+        k_.cache_records.read({from, stride, end - begin, count, c_.type, rows + begin * row_bytes});
+      } else {
+        for (int t = begin; t < end; ++t, from += stride) copy_flushed(from, count, c_.type, rows + t * row_bytes);
       }
       runs[run] = rows + first * row_bytes;
     }
@@ -362,18 +398,24 @@ class CachedAttention::Attending {
   const int element_, cached_element_, unit_;  // bytes of a number, and of what strides in the cache count; lanes
   const Tile* loaded_ = nullptr;               // whose queries are
   float *queries_, *scores_, *running_, *part_, *apart_, *first_, *last_, *key_panel_, *value_panel_;
-  std::uint8_t *key_rows_, *value_rows_;  // of records
+  std::uint8_t *key_rows_, *value_rows_;  // copies of a part's keys and values, where is_copied
 };
 
-void CachedAttention::plan(const Kernels& kernels, const CachedAttentionCall& c, int threads,
-                           std::int64_t most_floats) {
+void check_heads(const CachedAttentionCall& c) {
   CPUMOE_REQUIRE(c.kv_heads >= 1 && c.heads % c.kv_heads == 0, "query has ", c.heads, " heads for ", c.kv_heads,
                  " heads of keys; a multiple is accepted");
   CPUMOE_REQUIRE(c.depth >= 1 && c.depth <= 65536 && c.value_depth >= 0 && c.value_depth <= 65536, "heads have ",
                  c.depth, " numbers and values ", c.value_depth, "; 1 to 65536 are accepted");
+}
+
+void CachedAttention::plan(const Kernels& kernels, const CachedAttentionCall& c, int threads,
+                           std::int64_t most_floats) {
+  check_heads(c);
   CPUMOE_REQUIRE(c.page_tokens == 0 ||
                      (c.page_tokens >= kRunTokens && std::has_single_bit(static_cast<std::uint64_t>(c.page_tokens))),
                  "pages have ", c.page_tokens, " tokens; a power of two from ", kRunTokens, " on is accepted");
+  CPUMOE_REQUIRE(c.key_end == 0 || (!c.records && c.page_tokens == 0 && c.key_end <= c.depth), "key_end=", c.key_end,
+                 "; 0 is accepted for records and pages, and at most ", c.depth, " otherwise");
   kernels_ = &kernels;
   call_ = c;
   tiles_.clear();
@@ -509,6 +551,35 @@ void CachedAttention::run(Worker& worker) {
     worker.barrier->wait();
     if (worker.index == 0) next_fold_.store(0, std::memory_order_relaxed);
   }
+}
+
+bool find_rows(const float* mask, std::int64_t batch, std::int64_t queries, std::int64_t tokens,
+               std::vector<AttentionRow>& rows) {
+  constexpr float kHidden = -60000.0f;  // masks of fp16 have -65,504, their lowest number
+  rows.clear();
+  AttentionRow before{-1, 0, 0};  // the last one that sees anything
+  for (std::int64_t r = 0; r < batch * queries; ++r) {
+    AttentionRow row{static_cast<std::int32_t>(r / queries), 0, tokens};
+    if (mask != nullptr) {
+      const float* at = mask + r * tokens;
+      std::int64_t t = 0;
+      while (t < tokens && at[t] <= kHidden) ++t;
+      row.first = t;
+      while (t < tokens && at[t] == 0.0f) ++t;
+      row.last = t;
+      while (t < tokens && at[t] <= kHidden) ++t;
+      if (t < tokens) return false;
+      const bool is_empty = row.first == row.last;
+      if (is_empty && std::any_of(at, at + tokens, [](float x) { return x != -INFINITY; })) return false;
+      if (is_empty) row.first = row.last = 0;
+    }
+    if (row.first < row.last) {
+      if (row.sequence == before.sequence && (row.first < before.first || row.last < before.last)) return false;
+      before = row;
+    }
+    rows.push_back(row);
+  }
+  return true;
 }
 
 void attend_cached(const Kernels& kernels, const CachedAttentionCall& call) {

@@ -11,9 +11,10 @@
 
 namespace cpumoe {
 
-// One sequence's keys and values in a layer: head h and token t at h * head stride + t * token stride.
+// One sequence's keys and values in a layer: head h and token t at h * head stride + t * token stride. `key_ends`: see
+// CachedAttentionCall.
 struct CachedSequence {
-  const void *keys, *values;
+  const void *keys, *values, *key_ends = nullptr;
 };
 
 // The tokens that a row sees, [first, last): causality, windows and padding are all in these. None: the result is 0.
@@ -21,6 +22,12 @@ struct AttentionRow {
   std::int32_t sequence;
   std::int64_t first, last;
 };
+
+// Converts an additive mask [batch, queries, tokens] to the range of tokens that each row sees; null: all tokens.
+// Returns false if the mask is not made of ranges. In a mask of ranges each row is 0 for one range of tokens and
+// -60,000 or less elsewhere, a row that sees nothing is -inf, and neither first nor last tokens fall from row to row.
+bool find_rows(const float* mask, std::int64_t batch, std::int64_t queries, std::int64_t tokens,
+               std::vector<AttentionRow>& rows);
 
 struct CachedAttentionCall {
   DType type;                          // of query, keys, values and out
@@ -34,6 +41,11 @@ struct CachedAttentionCall {
   // Keys and values are records in int8 (kv_record_table.h), and all of their strides are in bytes. Where both are
   // the same memory, values are the first numbers of keys.
   bool records;
+  // If not 0, the last `key_end` numbers of keys lie at CachedSequence::key_ends, key_end_stride elements from token to
+  // token, for all heads: MLA's RoPE part, in a cache of its own. Neither for records nor for pages.
+  std::int64_t key_end, key_end_stride;
+  // Keys and values of bf16 may hold numbers below 2^-60, which count as 0: caches that other code writes.
+  bool flushes;
   // 0: tokens lie one after the other. Else a power of two from 16 on: token t of sequence s is number t % page_tokens
   // of page pages[s][t / page_tokens], and pages are so far apart.
   std::int64_t page_tokens, key_page_stride, value_page_stride;
@@ -45,9 +57,12 @@ struct CachedAttentionCall {
   std::int64_t out_stride;
 };
 
+// Rejects numbers of heads that do not divide, and sizes of heads that are not supported.
+void check_heads(const CachedAttentionCall& call);
+
 // A stage of a team of threads. A row's result has the same bits on every instruction set, for any number of threads
-// and whatever rows come with it. Keys and values of bf16 must hold nothing but zeros below 2^-60. Those in records
-// give what floats would that hold what comes back of them.
+// and whatever rows come with it. Keys and values of bf16 must hold nothing but zeros below 2^-60, unless the call
+// flushes them. int8 records give the bits of a float cache that holds the dequantised numbers.
 class CachedAttention {
  public:
   // By one thread, before others run. What the call points to must live until all have. Where threads share the tokens

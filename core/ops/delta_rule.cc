@@ -6,6 +6,7 @@
 #include <deque>
 #include <vector>
 
+#include "ops/elements.h"
 #include "runtime/check.h"
 #include "runtime/memory.h"
 #include "runtime/threads.h"
@@ -98,35 +99,25 @@ struct DeltaRuleStage::State {
     rates = rate_values.get<float>(padded(r.heads));
     bias = bias_values.get<float>(biases);
     norm = norm_values.get<float>(r.value_depth);
-    k->load_row(r.log_rates.data, r.log_rates.type, static_cast<int>(r.heads), rates);
     k->load_row(r.decay_bias.data, r.decay_bias.type, static_cast<int>(biases), bias);
     k->load_row(r.norm_weight.data, r.norm_weight.type, static_cast<int>(r.value_depth), norm);
-    k->delta.exponential(rates, static_cast<int>(r.heads));
+    k->recurrent.decay_rates(r.log_rates.data, r.log_rates.type, r.heads, rates);
   }
 
   // One head of queries, keys or values of a piece: `out` [tokens, depth].
   void convolve(const Part& part, const Piece& piece, const HeadRows& heads, std::int64_t head, std::int64_t depth,
                 std::int64_t channel, float* out) const {
-    const ChannelConvolution& conv = r.convolution;
-    auto* state = static_cast<std::uint8_t*>(c.conv_state);
     const void* x = heads.at(part.first_row + piece.first, head, c.type);
     for (std::int64_t first = 0; first < depth; first += kTapChannels) {
-      ConvolveRows rows{};
-      rows.type = c.type;
-      rows.x = static_cast<const std::uint8_t*>(x) + first * size_of(c.type);
+      ConvolveRows rows = r.convolution.rows(c.type, c.conv_state, piece.sequence, channel + first, channel + depth);
+      rows.x = at(x, first, c.type);
       rows.stride = heads.token_stride;
       rows.tokens = static_cast<int>(piece.tokens);
-      rows.channels = static_cast<int>(std::min<std::int64_t>(kTapChannels, depth - first));
-      rows.taps = conv.taps;
-      rows.weight_type = conv.weight.type;
-      rows.weight = conv.weight.at((channel + first) * conv.taps);
-      rows.bias = conv.bias.at(channel + first);
-      rows.state = state + (piece.sequence * conv.channels + channel + first) * conv.taps * size_of(c.type);
       rows.silu = true;
       rows.out_type = DType::kF32;
       rows.out = out + first;
       rows.out_stride = depth;
-      k->delta.convolve(rows);
+      k->recurrent.convolve(rows);
     }
   }
 
@@ -150,7 +141,7 @@ struct DeltaRuleStage::State {
     float* out = (is_query ? queries : keys) + key_of(piece, head);
     convolve(part, piece, is_query ? c.queries : c.keys, head, r.key_depth, index * r.key_depth, out);
     const float factor = is_query ? 1.0f / std::sqrt(static_cast<float>(r.key_depth)) : 1.0f;
-    k->delta.normalize_lengths({out, piece.tokens, static_cast<int>(r.key_depth), kLengthEpsilon, factor});
+    k->recurrent.normalize_lengths({out, piece.tokens, static_cast<int>(r.key_depth), kLengthEpsilon, factor});
   }
 
   // What the tokens remember and how much is kept: of all heads of a token, or of one where its channels differ.
@@ -162,11 +153,11 @@ struct DeltaRuleStage::State {
       const std::int64_t head = item % gate_count, depth = r.key_depth;
       float* of_head = decay + head * padded(depth);
       k->load_row(c.decays.at(input, head, c.type), c.type, static_cast<int>(depth), of_head);
-      k->delta.decay({of_head, static_cast<int>(depth), bias + head * depth, rates + head, true, r.decay_bound});
+      k->recurrent.decay({of_head, static_cast<int>(depth), bias + head * depth, rates + head, true, r.decay_bound});
       if (head > 0) return;
     } else {
       for (std::int64_t h = 0; h < r.heads; ++h) k->load_row(c.decays.at(input, h, c.type), c.type, 1, decay + h);
-      k->delta.decay({decay, static_cast<int>(r.heads), bias, rates, false, r.decay_bound});
+      k->recurrent.decay({decay, static_cast<int>(r.heads), bias, rates, false, r.decay_bound});
     }
     for (std::int64_t h = 0; h < r.heads; ++h) k->load_row(c.betas.at(input, h, c.type), c.type, 1, beta + h);
     k->score(beta, static_cast<int>(r.heads), Scoring::kSigmoid);
@@ -194,15 +185,15 @@ struct DeltaRuleStage::State {
     steps.values = values_of(piece, head) + first;
     steps.value_stride = r.value_depth;
     steps.scratch = scratch;
-    k->delta.advance(steps);
+    k->recurrent.advance(steps);
   }
 
   void gate(const Part& part, const Piece& piece, std::int64_t token, std::int64_t head) const {
     const std::int64_t input = part.first_row + piece.first + token;
-    const float* x = values_of(piece, head) + token * r.value_depth;
-    auto* out = static_cast<std::uint8_t*>(c.out) + (input * r.heads + head) * r.value_depth * size_of(c.type);
-    k->delta.gate({x, norm, c.gates.at(input, head, c.type), c.type, static_cast<int>(r.value_depth), r.norm_epsilon,
-                   r.sigmoid_gate, out});
+    float* x = values_of(piece, head) + token * r.value_depth;
+    void* out = at(c.out, (input * r.heads + head) * r.value_depth, c.type);
+    k->recurrent.gate({x, norm, c.gates.at(input, head, c.type), c.type, r.value_depth, r.value_depth, r.norm_epsilon,
+                       true, r.sigmoid_gate, out});
   }
 
   void run(Worker& worker) {
@@ -242,11 +233,9 @@ void DeltaRuleStage::run(Worker& worker) { state_->run(worker); }
 void check_delta_rule(const DeltaRule& r) {
   CPUMOE_REQUIRE(r.key_heads >= 1 && r.heads >= 1 && r.heads % r.key_heads == 0, "there are ", r.heads,
                  " heads of values for ", r.key_heads, " heads of keys; a multiple is accepted");
-  const ChannelConvolution& conv = r.convolution;
-  CPUMOE_REQUIRE(conv.channels == r.channels(), "the convolution has ", conv.channels, " channels; ", r.channels(),
-                 " are accepted");
-  CPUMOE_REQUIRE(conv.taps >= 1 && conv.taps <= kMostTaps, "conv_weight has ", conv.taps, " taps; 1 to ", kMostTaps,
-                 " are accepted");
+  check_convolution(r.convolution);
+  CPUMOE_REQUIRE(r.convolution.channels == r.channels(), "the convolution has ", r.convolution.channels, " channels; ",
+                 r.channels(), " are accepted");
   CPUMOE_REQUIRE(r.decay_bound <= 0.0f, "decay_bound=", r.decay_bound,
                  "; a number below 0, or 0 for none, is accepted");
 }
@@ -261,50 +250,6 @@ void gated_delta_rule(const Kernels& kernels, const DeltaRuleCall& c) {
   const int threads = threads_for(work);
   stage.plan(kernels, c, threads);
   run_on_threads(threads, [&](Worker& worker) { stage.run(worker); });
-}
-
-void check_short_convolution(const ChannelConvolution& c) {
-  CPUMOE_REQUIRE(c.channels >= 1, "a convolution has ", c.channels, " channels");
-  CPUMOE_REQUIRE(c.taps >= 1 && c.taps <= kMostTaps, "weight has ", c.taps, " taps; 1 to ", kMostTaps, " are accepted");
-}
-
-void convolve_shortly(const Kernels& kernels, const ShortConvolutionCall& c, const Worker& worker) {
-  const ChannelConvolution& conv = c.convolution;
-  const std::int64_t pieces = (conv.channels + kTapChannels - 1) / kTapChannels;
-  const std::int64_t element = size_of(c.type), width = 3 * conv.channels;
-  const std::int64_t items = static_cast<std::int64_t>(c.sequences.size()) * pieces;
-  for (std::int64_t item = worker.share(items); item < worker.next_share(items); ++item) {
-    const SequenceRows& sequence = c.sequences[static_cast<std::size_t>(item / pieces)];
-    const std::int64_t first = item % pieces * kTapChannels;
-    const auto* row = static_cast<const std::uint8_t*>(c.projected) + (sequence.first_row * width + first) * element;
-    ConvolveRows rows{};
-    rows.type = rows.out_type = c.type;
-    rows.gate = row;
-    rows.out_gate = row + conv.channels * element;
-    rows.x = row + 2 * conv.channels * element;
-    rows.stride = width;
-    rows.tokens = static_cast<int>(sequence.rows);
-    rows.channels = static_cast<int>(std::min<std::int64_t>(kTapChannels, conv.channels - first));
-    rows.taps = conv.taps;
-    rows.weight_type = conv.weight.type;
-    rows.weight = conv.weight.at(first * conv.taps);
-    rows.bias = conv.bias.at(first);
-    rows.state =
-        static_cast<std::uint8_t*>(c.state) + (sequence.sequence * conv.channels + first) * conv.taps * element;
-    rows.out = static_cast<std::uint8_t*>(c.out) + (sequence.first_row * conv.channels + first) * element;
-    rows.out_stride = conv.channels;
-    kernels.delta.convolve(rows);
-  }
-}
-
-void short_convolution(const Kernels& kernels, const ShortConvolutionCall& c) {
-  std::int64_t values = 0;
-  for (const SequenceRows& sequence : c.sequences) {
-    if (sequence.rows > 0) values += c.convolution.channels * (4 * sequence.rows + 3 * c.convolution.taps);
-  }
-  if (values == 0) return;
-  check_short_convolution(c.convolution);
-  run_on_threads(threads_for(values * size_of(c.type)), [&](Worker& worker) { convolve_shortly(kernels, c, worker); });
 }
 
 }  // namespace cpumoe

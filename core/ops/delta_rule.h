@@ -1,4 +1,4 @@
-// All of a gated delta net, or of Kimi delta attention, between its projections; and short convolutions.
+// The gated delta rule: all of a gated delta net, or of Kimi delta attention, between its projections.
 //
 // Token after token rather than in chunks. With the state [dk, dv] of a head in fp32, a token takes 4 dk dv vector
 // operations (decay, update, recall, and the next token's read of the new state, all in one pass), a chunk of C tokens
@@ -11,20 +11,9 @@
 #include <memory>
 #include <span>
 
-#include "kernels/table.h"
-#include "runtime/threads.h"
+#include "ops/convolution.h"
 
 namespace cpumoe {
-
-// A vector of parameters in a type of its own.
-struct Parameters {
-  const void* data = nullptr;
-  DType type{};
-
-  const void* at(std::int64_t index) const {  // null where there are none
-    return data == nullptr ? nullptr : static_cast<const std::uint8_t*>(data) + index * size_of(type);
-  }
-};
 
 // Where the heads of all tokens stand, in elements: head h of token t at t * token_stride + h / group * group_stride +
 // h % group * head_stride.
@@ -36,15 +25,6 @@ struct HeadRows {
     const std::int64_t offset = token * token_stride + head / group * group_stride + head % group * head_stride;
     return static_cast<const std::uint8_t*>(data) + offset * size_of(type);
   }
-};
-
-// A causal convolution of each channel by itself. Its state is [channels, taps], the last inputs.
-struct ChannelConvolution {
-  std::int64_t channels = 0;
-  int taps = 0;
-  Parameters weight, bias;  // [channels, taps], [channels] or null
-
-  std::int64_t state_size() const { return channels * taps; }
 };
 
 // What a layer of this kind is: its sizes and parameters.
@@ -61,11 +41,6 @@ struct DeltaRule {
 
   std::int64_t channels() const { return 2 * key_heads * key_depth + heads * value_depth; }
   std::int64_t state_size() const { return heads * key_depth * value_depth; }
-};
-
-// Tokens of one sequence that come one after the other, in rows side by side.
-struct SequenceRows {
-  std::int64_t sequence, first_row, rows;
 };
 
 struct DeltaRuleCall {
@@ -102,24 +77,5 @@ class DeltaRuleStage {
 
 // By itself, on a team of its own.
 void gated_delta_rule(const Kernels& kernels, const DeltaRuleCall& call);
-
-// out = C * convolution(B * x).
-struct ShortConvolutionCall {
-  ChannelConvolution convolution;
-  DType type;
-  std::span<const SequenceRows> sequences;
-  const void* projected;  // [rows, 3, channels]: B, C, x
-  void* state;            // [sequences, channels, taps], moved on
-  void* out;              // [rows, channels]
-};
-
-// Refuses sizes that do not belong together.
-void check_short_convolution(const ChannelConvolution& convolution);
-
-// The share of one worker; the result is complete behind the next barrier of its team.
-void convolve_shortly(const Kernels& kernels, const ShortConvolutionCall& call, const Worker& worker);
-
-// By itself, on a team of its own.
-void short_convolution(const Kernels& kernels, const ShortConvolutionCall& call);
 
 }  // namespace cpumoe

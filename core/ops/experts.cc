@@ -8,7 +8,6 @@
 #include <optional>
 #include <vector>
 
-#include "kernels/dispatch.h"
 #include "ops/expert_plan.h"
 #include "ops/products.h"
 #include "runtime/check.h"
@@ -585,17 +584,6 @@ void prepare_token(const Kernels& kernels, const PackedMatrix& gate_up, const vo
   tail->scale = kernels.of(spec.rows).prepare({static_cast<const std::uint8_t*>(x), type, spec.depth,
                                                gate_up.padded_depth, out, 2 * layout.half_bytes(), layout.half_bytes(),
                                                0.0f, traits.record_scales ? tail->records() : nullptr});
-}
-
-void prepare_tokens(const Kernels& kernels, const PackedMatrix& gate_up, const void* x, DType type, std::int64_t tokens,
-                    std::uint8_t* out) {
-  const std::int64_t stride = prepared_token_bytes(gate_up, type), width = gate_up.spec.depth * size_of(type);
-  CPUMOE_REQUIRE(stride > 0, "tokens of this scheme are prepared for each expert anew");
-  run_on_threads(threads_for(tokens * stride), [&](Worker& worker) {
-    for (std::int64_t t = worker.share(tokens); t < worker.next_share(tokens); ++t) {
-      prepare_token(kernels, gate_up, static_cast<const std::uint8_t*>(x) + t * width, type, out + t * stride);
-    }
-  });
 }
 
 struct MoeStage::State {

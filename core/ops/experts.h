@@ -22,7 +22,7 @@ struct MoeCall {
   bool weight_on_input;     // scale the token by its weight before the first product, not after the second
   ActivationSpec activation;
   void* out;  // [tokens, hidden]
-  // Instead of x: tokens as prepare_tokens has left them, perhaps on another rank.
+  // Instead of x: tokens as prepare_token has left them, perhaps on another rank.
   const std::uint8_t* prepared = nullptr;
   // Where every rank has a slice of each expert: formats whose scales are found in whole rows ask all of them for the
   // extremes of intermediate rows.
@@ -33,8 +33,6 @@ struct MoeCall {
 // scales of its records if it has some. 0 where tokens are prepared for each expert anew.
 std::int64_t prepared_token_bytes(const PackedMatrix& gate_up, DType type);
 void prepare_token(const Kernels& kernels, const PackedMatrix& gate_up, const void* x, DType type, std::uint8_t* out);
-void prepare_tokens(const Kernels& kernels, const PackedMatrix& gate_up, const void* x, DType type, std::int64_t tokens,
-                    std::uint8_t* out);
 
 // Refuses matrices that do not belong together and ids out of range.
 void moe_forward(const Kernels& kernels, const MoeCall& call);

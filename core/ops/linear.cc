@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "ops/elements.h"
 #include "ops/products.h"
 #include "runtime/check.h"
 #include "runtime/memory.h"
@@ -112,11 +113,7 @@ struct RowProducts::State {
     const Item i = item(index);
     const Matrix& matrix = *parts[i.out].out.matrix;
     if (matrix.is_packed()) return matrix.packed.block(0, i.first);
-    return static_cast<const std::uint8_t*>(matrix.floats) + i.first * matrix.depth * size_of(matrix.type);
-  }
-
-  const std::uint8_t* row_of_x(std::int64_t row, std::int64_t depth) const {
-    return static_cast<const std::uint8_t*>(x) + row * depth * size_of(type);
+    return at(matrix.floats, i.first * matrix.depth, matrix.type);
   }
 
   void prepare_packed_row(Form& form, std::int32_t r, ThreadScratch& t) const {
@@ -129,7 +126,7 @@ struct RowProducts::State {
     const RowChunk chunk = form.cut.chunk_of(r * layout.planes);
     std::uint8_t* place = form.rows.get<std::uint8_t>(form.cut.slots * row_bytes) + chunk.first_row * row_bytes +
                           layout.offset(chunk, r * layout.planes);
-    PrepareRow row{row_of_x(r, m.spec.depth),
+    PrepareRow row{at(x, r * m.spec.depth, type),
                    type,
                    m.spec.depth,
                    m.padded_depth,
@@ -195,7 +192,7 @@ struct RowProducts::State {
     const Matrix& m = *part.out.matrix;
     const auto* queries = part.form->rows.get<float>(rows * m.depth + 32);
     const std::int64_t columns = last - first;
-    const auto* weights = static_cast<const std::uint8_t*>(m.floats) + first * m.depth * size_of(m.type);
+    const std::uint8_t* weights = at(m.floats, first * m.depth, m.type);
     for (std::int64_t q = 0; q < rows; q += kQueriesAtOnce) {
       const std::int64_t count = std::min(kQueriesAtOnce, rows - q);
       k->dot_rows({queries + q * m.depth, static_cast<int>(count), m.depth, weights, m.type, m.depth, 0, columns,
@@ -210,8 +207,7 @@ struct RowProducts::State {
 
   void store(const MatrixOut& out, std::int64_t row, std::int64_t column, const float* values,
              std::int64_t count) const {
-    const std::int64_t at = row * out.stride + column;
-    k->store_row(values, count, out.type, static_cast<std::uint8_t*>(out.out) + at * size_of(out.type));
+    k->store_row(values, count, out.type, at(out.out, row * out.stride + column, out.type));
   }
 };
 
@@ -263,7 +259,7 @@ void RowProducts::prepare(const Worker& worker) {
         continue;
       }
       const std::int64_t depth = form.matrix->depth;
-      s.k->load_row(s.row_of_x(r, depth), s.type, static_cast<int>(depth),
+      s.k->load_row(at(s.x, r * depth, s.type), s.type, static_cast<int>(depth),
                     form.rows.get<float>(s.rows * depth + 32) + r * depth);
     }
   }
@@ -289,27 +285,29 @@ void RowProducts::multiply(const Worker& worker) {
   s.k->thread_end();
 }
 
+Matrix matrix_of(const PackedMatrix& weight) {
+  CPUMOE_REQUIRE(weight.spec.experts == 1, "weight holds ", weight.spec.experts, " experts; a linear takes one matrix");
+  CPUMOE_REQUIRE(!weight.spec.gated, "weight was packed with gate and up rows; pack it as a plain matrix");
+  Matrix matrix;
+  matrix.packed = weight;
+  matrix.columns = weight.spec.columns;
+  matrix.depth = weight.spec.depth;
+  return matrix;
+}
+
 void linear_forward(const Kernels& kernels, const LinearCall& call) {
-  CPUMOE_REQUIRE(call.weight.spec.experts == 1, "weight holds ", call.weight.spec.experts,
-                 " experts; a linear takes one matrix");
-  CPUMOE_REQUIRE(!call.weight.spec.gated, "weight was packed with gate and up rows; pack it as a plain matrix");
   static thread_local RowProducts products_of_this_thread;
   RowProducts& products = products_of_this_thread;  // whichever thread uses it
-  Matrix matrix;
-  matrix.packed = call.weight;
-  matrix.columns = call.weight.spec.columns;
-  matrix.depth = call.weight.spec.depth;
+  const Matrix& m = call.matrix;
   float row_scale = 0.0f;
-  if (traits_of(rows_for(call.weight.spec, call.type)).of_tensor) {
-    row_scale = fp8_scale(largest_magnitude(kernels, call.x, call.type, call.rows, matrix.depth));
+  if (m.is_packed() && traits_of(rows_for(m.packed.spec, call.type)).of_tensor) {
+    row_scale = fp8_scale(largest_magnitude(kernels, call.x, call.type, call.rows, m.depth));
   }
-  for (std::int64_t first = 0; first < call.rows; first += kMaxRows) {
+  for (std::int64_t first = 0; first < call.rows && m.columns > 0; first += kMaxRows) {
     const std::int64_t rows = std::min(kMaxRows, call.rows - first);
-    const int threads = threads_for(product_work(call.weight, 1, rows));
-    const auto* x = static_cast<const std::uint8_t*>(call.x) + first * matrix.depth * size_of(call.type);
-    auto* out = static_cast<std::uint8_t*>(call.out) + first * matrix.columns * size_of(call.out_type);
-    const MatrixOut target{&matrix, out, matrix.columns, call.out_type};
-    products.plan(kernels, &target, 1, x, call.type, rows, threads, row_scale);
+    const int threads = threads_for(m.is_packed() ? product_work(m.packed, 1, rows) : m.bytes());
+    const MatrixOut out{&m, at(call.out, first * m.columns, call.out_type), m.columns, call.out_type};
+    products.plan(kernels, &out, 1, at(call.x, first * m.depth, call.type), call.type, rows, threads, row_scale);
     run_on_threads(threads, [&products](Worker& worker) {
       products.prepare(worker);
       worker.barrier->wait();

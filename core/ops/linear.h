@@ -10,16 +10,6 @@
 
 namespace cpumoe {
 
-struct LinearCall {
-  PackedMatrix weight;   // one "expert"
-  const void* x;         // [rows, in_features], contiguous
-  DType type, out_type;  // of x, and of out: that of x or fp32
-  std::int64_t rows;
-  void* out;  // [rows, out_features]
-};
-
-void linear_forward(const Kernels& kernels, const LinearCall& call);
-
 // The weight of a linear: packed, one "expert" with its bias, or floats.
 struct Matrix {
   PackedMatrix packed{};         // if its data is not null
@@ -35,6 +25,20 @@ struct Matrix {
   std::int64_t own_columns() const { return columns / ranks; }
   std::int64_t bytes() const { return is_packed() ? packed.expert_bytes : own_columns() * depth * size_of(type); }
 };
+
+// A packed weight as a matrix; rejects several experts, and gate and up rows.
+Matrix matrix_of(const PackedMatrix& weight);
+
+struct LinearCall {
+  Matrix matrix;
+  const void* x;         // [rows, depth], contiguous
+  DType type, out_type;  // of x, and of out: that of x or fp32
+  std::int64_t rows;
+  void* out;  // [rows, columns]
+};
+
+// On a team of its own. Matrices of floats are for few rows.
+void linear_forward(const Kernels& kernels, const LinearCall& call);
 
 // What one of the matrices gives that the same rows are multiplied with.
 struct MatrixOut {

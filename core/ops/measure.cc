@@ -18,7 +18,7 @@ double read_rate(const Kernels& kernels, const std::uint8_t* data, std::int64_t 
   std::atomic<std::uint64_t> sink{0};
   const double start = seconds();
   run_on_threads(thread_count(), [&](Worker& w) {
-    const std::int64_t first = units * w.index / w.count, last = units * (w.index + 1) / w.count;
+    const std::int64_t first = w.share(units), last = w.next_share(units);
     sink += kernels.read_bytes(data + first * kUnit, (last - first) * kUnit);
   });
   return static_cast<double>(units * kUnit) / (seconds() - start);

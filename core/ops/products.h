@@ -1,7 +1,6 @@
 // Products of one chunk of rows with consecutive blocks of a packed matrix: what the fused layer and the linear share.
 #pragma once
 
-#include <algorithm>
 #include <cstring>
 
 #include "kernels/table.h"

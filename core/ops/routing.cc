@@ -1,12 +1,10 @@
 #include "ops/routing.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <vector>
 
 #include "runtime/check.h"
-#include "runtime/memory.h"
 #include "runtime/threads.h"
 
 namespace cpumoe {
@@ -155,35 +153,6 @@ class TokenRouter {
 };
 
 }  // namespace
-
-void router_logits(const Kernels& k, const LogitsCall& c) {
-  if (c.tokens * c.experts == 0) return;
-  // Of one work item: rows in one piece of 128 KB, so that reading ahead is seldom in vain.
-  const std::int64_t at_once =
-      std::max<std::int64_t>((128 << 10) / (std::max<std::int64_t>(c.depth, 1) * size_of(c.type)) / 16, 1) * 16;
-  const std::int64_t rows_at_once =
-      std::min(at_once, std::max<std::int64_t>(c.experts / (4 * thread_count()) / 16, 1) * 16);
-  static thread_local Buffer query_buffer, logits_buffer;
-  auto* query = query_buffer.get<float>(c.tokens * c.depth + 32);
-  auto* logits = logits_buffer.get<float>(c.tokens * c.experts);
-  for (std::int64_t t = 0; t < c.tokens; ++t) {
-    k.load_row(static_cast<const std::uint8_t*>(c.x) + t * c.depth * size_of(c.type), c.type, static_cast<int>(c.depth),
-               query + t * c.depth);
-  }
-  const std::int64_t items = (c.experts + rows_at_once - 1) / rows_at_once;
-  std::atomic<std::int64_t> next{0};
-  run_on_threads(static_cast<int>(std::min<std::int64_t>(thread_count(), items)), [&](Worker&) {
-    for (std::int64_t i = next.fetch_add(1); i < items; i = next.fetch_add(1)) {
-      const std::int64_t first = i * rows_at_once;
-      k.dot_rows({query, static_cast<int>(c.tokens), c.depth, c.weight, c.type, c.depth, first,
-                  std::min(first + rows_at_once, c.experts), logits, c.experts});
-    }
-  });
-  if (c.bias != nullptr) {
-    for (std::int64_t i = 0; i < c.tokens * c.experts; ++i) logits[i] += c.bias[i % c.experts];
-  }
-  k.store_row(logits, c.tokens * c.experts, c.logits_type, c.logits);
-}
 
 void check_routing(const RouteCall& call) {
   CPUMOE_REQUIRE(call.experts >= 1 && call.experts <= 65536, "router_logits have ", call.experts,

@@ -22,20 +22,6 @@ struct RouteCall {
   float* weights;            // [tokens, topk]
 };
 
-// logits[token, expert] = weight[expert] . x[token] + bias[expert], rounded to `logits_type`. For few tokens: every
-// token reads the whole weight.
-struct LogitsCall {
-  DType type;
-  const void* x;       // [tokens, depth]
-  const void* weight;  // [experts, depth], of the same type
-  const float* bias;   // [experts] or null
-  std::int64_t tokens, experts, depth;
-  DType logits_type;
-  void* logits;  // [tokens, experts]
-};
-
-void router_logits(const Kernels& kernels, const LogitsCall& call);
-
 void route(const Kernels& kernels, const RouteCall& call);
 
 // The same for tokens [first, last), by the calling thread, of a call that has been checked.

@@ -105,8 +105,7 @@ const RecordCodec kFp4Codec = {write_nibbles<0>, read_nibbles<0, 16>};
 const RecordCodec kInt8Codec = {write_int8, read_int8};
 const RecordCodec kSixBitsCodec = {write_six_bits, read_six_bits};
 
-// In the order of their numbers.
-const FormatInfo kWeightFormats[kFormatCount] = {
+constexpr FormatInfo kWeightFormats[kFormatCount] = {
     {WeightFormat::kInt4, "int4", "int4"},
     {WeightFormat::kInt4Group32, "int4-g32", "int4"},
     {WeightFormat::kInt4Group64, "int4-g64", "int4"},
@@ -132,6 +131,14 @@ const FormatInfo kWeightFormats[kFormatCount] = {
     {WeightFormat::kF16, "fp16", "fp16"},
     {WeightFormat::kF32, "fp32", "fp32"},
 };
+
+constexpr bool in_order_of_numbers() {
+  for (int i = 0; i < kFormatCount; ++i) {
+    if (static_cast<int>(kWeightFormats[i].id) != i + 1) return false;
+  }
+  return true;
+}
+static_assert(in_order_of_numbers(), "find_format takes a number for a position in the list");
 
 bool FormatInfo::takes(ScaleType scales) const {
   const FormatTraits traits = traits_of(id);
@@ -159,10 +166,7 @@ const char* name_of(RowFormat rows) {
 }
 
 const FormatInfo* find_format(std::uint32_t number) {
-  for (const FormatInfo& f : kWeightFormats) {
-    if (static_cast<std::uint32_t>(f.id) == number) return &f;
-  }
-  return nullptr;
+  return number >= 1 && number <= kFormatCount ? &kWeightFormats[number - 1] : nullptr;
 }
 
 const FormatInfo* find_format(std::string_view element, std::int64_t group, bool zeros) {

@@ -19,6 +19,11 @@ struct FormatInfo {
 
 extern const FormatInfo kWeightFormats[kFormatCount];
 
+// The dtype of weights that are floats.
+inline DType dtype_of(WeightFormat format) {
+  return format == WeightFormat::kBF16 ? DType::kBF16 : format == WeightFormat::kF16 ? DType::kF16 : DType::kF32;
+}
+
 // What Python calls them: "float32", "e8m0", ...; "int8", "fp8-static", ...
 const char* name_of(ScaleType scales);
 const char* name_of(RowFormat rows);

@@ -1,19 +1,11 @@
 #include "packed/layout.h"
 
 #include <algorithm>
-#include <atomic>
-#include <cmath>
 #include <cstddef>
 #include <cstring>
-#include <mutex>
-#include <numeric>
-#include <vector>
 
-#include "kernels/dispatch.h"
 #include "packed/format_list.h"
 #include "runtime/check.h"
-#include "runtime/float16.h"
-#include "runtime/threads.h"
 
 namespace cpumoe {
 namespace {

@@ -89,13 +89,6 @@ const RecordCodec* codec_of(WeightFormat format) { return active_kernels().of(fo
 
 bool is_wide(const FormatTraits& traits) { return traits.bits > 8; }
 
-// The dtype of weights that are floats.
-DType wide_type(const FormatTraits& traits) {
-  return traits.decoding == Decoding::kBF16  ? DType::kBF16
-         : traits.decoding == Decoding::kF16 ? DType::kF16
-                                             : DType::kF32;
-}
-
 class BlockPacker {
  public:
   BlockPacker(const PackedMatrix& matrix, const PackSource& source, const std::string& name, std::int64_t expert)
@@ -177,7 +170,7 @@ class BlockPacker {
   // Weights that are floats, where kernels read them.
   void write_floats(std::int64_t row, int column, int record, std::uint8_t* dst) const {
     if (row < 0) return;
-    switch (wide_type(traits_)) {
+    switch (dtype_of(layout_.weights)) {
       case DType::kBF16: return write_words<std::uint16_t>(row, column, record, 0x7F80u, dst);
       case DType::kF16: return write_words<std::uint16_t>(row, column, record, 0x7C00u, dst);
       case DType::kF32: return write_words<std::uint32_t>(row, column, record, 0x7F800000u, dst);

@@ -11,10 +11,8 @@
 #include <cerrno>
 #include <chrono>
 #include <cstring>
-#include <vector>
 
 #include "runtime/check.h"
-#include "runtime/threads.h"
 
 namespace cpumoe {
 

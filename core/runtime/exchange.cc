@@ -29,6 +29,10 @@ void RankExchange::give_up(const std::string& reason) noexcept {
   guarded([&] { throw RankFailure(reason); });
 }
 
+void RankExchange::fail_with(const RankExchange& other) noexcept {
+  guarded([&] { other.rethrow(); });
+}
+
 void RankExchange::rethrow() const {
   if (failure_ != nullptr) std::rethrow_exception(failure_);
 }

@@ -7,7 +7,6 @@
 
 #include <cstdint>
 #include <exception>
-#include <memory>
 #include <stdexcept>
 #include <string>
 
@@ -47,6 +46,8 @@ class RankExchange {
   // Ends the exchange for a reason that was found in what came.
   void give_up(const std::string& reason) noexcept;
   void rethrow() const;
+  // If `other` has failed, fails this exchange for the same reason, so that ranks that are not in `other` learn it.
+  void fail_with(const RankExchange& other) noexcept;
 
   // Seconds that were spent waiting for ranks that came later, as far as that is known: what they lack in speed, and
   // not what messages cost.

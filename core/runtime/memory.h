@@ -1,7 +1,6 @@
 // Scratch memory that grows and is kept for the next call.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 
 namespace cpumoe {

@@ -12,7 +12,6 @@
 #include <cstdlib>
 #include <limits>
 #include <mutex>
-#include <string>
 #include <thread>
 #include <vector>
 
@@ -289,13 +288,14 @@ void Barrier::wait() {
 }
 
 void run_team(int threads, void (*body)(void*, Worker&), void* context) {
-  Team& t = the_team();
-  const std::lock_guard<std::mutex> lock(t.mutex);
-  if (threads <= 1) {
-    t.barrier.reset(1);
-    run_body({0, 1, &t.barrier}, body, context);
+  if (threads <= 1) {  // without the team, which may be busy for as long as a prompt takes
+    Barrier alone;
+    alone.reset(1);
+    run_body({0, 1, &alone}, body, context);
     return;
   }
+  Team& t = the_team();
+  const std::lock_guard<std::mutex> lock(t.mutex);
   if (const OpenMP* omp = usable_open_mp(); omp != nullptr) {
     Region region{body, context, &t.barrier, omp, {}};
     omp->parallel(region_entry, &region, static_cast<unsigned>(threads), 0);

@@ -4,7 +4,6 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <limits>
 #include <string>
 #include <vector>
 
@@ -68,15 +67,35 @@ class Numbers {
   }
 
   // Brings queries to 2^-48, and keys and values to 2^-58, where some of them are too small: these must be 0 in a
-  // cache.
-  void shrink() {
+  // cache, unless calls flush them.
+  void shrink(bool flushes) {
     for (float& q : query_) q *= 0x1p-48f;
     for (auto* caches : {&keys_, &values_}) {
       for (auto& cache : *caches) {
-        for (float& x : cache) x = std::fabs(x) < 0x1p-2f ? 0.0f : x * 0x1p-58f;
+        for (float& x : cache) x = std::fabs(x) < 0x1p-2f && !flushes ? 0.0f : x * 0x1p-58f;
       }
     }
     store();
+  }
+
+  // The last `count` numbers of the keys in memory of their own, where calls have none of them.
+  std::vector<std::vector<std::uint8_t>> cut_keys(CachedAttentionCall& call, std::int64_t count,
+                                                  std::vector<CachedSequence>& sequences) {
+    std::vector<std::vector<std::uint8_t>> ends;
+    const std::int64_t element = size_of(type_), bytes = count * element, stride = count + 3;
+    for (std::size_t s = 0; s < keys_.size(); ++s) {
+      auto& end = ends.emplace_back(size((c_.tokens[s] + kRoom) * stride * element));
+      for (std::int64_t t = 0; t < c_.tokens[s] + kRoom; ++t) {
+        std::uint8_t* from = stored_keys_[s].data() + (t * key_token_stride() + c_.depth - count) * element;
+        std::memcpy(end.data() + t * stride * element, from, size(bytes));
+        std::memset(from, 0xFF, size(bytes));  // NaN
+      }
+      sequences.push_back({call.sequences[s].keys, call.sequences[s].values, end.data()});
+    }
+    call.sequences = sequences.data();
+    call.key_end = count;
+    call.key_end_stride = stride;
+    return ends;
   }
 
   void store() {
@@ -398,19 +417,62 @@ void test_special_numbers(DType type) {
 // Numbers whose products are next to those that vdpbf16ps takes for zero.
 void test_small_numbers() {
   const Case c{8, 2, 40, 24, {200}, {20}};
-  Numbers numbers(c, DType::kBF16);
-  numbers.shrink();
+  Numbers numbers(c, DType::kBF16), smaller(c, DType::kBF16);
+  numbers.shrink(false);
+  smaller.shrink(true);
   std::vector<std::uint8_t> expected, out;
-  const auto scaled = [&](std::vector<std::uint8_t>& to) {
-    auto call = numbers.call(to);
+  const auto scaled = [&](Numbers& from, std::vector<std::uint8_t>& to) {
+    auto call = from.call(to);
     call.scale = 0x1p104f;
+    call.flushes = &from == &smaller;
     return call;
   };
-  attend_with(scalar(), scaled(expected), 1);
+  attend_with(scalar(), scaled(numbers, expected), 1);
   for (const Kernels* k : all_kernels()) {
-    attend_with(*k, scaled(out), 1);
-    check(out == expected, std::string(k->name) + " attention of small numbers");
+    for (Numbers* from : {&numbers, &smaller}) {
+      attend_with(*k, scaled(*from, out), 2);
+      check(out == expected, std::string(k->name) + " attention of small numbers");
+    }
   }
+}
+
+// Keys in two pieces give the bits of whole ones.
+void test_cut_keys(DType type) {
+  for (const Case& c : {Case{5, 1, 40, 24, {300, 300}, {1, 9}, 0, 0, true}, Case{20, 1, 9, 9, {130}, {130}}}) {
+    for (const std::int64_t count : {std::int64_t{1}, c.depth - 1}) {
+      for (const Kernels* k : all_kernels()) {
+        Numbers numbers(c, type);
+        std::vector<std::uint8_t> expected, out;
+        attend_with(scalar(), numbers.call(expected), 1);
+        auto call = numbers.call(out);
+        std::vector<CachedSequence> sequences;
+        const auto ends = numbers.cut_keys(call, count, sequences);
+        attend_with(*k, call, 2);
+        check(out == expected, std::string(k->name) + " keys in two pieces, " + c.name());
+      }
+    }
+  }
+}
+
+// Additive masks and the ranges of tokens that they stand for.
+void test_masks() {
+  const float none = -INFINITY, low = -65504.0f;
+  const auto rows_of = [](std::vector<float> mask, std::int64_t queries) {
+    std::vector<AttentionRow> rows;
+    std::string text;
+    if (!find_rows(mask.data(), 1, queries, static_cast<std::int64_t>(mask.size()) / queries, rows)) return text;
+    for (const AttentionRow& row : rows) text += std::to_string(row.first) + "-" + std::to_string(row.last) + " ";
+    return text;
+  };
+  check(rows_of({0, 0, 0, 0}, 1) == "0-4 ", "a mask that hides nothing");
+  check(rows_of({none, 0, 0, none, low, 0, 0, 0}, 2) == "1-3 1-4 ", "masks of two queries");
+  check(rows_of({none, none, none, 0, 0, none}, 2) == "0-0 0-2 ", "a query that sees nothing");
+  check(rows_of({low, low, low}, 1).empty(), "lowest numbers alone are no -inf");
+  check(rows_of({0, none, 0}, 1).empty() && rows_of({0, -1.0f, 0}, 1).empty() && rows_of({0, NAN}, 1).empty(),
+        "masks that are no ranges");
+  check(rows_of({none, 0, 0, none}, 2).empty(), "ranges that go back");
+  std::vector<AttentionRow> rows;
+  check(find_rows(nullptr, 2, 1, 7, rows) && rows.size() == 2 && rows[1].sequence == 1 && rows[1].last == 7, "no mask");
 }
 
 }  // namespace
@@ -439,6 +501,8 @@ void test_cached_attention() {
   for (const DType type : {DType::kBF16, DType::kF32, DType::kF16}) test_special_numbers(type);
 
   test_small_numbers();
+  for (const DType type : {DType::kBF16, DType::kF32, DType::kF16}) test_cut_keys(type);
+  test_masks();
 
   // No rows; rows that see nothing; shapes that are refused.
   const Case c{4, 2, 16, 16, {40}, {5}};

@@ -7,7 +7,6 @@
 #include <thread>
 #include <utility>
 
-#include "runtime/threads.h"
 #include "tests/matrices.h"
 #include "tests/tests.h"
 

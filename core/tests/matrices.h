@@ -85,10 +85,6 @@ inline float as_half(float f) {
   return f;
 }
 
-inline DType type_of_floats(WeightFormat format) {
-  return format == WeightFormat::kBF16 ? DType::kBF16 : format == WeightFormat::kF16 ? DType::kF16 : DType::kF32;
-}
-
 // Values and scales of the whole range.
 inline void fill_weights(Matrix& m, Random& random) {
   const PackedSpec& spec = m.spec;
@@ -104,7 +100,7 @@ inline void fill_weights(Matrix& m, Random& random) {
   const auto scales = rows * static_cast<std::size_t>(m.groups());
   const std::size_t count = rows * static_cast<std::size_t>(spec.depth);
   if (!traits.has_scales()) {
-    const DType type = type_of_floats(spec.weights);
+    const DType type = dtype_of(spec.weights);
     m.floats = random_values(count, random.bits());
     m.float_bytes.resize(count * static_cast<std::size_t>(size_of(type)));
     scalar().store_row(m.floats.data(), static_cast<std::int64_t>(count), type, m.float_bytes.data());
@@ -171,7 +167,7 @@ inline Matrix make_matrix(PackedSpec spec, unsigned seed) {
     s.values = m.values.data() + row * spec.depth;
     s.scales = m.scales.data() + group;
     if (!traits.has_scales()) {
-      s.values = m.float_bytes.data() + row * spec.depth * size_of(type_of_floats(spec.weights));
+      s.values = m.float_bytes.data() + row * spec.depth * size_of(dtype_of(spec.weights));
       s.scales = nullptr;
     }
     if (!m.byte_scales.empty()) s.scales = m.byte_scales.data() + group;
@@ -216,9 +212,9 @@ inline std::vector<float> run_linear(const Kernels& k, const Matrix& m, const st
   std::vector<std::uint16_t> narrow(x.size());
   scalar().store_row(x.data(), static_cast<std::int64_t>(x.size()), DType::kBF16, narrow.data());
   if (type_of_rows(m.spec, rows) == DType::kBF16) {
-    linear_forward(k, {m.packed, narrow.data(), DType::kBF16, DType::kF32, rows, out.data()});
+    linear_forward(k, {matrix_of(m.packed), narrow.data(), DType::kBF16, DType::kF32, rows, out.data()});
   } else {
-    linear_forward(k, {m.packed, x.data(), DType::kF32, DType::kF32, rows, out.data()});
+    linear_forward(k, {matrix_of(m.packed), x.data(), DType::kF32, DType::kF32, rows, out.data()});
   }
   return out;
 }

@@ -1,8 +1,7 @@
-// What surrounds the products: attention, routers, norms, and measuring.
-#include "ops/decode_attention.h"
-
+// Tests of routers, norms, linears of floats and measuring.
 #include <numeric>
 
+#include "ops/linear.h"
 #include "ops/measure.h"
 #include "ops/norm.h"
 #include "ops/routing.h"
@@ -12,90 +11,8 @@
 
 namespace cpumoe::tests {
 
-// Attention of one token: every kernel and thread count gives the scalar kernel's bits, and those are near the truth.
-void test_attention() {
-  struct Case {
-    std::int64_t batch, heads, kv_heads, tokens, depth, value_depth;
-    bool masked, sunk;
-  };
-  for (const Case& c : {Case{1, 8, 2, 300, 128, 128, false, false}, Case{2, 3, 3, 1, 16, 16, true, false},
-                        Case{1, 5, 1, 129, 40, 24, true, true}, Case{3, 4, 2, 17, 33, 50, false, true},
-                        Case{1, 32, 4, 640, 64, 64, true, false}, Case{2, 4, 2, 16, 16, 16, true, true}}) {
-    const auto kv = static_cast<std::size_t>(c.batch * c.kv_heads * c.tokens * c.depth);
-    const auto kv_out = static_cast<std::size_t>(c.batch * c.kv_heads * c.tokens * c.value_depth);
-    const auto rows = static_cast<std::size_t>(c.batch * c.heads * c.depth);
-    const auto out_size = static_cast<std::size_t>(c.batch * c.heads * c.value_depth);
-    const auto query = random_values(rows, 1), keys = random_values(kv, 2), values = random_values(kv_out, 3);
-    auto mask = random_values(static_cast<std::size_t>(c.batch * c.tokens), 4);
-    if (c.tokens > 2) mask[1] = -INFINITY;
-    const auto sinks = random_values(static_cast<std::size_t>(c.heads), 5);
-    for (const DType type : {DType::kF32, DType::kBF16, DType::kF16}) {
-      const std::size_t element = type == DType::kF32 ? 4 : 2;
-      std::vector<std::uint8_t> q(rows * element), k(kv * element), v(kv_out * element), expected(out_size * element);
-      scalar().store_row(query.data(), static_cast<std::int64_t>(rows), type, q.data());
-      scalar().store_row(keys.data(), static_cast<std::int64_t>(kv), type, k.data());
-      scalar().store_row(values.data(), static_cast<std::int64_t>(kv_out), type, v.data());
-      AttentionCall call{type,
-                         c.batch,
-                         c.heads,
-                         c.kv_heads,
-                         c.tokens,
-                         c.depth,
-                         c.value_depth,
-                         q.data(),
-                         k.data(),
-                         v.data(),
-                         c.masked ? mask.data() : nullptr,
-                         c.sunk ? sinks.data() : nullptr,
-                         0.3f,
-                         expected.data()};
-      set_thread_count(1);
-      attend(scalar(), call);
-      for (const IsaEntry& e : instruction_sets()) {
-        for (const int threads : {1, 2, 3}) {
-          if (!e.supported) continue;
-          std::vector<std::uint8_t> out(expected.size());
-          call.out = out.data();
-          set_thread_count(threads);
-          attend(*e.kernels, call);
-          check(out == expected, std::string(e.name) + " attention of " + std::to_string(c.tokens) + " tokens");
-        }
-      }
-      if (type != DType::kF32) continue;
-      const std::int64_t share = c.heads / c.kv_heads;
-      double worst = 0;
-      for (std::int64_t r = 0; r < c.batch * c.heads; ++r) {
-        const std::int64_t group = (r / c.heads) * c.kv_heads + (r % c.heads) / share;
-        std::vector<double> weight(static_cast<std::size_t>(c.tokens));
-        double total = c.sunk ? std::exp(static_cast<double>(sinks[static_cast<std::size_t>(r % c.heads)])) : 0.0;
-        for (std::int64_t t = 0; t < c.tokens; ++t) {
-          double score = c.masked ? mask[static_cast<std::size_t>(r / c.heads * c.tokens + t)] : 0.0;
-          for (std::int64_t i = 0; i < c.depth; ++i) {
-            score += 0.3 * query[static_cast<std::size_t>(r * c.depth + i)] *
-                     keys[static_cast<std::size_t>((group * c.tokens + t) * c.depth + i)];
-          }
-          weight[static_cast<std::size_t>(t)] = std::exp(score);
-          total += weight[static_cast<std::size_t>(t)];
-        }
-        for (std::int64_t i = 0; i < c.value_depth; ++i) {
-          double sum = 0;
-          for (std::int64_t t = 0; t < c.tokens; ++t) {
-            sum += weight[static_cast<std::size_t>(t)] / total *
-                   values[static_cast<std::size_t>((group * c.tokens + t) * c.value_depth + i)];
-          }
-          float got;
-          std::memcpy(&got, expected.data() + (r * c.value_depth + i) * 4, 4);
-          worst = std::max(worst, std::fabs(got - sum));
-        }
-      }
-      check(worst < 2e-5, "attention is " + std::to_string(worst) + " from the truth");
-    }
-  }
-  set_thread_count(0);
-}
-
-// Logits of a router: the same bits everywhere.
-void test_router_logits() {
+// Linears of floats, as routers are: the same bits everywhere.
+void test_float_linears() {
   for (const std::int64_t depth : {7, 64, 200}) {
     for (const std::int64_t tokens : {1, 3, 6}) {
       const std::int64_t experts = 37;
@@ -103,13 +20,15 @@ void test_router_logits() {
       const auto w = random_values(static_cast<std::size_t>(experts * depth), 6);
       const auto bias = random_values(static_cast<std::size_t>(experts), 7);
       std::vector<float> expected(static_cast<std::size_t>(tokens * experts)), out(expected);
-      LogitsCall call{DType::kF32, x.data(), w.data(),    bias.data(),    tokens,
-                      experts,     depth,    DType::kF32, expected.data()};
-      router_logits(scalar(), call);
-      call.logits = out.data();
+      cpumoe::Matrix matrix;
+      matrix.floats = w.data();
+      matrix.bias = bias.data();
+      matrix.columns = experts;
+      matrix.depth = depth;
+      linear_forward(scalar(), {matrix, x.data(), DType::kF32, DType::kF32, tokens, expected.data()});
       for (const Kernels* k : other_kernels()) {
-        router_logits(*k, call);
-        check(same_bits(out.data(), expected.data(), out.size() * 4), std::string(k->name) + " router logits");
+        linear_forward(*k, {matrix, x.data(), DType::kF32, DType::kF32, tokens, out.data()});
+        check(same_bits(out.data(), expected.data(), out.size() * 4), std::string(k->name) + " linear of floats");
       }
       double worst = 0;
       for (std::int64_t i = 0; i < tokens * experts; ++i) {
@@ -120,7 +39,7 @@ void test_router_logits() {
         }
         worst = std::max(worst, std::fabs(expected[static_cast<std::size_t>(i)] - sum));
       }
-      check(worst < 1e-4, "router logits are " + std::to_string(worst) + " from the truth");
+      check(worst < 1e-4, "a linear of floats is " + std::to_string(worst) + " from the truth");
     }
   }
 }

@@ -142,7 +142,7 @@ void test_unpacking() {
       UnpackTarget target{};
       target.values = values.data() + row * spec.depth;
       if (!float_bytes.empty()) {
-        target.values = float_bytes.data() + row * spec.depth * size_of(type_of_floats(spec.weights));
+        target.values = float_bytes.data() + row * spec.depth * size_of(dtype_of(spec.weights));
       }
       target.input_scales = input_scales.data() + e * m.spec.input_scales;
       target.scales = bytes ? static_cast<void*>(byte_scales.data() + group) : scales.data() + group;

@@ -1,8 +1,6 @@
 // A row of activations as a kernel prepares it.
 #pragma once
 
-#include <cmath>
-
 #include "runtime/float16.h"
 #include "tests/harness.h"
 

@@ -260,58 +260,81 @@ void test_delta_rule() {
   }
 }
 
-void test_short_convolution() {
-  for (const std::int64_t channels : {1, 16, 130, 200}) {
-    for (const DType type : {DType::kF32, DType::kBF16, DType::kF16}) {
-      for (const int taps : {1, 3, 4, 16}) {
-        const std::int64_t batch = 2, tokens = 7;
-        const Typed projected(size(batch * tokens * 3 * channels), type, 1), weight(size(channels * taps), type, 2);
-        const Typed bias(size(channels), type, 3), state(size(batch * channels * taps), type, 4);
-        const auto run = [&](const Kernels& k) {
-          std::pair<std::vector<std::uint8_t>, std::vector<std::uint8_t>> r{
-              std::vector<std::uint8_t>(size(batch * tokens * channels * size_of(type))), state.bytes};
-          const SequenceRows sequences[] = {{0, 0, tokens}, {1, tokens, tokens}};
-          short_convolution(k, {{channels, taps, weight.parameters(), bias.parameters()},
-                                type,
-                                sequences,
-                                projected.bytes.data(),
-                                r.second.data(),
-                                r.first.data()});
-          return r;
-        };
-        const std::string name = "short convolution of " + std::to_string(channels) + " channels, " +
-                                 std::to_string(taps) + " taps, type " + std::to_string(static_cast<int>(type));
-        const auto expected = run(scalar());
-        for (const Kernels* k : other_kernels()) check(run(*k) == expected, std::string(k->name) + " " + name);
-
-        std::vector<float> got(size(batch * tokens * channels)), truth(got);
-        scalar().load_row(expected.first.data(), type, static_cast<int>(got.size()), got.data());
-        for (std::int64_t i = 0; i < batch * tokens * channels; ++i) {
-          const std::int64_t c = i % channels, row = i / channels, b = row / tokens, t = row % tokens;
-          const auto at = [&](std::int64_t r, int part) {
-            return static_cast<double>(projected.exact[size((r * 3 + part) * channels + c)]);
-          };
-          double sum = bias.exact[size(c)];
-          for (int j = 0; j < taps; ++j) {
-            const std::int64_t back = t - taps + 1 + j;
-            const double x = back >= 0 ? at(b * tokens + back, 0) * at(b * tokens + back, 2)
-                                       : state.exact[size((b * channels + c) * taps + back + taps)];
-            sum += static_cast<double>(weight.exact[size(c * taps + j)]) * x;
-          }
-          truth[size(i)] = static_cast<float>(sum * at(row, 1));
-        }
-        const double rounding = type == DType::kF32 ? 1e-6 : type == DType::kF16 ? 1e-3 : 5e-3;
-        check(distance(got, truth) < rounding, name + " differs by " + std::to_string(distance(got, truth)));
-      }
+// LFM2's convolutions between two gates, and Mamba's with silu and a mask.
+void test_convolution(std::int64_t channels, DType type, int taps, bool is_gated) {
+  const std::int64_t batch = 2, tokens = taps == 4 ? 75 : 7, width = 3 * channels;
+  const bool has_bias = taps != 3;
+  const Typed projected(size(batch * tokens * width), type, 1), weight(size(channels * taps), type, 2);
+  const Typed bias(size(channels), DType::kF32, 3), state(size(batch * channels * taps), type, 4);
+  std::vector<float> mask(size(batch * tokens), 1.0f);
+  mask[2] = 0.0f;
+  const auto run = [&](const Kernels& k) {
+    std::pair<std::vector<std::uint8_t>, std::vector<std::uint8_t>> r{
+        std::vector<std::uint8_t>(size(batch * tokens * channels * size_of(type))), state.bytes};
+    const SequenceRows sequences[] = {{0, 0, tokens}, {1, tokens, tokens}};
+    const ChannelConvolution convolution{channels, taps, weight.parameters(),
+                                         has_bias ? bias.parameters() : Parameters{}};
+    ConvolutionCall c =
+        short_convolution(convolution, type, sequences, projected.bytes.data(), r.second.data(), r.first.data());
+    if (!is_gated) {
+      c.gate = c.out_gate = nullptr;
+      c.silu = true;
+      c.mask = mask.data();
+    }
+    convolve(k, c);
+    return r;
+  };
+  const std::string name = "convolution of " + std::to_string(channels) + " channels, " + std::to_string(taps) +
+                           " taps, type " + std::to_string(static_cast<int>(type));
+  const auto expected = run(scalar());
+  for (const int threads : {1, 2, 3}) {
+    set_thread_count(threads);
+    for (const Kernels* k : other_kernels()) {
+      check(run(*k) == expected, std::string(k->name) + " " + name + " on " + std::to_string(threads) + " threads");
     }
   }
+  set_thread_count(0);
+
+  std::vector<float> got(size(batch * tokens * channels)), truth(got), left(size(batch * channels * taps)),
+      inputs(left);
+  scalar().load_row(expected.first.data(), type, static_cast<int>(got.size()), got.data());
+  scalar().load_row(expected.second.data(), type, static_cast<int>(left.size()), left.data());
+  const auto at = [&](std::int64_t row, int part, std::int64_t c) {
+    return static_cast<double>(projected.exact[size(row * width + part * channels + c)]);
+  };
+  // The input of a token, or of one before the first.
+  const auto input = [&](std::int64_t b, std::int64_t t, std::int64_t c) {
+    if (t < 0) return static_cast<double>(state.exact[size((b * channels + c) * taps + t + taps)]);
+    return at(b * tokens + t, 2, c) * (is_gated ? at(b * tokens + t, 0, c) : 1.0);
+  };
+  for (std::int64_t i = 0; i < batch * tokens * channels; ++i) {
+    const std::int64_t c = i % channels, row = i / channels, b = row / tokens, t = row % tokens;
+    double sum = has_bias ? bias.exact[size(c)] : 0.0f;
+    for (int j = 0; j < taps; ++j) {
+      sum += static_cast<double>(weight.exact[size(c * taps + j)]) * input(b, t - taps + 1 + j, c);
+    }
+    truth[size(i)] =
+        static_cast<float>(is_gated ? sum * at(row, 1, c) : sum * sigmoid(sum) * static_cast<double>(mask[size(row)]));
+  }
+  for (std::int64_t i = 0; i < batch * channels * taps; ++i) {
+    inputs[size(i)] = static_cast<float>(input(i / taps / channels, tokens - taps + i % taps, i / taps % channels));
+  }
+  const double rounding = type == DType::kF32 ? 1e-6 : type == DType::kF16 ? 1e-3 : 5e-3;
+  check(distance(got, truth) < rounding, name + " differs by " + std::to_string(distance(got, truth)));
+  check(distance(left, inputs) < rounding, name + " leaves other inputs");
 }
 
 }  // namespace
 
 void test_recurrent() {
   test_delta_rule();
-  test_short_convolution();
+  for (const std::int64_t channels : {1, 16, 130, 200}) {
+    for (const DType type : {DType::kF32, DType::kBF16, DType::kF16}) {
+      for (const int taps : {1, 3, 4, 16}) {
+        for (const bool is_gated : {false, true}) test_convolution(channels, type, taps, is_gated);
+      }
+    }
+  }
 }
 
 }  // namespace cpumoe::tests

@@ -7,7 +7,6 @@
 
 #include <atomic>
 #include <chrono>
-#include <cmath>
 #include <cstdlib>
 #include <functional>
 #include <limits>
@@ -347,40 +346,43 @@ std::int32_t copy_of(int rank, std::int64_t row, std::int64_t k) {
 }
 float answer(int rank, float value) { return value * (0.1f + static_cast<float>(rank)) + 1e-7f; }
 
-// Every rank sends some rows, perhaps none, and gets the sums of those that were to compute them, to the bit.
-bool travels(RankExchange& exchange, RowTravel travel, const Sizes& counts) {
+// Every rank sends some rows, perhaps none, and gets the sums of those that were to compute them, to the bit. Ranks may
+// have to ask each other for the counts, and every third row may have no expert.
+bool travels(RankExchange& exchange, RowTravel travel, const Sizes& counts, bool asks = false, bool skips = false) {
   const int rank = exchange.rank(), ranks = exchange.ranks();
   const std::int64_t count = counts[static_cast<std::size_t>(rank)];
+  const auto expert_of = [&](int from, std::int64_t row, std::int64_t k) {
+    return skips && row % 3 == 0 ? -1 : copy_of(from, row, k);
+  };
   std::vector<float> x, weights;
-  std::vector<std::int32_t> copies, owners;
+  std::vector<std::int32_t> ids, begins, owners;
   for (std::int64_t row = 0; row < count; ++row) {
     for (std::int64_t i = 0; i < kWidth; ++i) x.push_back(row_value(rank, row, i));
     for (std::int64_t k = 0; k < kTopk; ++k) {
-      copies.push_back(copy_of(rank, row, k));
+      ids.push_back(expert_of(rank, row, k));
       weights.push_back(static_cast<float>(row + k));
     }
   }
   for (int copy = 0; copy < kCopies; ++copy) owners.push_back(copy * copy % ranks);
-  RowSending sending{};
-  sending.travel = travel;
-  sending.x = reinterpret_cast<const std::uint8_t*>(x.data());
-  sending.type = DType::kF32;
-  sending.width = kWidth;
-  sending.count = count;
-  sending.topk = kTopk;
-  sending.copies = copies.data();
-  sending.weights = weights.data();
-  sending.owners = owners.data();
-  sending.other_counts = counts.data();
+  for (int copy = 0; copy <= kCopies; ++copy) begins.push_back(copy);  // one of each expert
+  PackedExperts experts;
+  experts.travel = travel;
+  experts.copies = Copies{begins, owners, owners};
+  const auto* bytes = reinterpret_cast<const std::uint8_t*>(x.data());
+  const ChosenRows rows{&experts, bytes, DType::kF32, kWidth, count, kTopk, ids.data(), weights.data(), 0};
   RowTraffic traffic;
-  traffic.plan(active_kernels(), sending, exchange);
+  traffic.plan(active_kernels(), rows, exchange, asks ? nullptr : counts.data());
   traffic.pack(0, traffic.entries());
   traffic.send();
   traffic.unpack(0, traffic.received());
+  const MoeCall call = traffic.call();
   // Those of each rank come in their order, with all that belongs to them.
   const auto goes_to = [&](int from, std::int64_t row, int to) {
     bool goes = travel == RowTravel::kToAll;
-    for (std::int64_t k = 0; k < kTopk; ++k) goes |= owners[static_cast<std::size_t>(copy_of(from, row, k))] == to;
+    for (std::int64_t k = 0; k < kTopk; ++k) {
+      const std::int32_t expert = expert_of(from, row, k);
+      goes |= expert >= 0 && owners[static_cast<std::size_t>(expert)] == to;
+    }
     return goes;
   };
   bool right = true;
@@ -389,14 +391,14 @@ bool travels(RankExchange& exchange, RowTravel travel, const Sizes& counts) {
     for (std::int64_t row = 0; row < counts[static_cast<std::size_t>(from)]; ++row) {
       if (!goes_to(from, row, rank)) continue;
       if (next == traffic.received()) return false;
-      const auto* came = reinterpret_cast<const float*>(traffic.rows()) + next * kWidth;
+      const auto* came = static_cast<const float*>(call.x) + next * kWidth;
       for (std::int64_t i = 0; i < kWidth; ++i) {
         right &= came[i] == row_value(from, row, i);
-        traffic.sums()[next * kWidth + i] = answer(rank, came[i]);
+        static_cast<float*>(call.out)[next * kWidth + i] = answer(rank, came[i]);
       }
       for (std::int64_t k = 0; k < kTopk; ++k) {
-        right &= traffic.copies()[next * kTopk + k] == copy_of(from, row, k);
-        right &= traffic.weights()[next * kTopk + k] == static_cast<float>(row + k);
+        right &= call.ids[next * kTopk + k] == expert_of(from, row, k);
+        right &= call.weights[next * kTopk + k] == static_cast<float>(row + k);
       }
       ++next;
     }
@@ -426,7 +428,7 @@ void test_row_traffic() {
         for (int round = 0; round < 60; ++round) {
           Sizes counts(static_cast<std::size_t>(ranks));
           for (std::int64_t& count : counts) count = shared.below(3) == 0 ? 0 : shared.below(round % 10 == 9 ? 300 : 5);
-          wrong += !travels(exchange, travel, counts);
+          wrong += !travels(exchange, travel, counts, round % 2 == 1, round % 4 > 1);
         }
       });
       check(all_well(problems) && wrong == 0,
@@ -439,6 +441,30 @@ void test_row_traffic() {
     check(!travels(exchange, RowTravel::kToExperts, {2, 2, 2}), "rows do not come from a rank that has ended");
   });
   check(each_names(problems, 1, "rank 1 has ended"), "a rank that ends while rows travel is named");
+  for (const RowTravel travel : {RowTravel::kToAll, RowTravel::kToExperts}) {
+    const auto differ = run_ranks(2, 60, [&](SharedExchange& exchange) {
+      const float zeros[2 * kWidth] = {};
+      const std::int32_t ids[kTopk] = {};
+      const std::int32_t begins[] = {0, 1}, owners[] = {0};
+      PackedExperts experts;
+      experts.travel = travel;
+      experts.copies = Copies{begins, owners, owners};
+      const bool odd = exchange.rank() == 1;
+      const auto* bytes = reinterpret_cast<const std::uint8_t*>(zeros);
+      RowTraffic traffic;  // rows have as many bytes
+      traffic.plan(
+          active_kernels(),
+          {&experts, bytes, odd ? DType::kF16 : DType::kF32, odd ? 2 * kWidth : kWidth, 1, kTopk, ids, zeros, 0},
+          exchange);
+      check(traffic.received() == 0, "rows of another type are not received");
+      exchange.rethrow();
+    });
+    check(differ[0] ==
+                  "the tokens of rank 1 are float16, 20 bytes and 3 experts each, and those of rank 0 float32, "
+                  "20 and 3; one kind for all is accepted" &&
+              differ[1].find("the tokens of rank 0 are float32") == 0,
+          "rows of another type are refused by all ranks, with both types");
+  }
 }
 
 }  // namespace

@@ -4,8 +4,6 @@
 
 #include <algorithm>
 
-#include <algorithm>
-#include "ops/lightning_attention.h"
 #include "runtime/threads.h"
 
 #include "tests/harness.h"
@@ -24,7 +22,7 @@ struct Rounded {
     scalar().store_row(source.data(), static_cast<std::int64_t>(source.size()), type, bytes.data());
     scalar().load_row(bytes.data(), type, static_cast<int>(source.size()), values.data());
   }
-  Floats floats(DType type) const { return {bytes.data(), type}; }
+  Parameters parameters(DType type) const { return {bytes.data(), type}; }
 };
 
 std::size_t count_of(std::int64_t count) { return static_cast<std::size_t>(count); }
@@ -69,7 +67,8 @@ struct Mamba2Run {
     m.head_dim = c.head_dim;
     m.groups = c.groups;
     m.depth = c.depth;
-    m.width = c.width;
+    m.convolution.channels = m.convolved();
+    m.convolution.taps = static_cast<int>(c.width);
     m.norm_group = c.norm_group;
     m.epsilon = 1e-5f;
     m.gate_last = c.gate_last;
@@ -94,12 +93,12 @@ struct Mamba2Run {
                   state};
     m.conv_state = result.conv_state.data();
     m.state = result.state.data();
-    m.conv_weight = weight.floats(type);
-    m.conv_bias = bias.floats(type);
-    m.dt_bias = dt_bias.floats(DType::kF32);
-    m.A_log = A_log.floats(DType::kF32);
-    m.D = D.floats(type);
-    m.norm_weight = norm.floats(type);
+    m.convolution.weight = weight.parameters(type);
+    m.convolution.bias = bias.parameters(type);
+    m.dt_bias = dt_bias.parameters(DType::kF32);
+    m.A_log = A_log.parameters(DType::kF32);
+    m.D = D.parameters(type);
+    m.norm_weight = norm.parameters(type);
     for (std::int64_t t = 0; t < c.tokens; t += m.tokens) {
       m.tokens = t == 0 ? first_part : c.tokens - t;
       m.projected = projected.bytes.data() + count_of(t * m.row()) * element;
@@ -281,41 +280,6 @@ void test_selective_scan() {
   set_thread_count(0);
 }
 
-// Mamba's convolution, which leaves a tensor of the type it was given.
-void test_convolution() {
-  const std::int64_t batch = 2, tokens = 75, channels = 130, width = 4, row = 2 * channels;
-  for (const DType type : {DType::kF32, DType::kBF16, DType::kF16}) {
-    const Rounded x(random_values(count_of(batch * tokens * row), 1), type);
-    const Rounded state(random_values(count_of(batch * channels * width), 2), type);
-    const Rounded weight(random_values(count_of(channels * width), 3), type);
-    std::vector<std::uint8_t> expected, expected_state;
-    for (const IsaEntry& e : instruction_sets()) {
-      for (const int threads : {1, 2, 3}) {
-        if (!e.supported) continue;
-        set_thread_count(threads);
-        auto left = state.bytes;
-        std::vector<std::uint8_t> out(count_of(batch * tokens * channels * size_of(type)));
-        convolve(*e.kernels, {type, batch, tokens, channels, width, row, x.bytes.data(), left.data(),
-                              weight.floats(type), Floats{}, nullptr, out.data()});
-        if (expected.empty()) {
-          expected = out;
-          expected_state = left;
-        }
-        check(out == expected && left == expected_state, std::string(e.name) + " convolution");
-      }
-    }
-    for (std::int64_t i = 0; i < channels; ++i) {  // the state is the last inputs
-      for (std::int64_t k = 0; k < width; ++k) {
-        const auto from = count_of(((tokens - width + k) * row + i) * size_of(type));
-        check(same_bits(expected_state.data() + (i * width + k) * size_of(type), x.bytes.data() + from,
-                        static_cast<std::size_t>(size_of(type))),
-              "state of a convolution");
-      }
-    }
-  }
-  set_thread_count(0);
-}
-
 void test_lightning_attention() {
   struct Case {
     std::int64_t batch, tokens, heads, depth;
@@ -378,7 +342,6 @@ void test_lightning_attention() {
 void test_state_spaces() {
   test_mamba2();
   test_selective_scan();
-  test_convolution();
   test_lightning_attention();
 }
 

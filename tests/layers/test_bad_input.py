@@ -299,18 +299,17 @@ def with_value(tensor: torch.Tensor, value: int) -> torch.Tensor:
         ("w4a8-g32", "down_zero_point", lambda t: torch.zeros(4, 128, 3).char(), "down_zero_point is not expected"),
         ("mxfp4a16", "down_zero_point", lambda t: torch.zeros(4, 128, 3).char(), "down_zero_point is not expected"),
         *(
-            ("nvfp4a16", "gate_up_global_scale", change, f"gate_up_global_scale {message}")
+            ("nvfp4a16", "gate_up_global_scale", change, f"gate_up_global_scale ?{message}")
             for change, message in (
                 (lambda t: None, "is missing"),
-                (lambda t: t[:3], r"is \[3\]; \[4\] or \[4, 2\] is accepted"),
-                (lambda t: t[0], r"is \[\]; \[4\] or \[4, 2\] is accepted"),
-                (lambda t: t[:0], r"is \[0\]; \[4\] or \[4, 2\] is accepted"),
-                (lambda t: t.view(2, 2), r"is \[2, 2\]; \[4\] or"),
-                (lambda t: t.repeat(2), r"is \[8\]; \[4\] or"),
-                (lambda t: t.repeat(3).view(4, 3), r"is \[4, 3\]; \[4\] or"),
+                (lambda t: t[:3], r"is \[3\]; one number, \[4\] or \[4, 2\] is accepted"),
+                (lambda t: t[:0], r"is \[0\]; one number, \[4\] or \[4, 2\] is accepted"),
+                (lambda t: t.view(2, 2), r"is \[2, 2\]; one number, \[4\] or"),
+                (lambda t: t.repeat(2), r"is \[8\]; one number, \[4\] or"),
+                (lambda t: t.repeat(3).view(4, 3), r"is \[4, 3\]; one number, \[4\] or"),
                 (lambda t: t.to("meta"), "is on meta"),
                 *(
-                    (lambda t, x=bad: t * torch.tensor([1.0, 1.0, 1.0, x]), "holds a number that is not positive and")
+                    (lambda t, x=bad: t * torch.tensor([1.0, 1.0, 1.0, x]), r"\[3, 0\] is .*; a positive and finite")
                     for bad in (0.0, -1.0, torch.nan, torch.inf, 1e-44)
                 ),
             )
@@ -319,7 +318,7 @@ def with_value(tensor: torch.Tensor, value: int) -> torch.Tensor:
             "nvfp4a16",
             "down_global_scale",
             lambda t: torch.ones(4, 2),
-            r"down_global_scale is \[4, 2\]; \[4\] is accept",
+            r"down_global_scale is \[4, 2\]; one number or \[4\] is accept",
         ),
         ("mxfp4a16", "down_global_scale", lambda t: torch.ones(4), "down_global_scale is not expected"),
         ("w4a16", "gate_up_global_scale", lambda t: torch.ones(4), "gate_up_global_scale is not expected"),
@@ -362,14 +361,13 @@ def test_wrong_parts_of_weights(backend: str, scheme: str, name: str, change: ob
     ("scheme", "change", "message"),
     [
         ("nvfp4a16", {"global_scale": None}, "global_scale is missing for nvfp4a16"),
-        ("nvfp4a16", {"global_scale": torch.ones(2)}, r"global_scale is \[2\]; one number is accepted"),
-        ("nvfp4a16", {"global_scale": torch.ones(0)}, r"global_scale is \[0\]; one number is accepted"),
+        ("nvfp4a16", {"global_scale": torch.ones(2)}, r"global_scale is \[2\]; one number or \[1\] is accepted"),
+        ("nvfp4a16", {"global_scale": torch.ones(0)}, r"global_scale is \[0\]; one number or \[1\] is accepted"),
         ("nvfp4a16", {"global_scale": torch.ones(1, device="meta")}, "global_scale is on meta"),
         *(
-            ("nvfp4a16", {"global_scale": bad}, f"global_scale={seen}; a positive and finite fp32 number is accepted")
-            for bad, seen in ((0, "0.0"), (-2.0, "-2.0"), (torch.nan, "nan"), (torch.inf, "inf"), (1e300, "inf"))
+            ("nvfp4a16", {"global_scale": bad}, "global_scale is .*; a positive and finite fp32 number with an inverse")
+            for bad in (0, -2.0, torch.nan, torch.inf, 1e300, 1e-41)
         ),
-        ("nvfp4a16", {"global_scale": 1e-41}, "weight: factor of row 0 .* not a positive number that fp32 can hold"),
         ("mxfp4a16", {"global_scale": 1.0}, "global_scale is not expected for mxfp4a16"),
         ("mxfp4a16", {"zero_point": torch.zeros(8, 3).char()}, "weight_zero_point is not expected for mxfp4a16"),
         ("w4a16-g32-asym", {"zero_point": None}, "weight_zero_point is missing for w4a16-g32-asym"),
@@ -437,3 +435,19 @@ def test_the_seam_knows_which_parts_belong_to_a_format() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             pack(*arguments)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_numbers_are_fp32_whatever_the_default_dtype(dtype: torch.dtype) -> None:
+    """transformers sets the default dtype while it loads a model."""
+    codes, scale = (
+        torch.randint(0, 16, (32, 32)).char(),
+        torch.full((32, 2), 56).to(torch.uint8).view(torch.float8_e4m3fn),
+    )
+    expected = cpumoe.QuantizedLinear.from_quantized(codes, scale, "nvfp4a16", global_scale=torch.tensor(123456.789))
+    torch.set_default_dtype(dtype)
+    try:
+        found = cpumoe.QuantizedLinear.from_quantized(codes, scale, "nvfp4a16", global_scale=123456.789)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found.weight_packed, expected.weight_packed)

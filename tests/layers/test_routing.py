@@ -236,7 +236,7 @@ def test_simulated_routing() -> None:
         ({"scoring": "tanh"}, "scoring='tanh' with method 'renormalize'; accepted: softmax, sigmoid"),
         ({"method": "llama4"}, "topk=2 with method 'llama4'"),
         ({"correction_bias": torch.zeros(8)}, "chooses by raw logits"),
-        ({"method": "deepseek_v3", "correction_bias": torch.zeros(7)}, "7 values for 8 experts"),
+        ({"method": "deepseek_v3", "correction_bias": torch.zeros(7)}, r"correction_bias is \[7\]; \[8\] is accepted"),
         ({"num_expert_group": 3, "topk_group": 1}, "does not divide 8 experts"),
         ({"num_expert_group": 4}, "num_expert_group=4 with topk_group=None; give both"),
         ({"topk_group": 2}, "num_expert_group=None with topk_group=2; give both"),

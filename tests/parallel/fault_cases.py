@@ -224,10 +224,10 @@ def short_of_memory(folder: str) -> None:
 def _break_native_decoder() -> None:
     """Let what describes a model find something that it does not know."""
     from cpumoe.integrations.transformers import native_decoder
-    from cpumoe.integrations.transformers.recognition.parts import NotDescribed
+    from cpumoe.integrations.transformers.recognition.values import UnsupportedDecoder
 
     def refused(*_: Any) -> None:
-        raise NotDescribed("for a test")
+        raise UnsupportedDecoder("for a test")
 
     native_decoder.NativeDecoder.__init__ = refused
 

@@ -67,10 +67,10 @@ def _moves(layout: ParallelLayout, scheme: str) -> None:
 
 def _even_loads_stay(ranks: Ranks) -> None:
     spread = _spread(_whole("w4a8-g32"), ranks)
-    before, packed = spread.placement, spread.packed
+    before, packed = spread.placement, spread.gate_up_packed
     spread.loads += 100
     (move,) = rebalance([spread])
-    assert spread.placement == before and spread.packed[0] is packed[0]
+    assert spread.placement == before and spread.gate_up_packed is packed
     assert move.came == 0 and move.before == move.after
     assert spread.loads.tolist() == [50] * EXPERTS  # old choices fade
 
@@ -117,10 +117,10 @@ def lose_a_rank() -> str:
     spread(*_skewed(57, generator))
     if ranks.rank == 2:
         ranks.trade = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign]
-    before, packed = spread.placement, spread.packed
+    before, packed = spread.placement, spread.gate_up_packed
     try:
         rebalance([spread])
     except RankError as problem:
-        assert spread.placement == before and spread.packed[0] is packed[0]
+        assert spread.placement == before and spread.gate_up_packed is packed
         return str(problem)
     raise AssertionError("a rank was gone, and nobody noticed")

@@ -192,7 +192,7 @@ def test_spare_slots_go_to_the_hot_experts() -> None:
     loads = [8.0, 1.0, 1.0, 1.0, 4.0, 1.0]
     placement = plan_placement(loads, 4, 2)
     assert [placement.replicas(expert) for expert in range(6)] == [3, 1, 1, 1, 1, 1]
-    linear = Placement.linear(6, ParallelLayout(dp_size=4, expert_parallel=True))
+    linear = Placement.of_layout(6, ParallelLayout(dp_size=4, expert_parallel=True))
     assert slowest_rank(linear, loads) == pytest.approx(9 / 4)
     assert slowest_rank(linear, loads) / slowest_rank(placement, loads) > 1.5
     assert slowest_rank(placement, [0.0] * 6) == 1
@@ -246,7 +246,7 @@ def test_impossible_placements(by_rank: tuple[tuple[int, ...], ...], message: st
 @given(st.integers(1, 40), st.integers(1, 6), st.integers(1, 3))
 def test_linear_is_what_layouts_do(experts: int, dp_size: int, tp_size: int) -> None:
     layout = ParallelLayout(dp_size=dp_size, tp_size=tp_size, expert_parallel=True)
-    placement = Placement.linear(experts, layout)
+    placement = Placement.of_layout(experts, layout)
     assert [ExpertsPart(placement.experts_of(r)) for r in range(layout.flat_size)] == [
         rank.part_of(experts, 32) for rank in layout.ranks()
     ]
@@ -255,7 +255,7 @@ def test_linear_is_what_layouts_do(experts: int, dp_size: int, tp_size: int) -> 
 
 def test_split_experts_have_no_placement() -> None:
     with pytest.raises(ValueError, match="tp 2 splits every expert"):
-        Placement.linear(8, ParallelLayout(tp_size=2))
+        Placement.of_layout(8, ParallelLayout(tp_size=2))
     assert Placement(2, ((0, 1), (1,)), uneven=True) == Placement(2, ((0, 1), (1,)), uneven=True)
 
 

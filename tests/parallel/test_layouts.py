@@ -58,8 +58,8 @@ def test_round_robin_gives_a_rank_every_nth_expert(layout: ParallelLayout, exper
     for rank in layout.ranks():
         assert rank.part_of(experts, 96).experts == tuple(e for e in range(experts) if e % rank.ep_size == rank.ep_rank)
     placement = Placement.of_layout(experts, layout)
-    assert placement == Placement.round_robin(experts, ParallelLayout(dp_size=layout.flat_size, expert_parallel=True))
-    assert Placement.linear(experts, layout).logical == tuple(range(experts))
+    flat = ParallelLayout(dp_size=layout.flat_size, expert_parallel=True, expert_placement_strategy="round_robin")
+    assert placement == Placement.of_layout(experts, flat)
     assert ("round_robin" in str(layout)) == layout.uses_ep
 
 

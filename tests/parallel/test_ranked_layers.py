@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from random_layers import random_layer, routing
@@ -10,8 +14,15 @@ from sampling import first_of
 
 from cpumoe import ParallelLayout
 from cpumoe.errors import RankError
+from cpumoe.ops.decoder import Copies, Travel
+from cpumoe.ops.exchange import spread_experts
 from cpumoe.parallel.experts import ParallelExperts
 from cpumoe.parallel.ranks import Ranks
+
+
+def _copies(begins: Sequence[int] = range(5), places: Sequence[int] = range(4)) -> Copies:
+    """Return one copy of each of four experts, or a mistake."""
+    return Copies(*(torch.tensor(values, dtype=torch.int32) for values in (begins, places, [0] * 4)))
 
 
 @pytest.mark.parametrize("ranks", first_of([2, 4], 1))
@@ -54,6 +65,26 @@ def test_one_rank_is_no_parallelism() -> None:
         alone(x, ids + 4 - ids, weights)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"spread": True}, "experts are spread over ranks, and exchange is None"),
+        ({"travel": Travel.TO_ALL}, "travel is given for experts that are not spread"),
+        ({"gate_up": None}, "gate_up and down must both be given, or none"),
+        ({"gate_up": None, "down": None}, "gate_up is None; only ranks that share copies"),
+        ({"loads": torch.zeros(3, dtype=torch.int64)}, "loads has 3 values; 4 are accepted"),
+        ({"copies": _copies(places=[0, 1, 2, 4])}, "copies.places holds 4; -1 to 3 are accepted"),
+        ({"copies": _copies(begins=[0, 1, 1, 3, 4])}, "copies.begins has none of expert 1"),
+        ({"copies": _copies(begins=[0, 1, 2, 3, 5])}, "copies.places has 4 values; 5 are accepted"),
+    ],
+)
+def test_experts_that_do_not_fit_together(changes: dict[str, Any], message: str) -> None:
+    experts = replace(random_layer("w4a8-g32").experts("native").for_core(torch.float32), **changes)
+    x, (ids, weights) = torch.randn(5, 128), routing(5, 4, 2)
+    with pytest.raises(ValueError, match=message):
+        spread_experts(x, ids, weights, experts, 0, None, None)
+
+
 def test_unknown_switch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CPUMOE_SHARED_MEMORY", "yes")
     with pytest.raises(ValueError, match="CPUMOE_SHARED_MEMORY='yes'; 0 .* and 1 are accepted"):
@@ -71,12 +102,7 @@ def test_opcheck() -> None:
     experts = random_layer("w4a8-g32").experts("native")
     gate_up, down = experts.gate_up_packed, experts.down_packed
     x, (ids, weights) = torch.randn(5, 128), routing(5, 4, 2)
-    torch.library.opcheck(torch.ops.cpumoe.prepare_tokens.default, (x, gate_up))
-    last = (128, torch.float32, 0, True, 1.702, 7.0, False, 0)
-    torch.library.opcheck(torch.ops.cpumoe.expert_sums.default, (x, ids, weights, gate_up, down, *last))
-    prepared = torch.ops.cpumoe.prepare_tokens(x, gate_up)
-    torch.library.opcheck(torch.ops.cpumoe.expert_sums.default, (prepared, ids, weights, gate_up, down, *last))
-    found = torch.ops.cpumoe.expert_sums(prepared, ids, weights, gate_up, down, *last)
-    assert torch.equal(found, experts(x, ids, weights))
+    last = (0, True, 1.702, 7.0, False, True)
+    torch.library.opcheck(torch.ops.cpumoe.fused_experts.default, (x, ids, weights, gate_up, down, *last, 0))
     with pytest.raises(ValueError, match="slices=99; no exchange of that number"):
-        torch.ops.cpumoe.expert_sums(x, ids, weights, gate_up, down, *last[:-1], 99)
+        torch.ops.cpumoe.fused_experts(x, ids, weights, gate_up, down, *last, 99)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,8 @@ from cpumoe.layers.activation_rounding import input_scale_arguments
 from cpumoe.layers.packed_weights import multiplies_floats
 from cpumoe.layers.rounding import quantize_weight
 from cpumoe.layers.scheme import SCHEMES
-from cpumoe.ops.exchange import choose_slots, expert_sums, prepare_tokens, prepared_token_bytes
+from cpumoe.ops.decoder import Travel
+from cpumoe.ops.exchange import CarriedExchange, choose_slots, prepared_token_bytes, spread_experts
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -130,16 +131,34 @@ def _experts(scheme: str) -> Compute:
                 recorder.add(name, torch.cat((*alone, layer(x[3:], ids[3:], weights[3:]))), variant="few tokens")
             gate_up = layer.gate_up_packed
             if prepared_token_bytes(gate_up, dtype):
-                prepared = prepare_tokens(x, gate_up)
+                prepared, sums = _sent_to_itself(layer, x, ids, weights)
                 recorder.add(f"{name} prepared tokens", prepared)
-                kind = layer.config.activation
-                sums = expert_sums(
-                    *(prepared, ids, weights, gate_up, layer.down_packed, x.shape[1], dtype),
-                    *(kind.kind, bool(kind.gated), *kind.parameters, False, 0),
-                )
                 recorder.add(name, sums.to(dtype), variant="prepared tokens")
 
     return compute
+
+
+def _left_alone(_: object) -> None:
+    """The sum or the largest value over one rank."""
+
+
+def _sent_to_itself(layer: cpumoe.Experts, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """Return tokens as they travel prepared, and the sums, of a rank that sends all of them to itself."""
+    messages: list[bytes] = []
+
+    def gather(mine: memoryview, sizes: Sequence[int], everything: memoryview) -> None:
+        messages.append(bytes(mine))
+        everything[:] = mine
+
+    def trade(mine: memoryview, sizes: Sequence[int], everything: memoryview, given: Sequence[int]) -> None:
+        everything[:] = mine
+
+    experts = replace(layer.for_core(x.dtype), spread=True, travel=Travel.TO_ALL, prepared_rows=True)
+    exchange = CarriedExchange(0, 1, gather, trade, _left_alone, _left_alone)
+    sums = spread_experts(x, ids, weights, experts, 0, exchange, None)
+    shape = len(x), prepared_token_bytes(layer.gate_up_packed, x.dtype)
+    rows = messages[1][: shape[0] * shape[1]]  # behind them are their experts and weights
+    return torch.frombuffer(bytearray(rows), dtype=torch.uint8).view(shape), sums
 
 
 def _linear(scheme: str) -> Compute:

@@ -29,14 +29,6 @@ class DecodeTimes:
         """The median."""
         return statistics.median(self.all_seconds)
 
-    @property
-    def outside(self) -> float:
-        """Share of the time that goes neither into products nor into attention."""
-        return sum(share for kind, share in self.shares.items() if kind not in _ARITHMETIC)
-
-
-_ARITHMETIC = ("experts", "packed linears", "attention", "float products", "products", "head")
-
 
 @contextmanager
 def _silent_stderr() -> Iterator[None]:

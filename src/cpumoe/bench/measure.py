@@ -185,13 +185,4 @@ def bench_shape(shape: Shape, scheme: Scheme, tokens: list[int], dtype: torch.dt
         calls: list[Call] = [layer.__call__ for layer in layers]
         seconds = time_calls(calls, inputs, budget, between)
         weight_bytes = mean_active_experts(inputs) * bytes_per_expert
-        yield make_row(
-            "cpumoe",
-            shape,
-            str(scheme),
-            count,
-            seconds,
-            weight_bytes,
-            limits,
-            from_memory=from_memory,
-        )
+        yield make_row("cpumoe", shape, str(scheme), count, seconds, weight_bytes, limits, from_memory=from_memory)

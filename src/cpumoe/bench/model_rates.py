@@ -243,8 +243,10 @@ def cache_bytes(cache: Any) -> int:
     for layer in cache.layers:
         held = getattr(layer, "held_bytes", None)
         if held is None:
-            names = ("keys", "values", "conv_states", "recurrent_states")
-            tensors = (getattr(layer, name, None) for name in names)
+            states = [
+                state for name in ("conv_states", "recurrent_states") for state in getattr(layer, name, {}).values()
+            ]
+            tensors = [getattr(layer, "keys", None), getattr(layer, "values", None), *states]
             held = sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
         total += held
     return total

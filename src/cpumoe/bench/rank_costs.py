@@ -28,9 +28,9 @@ from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.layers.packed_weights import packed_activations
 from cpumoe.layers.parallel_layout import Exchange, ParallelLayout
 from cpumoe.layers.scheme import Scheme
-from cpumoe.parallel.dispatch import Tokens, gather_tokens, return_sums, scatter_sums, send_tokens
+from cpumoe.ops.decoder import Copies, Travel
+from cpumoe.ops.exchange import spread_experts
 from cpumoe.parallel.experts import ParallelExperts
-from cpumoe.parallel.rank_plan import token_bytes
 from cpumoe.parallel.ranks import Ranks
 from cpumoe.simulation.exchange_costs import GATHER, ExchangeSizes
 from cpumoe.simulation.kernel_costs import Curve, KernelCosts
@@ -231,7 +231,14 @@ def _exchange_costs(wanted: _Wanted, timer: RankTimer) -> dict[str, Curve]:
         seconds = _seconds(wanted, timer.shortest(call))
         points.append((float(handled), seconds))
 
-    owners = torch.tensor([*range(ranks.size), -1], dtype=torch.int32)
+    layer = random_experts(Shape("sent", wanted.hidden, wanted.intermediate, ranks.size, wanted.topk), scheme)
+    one_each, nowhere = torch.arange(ranks.size + 1, dtype=torch.int32), torch.full((ranks.size,), -1).int()
+    experts = replace(
+        layer.for_core(cpu.float_dtype()[0]),
+        spread=True,
+        copies=Copies(one_each, nowhere, one_each[:-1]),  # none is here: nothing is computed of what comes
+        prepared_rows=packed_activations(scheme).startswith("int8"),
+    )
     for tokens in _TOKENS:
         every = tokens * ranks.size
         values = torch.zeros((tokens, wanted.hidden))
@@ -243,26 +250,18 @@ def _exchange_costs(wanted: _Wanted, timer: RankTimer) -> dict[str, Curve]:
             lambda _, part=half: ranks.gather_parts(part, [len(part)] * ranks.size),  # type: ignore[misc]
         )
         ids = torch.arange(wanted.topk, dtype=torch.int32).remainder(ranks.size).repeat(tokens, 1)
-        mine = Tokens(_as_sent(wanted, scheme, tokens), ids, torch.zeros((tokens, wanted.topk)), torch.bfloat16)
+        x, weights = _tokens(wanted, tokens)
 
-        def to_all_ranks(_: int, mine: Tokens = mine, every: int = every) -> None:
-            counts = gather_tokens(ranks, mine)[1]
-            scatter_sums(ranks, torch.empty((every, wanted.hidden)), counts)
+        def sent(
+            travel: Travel, x: Tensor = x, ids: Tensor = ids, weights: Tensor = weights
+        ) -> Callable[[int], object]:
+            travelling = replace(experts, travel=travel)
+            return lambda _: spread_experts(x, ids, weights, travelling, 0, ranks.exchange, None)
 
-        def to_owners(_: int, mine: Tokens = mine) -> None:
-            here, sent = send_tokens(ranks, mine, owners)
-            return_sums(ranks, torch.empty((len(here.rows), wanted.hidden)), sent, len(mine.rows))
-
-        note(Exchange.ALLGATHER_REDUCESCATTER.value, sizes.to_all_ranks(tokens, every), to_all_ranks)
+        note(Exchange.ALLGATHER_REDUCESCATTER.value, sizes.to_all_ranks(tokens, every), sent(Travel.TO_ALL))
         visits = torch.tensor(float(every)).double().numpy()  # every token goes to all ranks
-        note(Exchange.ALL_TO_ALL.value, float(sizes.to_owners(visits, visits)), to_owners)
+        note(Exchange.ALL_TO_ALL.value, float(sizes.to_owners(visits, visits)), sent(Travel.TO_EXPERTS))
     return {name: _rising(points) for name, points in found.items()}
-
-
-def _as_sent(wanted: _Wanted, scheme: Scheme, tokens: int) -> Tensor:
-    if packed_activations(scheme).startswith("int8"):
-        return torch.zeros((tokens, token_bytes(scheme, wanted.hidden)), dtype=torch.uint8)
-    return _tokens(wanted, tokens)[0]
 
 
 def _message_seconds(timer: RankTimer) -> float:

@@ -14,7 +14,7 @@ from cpumoe.errors import UnsupportedScheme
 from cpumoe.layers.activation import Activation
 from cpumoe.layers.activation_rounding import input_scale_for, needs_input_scales
 from cpumoe.layers.experts import Experts
-from cpumoe.layers.packed_weights import packed_spec, put_weight
+from cpumoe.layers.packed_weights import builder_for, put_weight
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.rounding import quantize_weight
 from cpumoe.layers.routing import select_experts
@@ -88,7 +88,7 @@ def _random_packed(shape: Shape, rows: int, inputs: int, scheme: Scheme, gated: 
     distinct = min(shape.num_experts, 4)
     # What lies between the products is the product of two numbers of about 0.035.
     weight = random_weight(distinct, rows, inputs, scheme, seed, 5.0 if gated else 0.01)
-    builder = ops.PackedBuilder(packed_spec(scheme, weight.scales.dtype, shape.num_experts, rows, inputs, gated=gated))
+    builder = builder_for(weight, scheme, shape.num_experts, rows, inputs, gated)
     order = ops.ROWS_GATE_THEN_UP if gated else ops.ROWS_PLAIN
     for expert in range(shape.num_experts):
         one = slice(expert % distinct, expert % distinct + 1)

@@ -65,6 +65,11 @@ class Activation:
             return (self.limit if self.gate_limit is None else self.gate_limit), self.limit
         return self.alpha, self.limit
 
+    @property
+    def arguments(self) -> tuple[int, bool, float, float]:
+        """The arguments of operators that compute experts: kind, gated, alpha and limit."""
+        return self.kind, bool(self.gated), *self.parameters
+
     def gate_up_rows(self, intermediate_size: int) -> int:
         """Rows of ``gate_up`` for an intermediate size."""
         return 2 * intermediate_size if self.gated else intermediate_size

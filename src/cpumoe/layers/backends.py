@@ -12,7 +12,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,49 +32,46 @@ from cpumoe.layers.weight_checks import check_input_scales, check_values
 _log = logging.getLogger("cpumoe")
 
 
-def _joined(chunks: Iterable[QuantizedExperts], config: MoEConfig) -> QuantizedExperts:
-    """All experts in one, plain and checked, for the backends that do not pack chunk by chunk."""
-    parts = []
-    for chunk in chunks:
-        for name, weight in (("gate_up", chunk.gate_up), ("down", chunk.down)):
-            check_values(name, weight, config.scheme)
-            check_input_scales(f"{name}_input_scale", weight.input_scales, config.scheme, (chunk.count,))
-        parts.append(chunk.plain().copy())
-    return QuantizedExperts.joined(parts)
+class ExpertsCall(NamedTuple):
+    """The arguments of :meth:`cpumoe.Experts.forward`."""
 
+    hidden_states: Tensor
+    topk_ids: Tensor
+    topk_weights: Tensor
+    apply_router_weight_on_input: bool = False
+    fp32_out: bool = False
 
-def _check_call(config: MoEConfig, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor) -> None:
-    """The checks that the native operator makes at its seam, for the backends that do not go through it."""
-    for name, tensor in (
-        ("hidden_states", hidden_states),
-        ("topk_ids", topk_ids),
-        ("topk_weights", topk_weights),
-    ):
-        if tensor.dim() != 2:
-            raise ValueError(f"{name} has {tensor.dim()} dimensions; 2 are accepted")
-    if hidden_states.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"hidden_states is {hidden_states.dtype}; float32, bfloat16 or float16 is accepted")
-    if hidden_states.shape[1] != config.hidden_size:
-        raise ValueError(
-            f"hidden_states have {hidden_states.shape[1]} features, but gate_up takes {config.hidden_size}"
-        )
-    if topk_ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"topk_ids is {topk_ids.dtype}; int32 or int64 is accepted")
-    if topk_ids.shape[0] != hidden_states.shape[0]:
-        raise ValueError(
-            f"topk_ids {list(topk_ids.shape)} do not have the {hidden_states.shape[0]} rows of hidden_states"
-        )
-    if topk_weights.shape != topk_ids.shape:
-        raise ValueError(f"topk_weights {list(topk_weights.shape)} and topk_ids {list(topk_ids.shape)} differ in shape")
-    if not topk_weights.is_floating_point():
-        raise ValueError(f"topk_weights are {topk_weights.dtype}; a floating point dtype is accepted")
-    outside = (topk_ids < -1) | (topk_ids >= config.local_experts)
-    if bool(outside.any()):
-        token, slot = outside.nonzero()[0].tolist()
-        raise ValueError(
-            f"topk_ids[{token}, {slot}]={int(topk_ids[token, slot])}; 0 to {config.local_experts - 1} are experts and "
-            "-1 means none"
-        )
+    def check(self, config: MoEConfig) -> None:
+        """Make the checks of the native operator, for the backends that do not call it."""
+        hidden_states, topk_ids, topk_weights = self[:3]
+        for name, tensor in zip(self._fields, self[:3], strict=False):
+            if tensor.dim() != 2:
+                raise ValueError(f"{name} has {tensor.dim()} dimensions; 2 are accepted")
+        if hidden_states.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"hidden_states is {hidden_states.dtype}; float32, bfloat16 or float16 is accepted")
+        if hidden_states.shape[1] != config.hidden_size:
+            raise ValueError(
+                f"hidden_states have {hidden_states.shape[1]} features, but gate_up takes {config.hidden_size}"
+            )
+        if topk_ids.dtype not in (torch.int32, torch.int64):
+            raise ValueError(f"topk_ids is {topk_ids.dtype}; int32 or int64 is accepted")
+        if topk_ids.shape[0] != hidden_states.shape[0]:
+            raise ValueError(
+                f"topk_ids {list(topk_ids.shape)} do not have the {hidden_states.shape[0]} rows of hidden_states"
+            )
+        if topk_weights.shape != topk_ids.shape:
+            raise ValueError(
+                f"topk_weights {list(topk_weights.shape)} and topk_ids {list(topk_ids.shape)} differ in shape"
+            )
+        if not topk_weights.is_floating_point():
+            raise ValueError(f"topk_weights are {topk_weights.dtype}; a floating point dtype is accepted")
+        outside = (topk_ids < -1) | (topk_ids >= config.local_experts)
+        if bool(outside.any()):
+            token, slot = outside.nonzero()[0].tolist()
+            raise ValueError(
+                f"topk_ids[{token}, {slot}]={int(topk_ids[token, slot])}; 0 to {config.local_experts - 1} are experts "
+                "and -1 means none"
+            )
 
 
 class Backend(ABC):
@@ -83,40 +80,20 @@ class Backend(ABC):
     name: str
 
     def obstacle(self, config: MoEConfig) -> str | None:
-        checks = (
-            self.device_obstacle,
-            self.scheme_obstacle,
-            self.activation_obstacle,
-            self.routing_obstacle,
-            self.layout_obstacle,
-            self.expert_map_obstacle,
-        )
-        return next((reason for check in checks if (reason := check(config)) is not None), None)
-
-    def device_obstacle(self, config: MoEConfig) -> str | None:
-        return None if config.device == "cpu" else f"device {config.device!r}; only 'cpu' is served"
-
-    def scheme_obstacle(self, config: MoEConfig) -> str | None:
-        return None
-
-    def activation_obstacle(self, config: MoEConfig) -> str | None:
-        return None
-
-    def routing_obstacle(self, config: MoEConfig) -> str | None:
+        if config.device != "cpu":
+            return f"device {config.device!r}; only 'cpu' is served"
+        if (reason := self.scheme_obstacle(config)) is not None:
+            return reason
         if config.routing is RoutingMethod.UNSPECIFIED:
             return "routing method 'unspecified'; name a method of RoutingMethod"
         if not config.logits_dtype.is_floating_point:
             return f"router logits of {config.logits_dtype}; a floating point dtype is served"
-        return None
-
-    def layout_obstacle(self, config: MoEConfig) -> str | None:
-        # TP and EP shards are ordinary layers with fewer columns or experts; ids that are not here are -1.
-        return None
-
-    def expert_map_obstacle(self, config: MoEConfig) -> str | None:
         if not config.expert_map:
             return None
         return "expert_map=True; map the ids before the call (-1 for experts of other ranks) and leave expert_map False"
+
+    def scheme_obstacle(self, config: MoEConfig) -> str | None:
+        return None
 
     @abstractmethod
     def prepare(self, chunks: Iterable[QuantizedExperts], config: MoEConfig) -> dict[str, Tensor]:
@@ -132,16 +109,7 @@ class Backend(ABC):
         raise NoBackend(f"weights that were prepared for {self.name!r} cannot be read back")
 
     @abstractmethod
-    def forward(
-        self,
-        tensors: Mapping[str, Tensor],
-        config: MoEConfig,
-        hidden_states: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        apply_router_weight_on_input: bool,
-        fp32_out: bool = False,
-    ) -> Tensor:
+    def forward(self, tensors: Mapping[str, Tensor], config: MoEConfig, call: ExpertsCall) -> Tensor:
         """[tokens, H] -> [tokens, H] of the same dtype, or with ``fp32_out`` the sums in fp32."""
 
 
@@ -166,32 +134,47 @@ class NativeBackend(Backend):
             unpack_weight(tensors["down_packed"], first, count, config.scheme),
         )
 
-    def forward(
-        self,
-        tensors: Mapping[str, Tensor],
-        config: MoEConfig,
-        hidden_states: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        apply_router_weight_on_input: bool,
-        fp32_out: bool = False,
-    ) -> Tensor:
-        activation = config.activation
+    def forward(self, tensors: Mapping[str, Tensor], config: MoEConfig, call: ExpertsCall) -> Tensor:
+        hidden_states, topk_ids, topk_weights, on_input, fp32_out = call
         return ops.fused_experts(
             hidden_states,
             topk_ids,
             topk_weights,
             tensors["gate_up_packed"],
             tensors["down_packed"],
-            activation.kind,
-            bool(activation.gated),
-            *activation.parameters,
-            apply_router_weight_on_input,
+            *config.activation.arguments,
+            on_input,
             fp32_out,
         )
 
 
-class AtenBackend(Backend):
+class _PlainBackend(Backend):
+    """A backend in PyTorch, which holds all experts of a layer in one tensor."""
+
+    def prepare(self, chunks: Iterable[QuantizedExperts], config: MoEConfig) -> dict[str, Tensor]:
+        parts = []
+        for chunk in chunks:
+            for name, weight in (("gate_up", chunk.gate_up), ("down", chunk.down)):
+                check_values(name, weight, config.scheme)
+                check_input_scales(f"{name}_input_scale", weight.input_scales, config.scheme, (chunk.count,))
+            parts.append(chunk.plain().copy())
+        return self._prepare(QuantizedExperts.joined(parts), config)
+
+    @abstractmethod
+    def _prepare(self, plain: QuantizedExperts, config: MoEConfig) -> dict[str, Tensor]:
+        """Return the tensors that ``_sums`` needs."""
+
+    def forward(self, tensors: Mapping[str, Tensor], config: MoEConfig, call: ExpertsCall) -> Tensor:
+        call.check(config)
+        out = self._sums(tensors, config, call)
+        return out if call.fp32_out else out.to(call.hidden_states.dtype)
+
+    @abstractmethod
+    def _sums(self, tensors: Mapping[str, Tensor], config: MoEConfig, call: ExpertsCall) -> Tensor:
+        """Compute a layer: [tokens, H] in fp32."""
+
+
+class AtenBackend(_PlainBackend):
     """PyTorch's own 4-bit product: KleidiAI on Arm, a plain loop elsewhere. One product per expert."""
 
     name = "aten"
@@ -207,8 +190,7 @@ class AtenBackend(Backend):
             return f"{config.scale_dtype} scales; for {config.scheme} PyTorch's product takes {wanted}"
         return None
 
-    def prepare(self, chunks: Iterable[QuantizedExperts], config: MoEConfig) -> dict[str, Tensor]:
-        plain = _joined(chunks, config)
+    def _prepare(self, plain: QuantizedExperts, config: MoEConfig) -> dict[str, Tensor]:
         if plain.gate_up.input_order is not None or plain.down.input_order is not None:
             raise NoBackend("weights in activation order; PyTorch's product has them in the order of the inputs only")
         return {
@@ -234,17 +216,7 @@ class AtenBackend(Backend):
             ]
         )
 
-    def forward(
-        self,
-        tensors: Mapping[str, Tensor],
-        config: MoEConfig,
-        hidden_states: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        apply_router_weight_on_input: bool,
-        fp32_out: bool = False,
-    ) -> Tensor:
-        _check_call(config, hidden_states, topk_ids, topk_weights)
+    def _sums(self, tensors: Mapping[str, Tensor], config: MoEConfig, call: ExpertsCall) -> Tensor:
         hidden, inner = config.hidden_size, config.intermediate_size
         rows = config.activation.gate_up_rows(inner)
         group = config.scheme.group_size
@@ -260,18 +232,16 @@ class AtenBackend(Backend):
             return product(h, tensors["down_packed"][index], inner, hidden)
 
         # fp32 whatever came in: grouped products exist for it alone.
-        x = hidden_states.to(torch.float32)
-        out = reference.sum_of_experts(x, topk_ids, topk_weights, expert, apply_router_weight_on_input)
-        return out if fp32_out else out.to(hidden_states.dtype)
+        x = call.hidden_states.to(torch.float32)
+        return reference.sum_of_experts(x, call.topk_ids, call.topk_weights, expert, call.apply_router_weight_on_input)
 
 
-class ReferenceBackend(Backend):
+class ReferenceBackend(_PlainBackend):
     """Plain PyTorch; slow, and it keeps a byte per weight at least. Activations of weight-only schemes stay floats."""
 
     name = "reference"
 
-    def prepare(self, chunks: Iterable[QuantizedExperts], config: MoEConfig) -> dict[str, Tensor]:
-        plain = _joined(chunks, config)
+    def _prepare(self, plain: QuantizedExperts, config: MoEConfig) -> dict[str, Tensor]:
         return {
             f"{name}_{part}": tensor
             for name, weight in (("gate_up", plain.gate_up), ("down", plain.down))
@@ -290,32 +260,14 @@ class ReferenceBackend(Backend):
 
         return QuantizedExperts(weight("gate_up"), weight("down"))
 
-    def forward(
-        self,
-        tensors: Mapping[str, Tensor],
-        config: MoEConfig,
-        hidden_states: Tensor,
-        topk_ids: Tensor,
-        topk_weights: Tensor,
-        apply_router_weight_on_input: bool,
-        fp32_out: bool = False,
-    ) -> Tensor:
-        _check_call(config, hidden_states, topk_ids, topk_weights)
-
-        def weights(index: int) -> tuple[reference.Dense, reference.Dense]:
-            expert = self.quantized(tensors, config, index, 1)[0]
-            return reference.dense(expert.gate_up), reference.dense(expert.down)
-
-        out = reference.experts(
-            hidden_states,
-            topk_ids,
-            topk_weights,
-            weights,
+    def _sums(self, tensors: Mapping[str, Tensor], config: MoEConfig, call: ExpertsCall) -> Tensor:
+        return reference.experts(
+            *call[:3],
+            lambda index: reference.dense_expert(self.quantized(tensors, config, index, 1)),
             config.activation,
             form=config.scheme.product_activations,
-            apply_router_weight_on_input=apply_router_weight_on_input,
+            apply_router_weight_on_input=call.apply_router_weight_on_input,
         )
-        return out if fp32_out else out.to(hidden_states.dtype)
 
 
 _PARTS = tuple(f.name for f in fields(QuantizedWeight) if f.name != "element")

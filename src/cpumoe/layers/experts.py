@@ -14,7 +14,7 @@ from cpumoe.errors import NoBackend
 from cpumoe.layers import reference
 from cpumoe.layers.activation import Activation
 from cpumoe.layers.activation_rounding import held_activations
-from cpumoe.layers.backends import Backend, NativeBackend, select_backend
+from cpumoe.layers.backends import Backend, ExpertsCall, NativeBackend, select_backend
 from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.experts_parts import part_of_experts
 from cpumoe.layers.packed_weights import scheme_of, state_mismatches
@@ -23,7 +23,14 @@ from cpumoe.layers.quantized_experts import QuantizedExperts, QuantizedWeight
 from cpumoe.layers.regrouping import regrouped_scheme
 from cpumoe.layers.rounding import quantize_weight
 from cpumoe.layers.scheme import Scheme
-from cpumoe.layers.weight_checks import check_parts, checked_weight, given_input_scales, stored_scales
+from cpumoe.layers.weight_checks import check_parts, checked_weight, given_factors, given_input_scales, stored_scales
+from cpumoe.ops.decoder import Activation as CoreActivation
+from cpumoe.ops.decoder import PackedExperts
+
+
+def activation_for_core(activation: Activation) -> CoreActivation:
+    """Return an activation as the core takes it."""
+    return CoreActivation(*activation.arguments)
 
 
 class Experts(nn.Module):
@@ -97,8 +104,8 @@ class Experts(nn.Module):
         *,
         gate_up_zero_point: Tensor | None = None,
         down_zero_point: Tensor | None = None,
-        gate_up_global_scale: Tensor | None = None,
-        down_global_scale: Tensor | None = None,
+        gate_up_global_scale: Tensor | float | None = None,
+        down_global_scale: Tensor | float | None = None,
         gate_up_bias: Tensor | None = None,
         down_bias: Tensor | None = None,
         gate_up_input_scale: Tensor | float | None = None,
@@ -120,8 +127,8 @@ class Experts(nn.Module):
             down, down_scale: [E, H, I] and [E, H, I/g], likewise.
             gate_up_zero_point, down_zero_point: int8, -8 to 7 or for int8 weights any, like the scales; for asymmetric
                 schemes.
-            gate_up_global_scale, down_global_scale: float [E], or [E, 2] of gate and up, which divide the scales; for
-                nvfp4.
+            gate_up_global_scale, down_global_scale: one number, [E], or [E, 2] of gate and up, which divide the scales;
+                for nvfp4.
 
         The other arguments are those of :meth:`quantize`.
         """
@@ -137,11 +144,12 @@ class Experts(nn.Module):
             element, gate_up, gate_up_scale, gate_up_zero_point, bias=gate_up_bias, input_scales=inputs[0]
         )
         second = QuantizedWeight(element, down, down_scale, down_zero_point, bias=down_bias, input_scales=inputs[1])
-        divides = scheme.weights.scale == "e4m3"
         gated = bool(activation.gated)
         return cls._from_weights(
-            replace(first, factors=_factors("gate_up", gate_up_global_scale, gate_up, divides, gated, interleaved)),
-            replace(second, factors=_factors("down", down_global_scale, down, divides, False, False)),
+            replace(
+                first, factors=given_factors("gate_up_", gate_up_global_scale, gate_up, scheme, gated, interleaved)
+            ),
+            replace(second, factors=given_factors("down_", down_global_scale, down, scheme)),
             scheme,
             activation,
             interleaved,
@@ -249,14 +257,16 @@ class Experts(nn.Module):
             [tokens, H] in the dtype of ``hidden_states``, or fp32.
         """
         ops.refuse_gradient(hidden_states=hidden_states, topk_weights=topk_weights)
-        return self.backend.forward(
-            self._buffers,  # type: ignore[arg-type]  # all buffers are tensors here
-            self.config,
-            hidden_states,
-            topk_ids,
-            topk_weights,
-            apply_router_weight_on_input,
-            fp32_out,
+        call = ExpertsCall(hidden_states, topk_ids, topk_weights, apply_router_weight_on_input, fp32_out)
+        return self.backend.forward(self._buffers, self.config, call)  # type: ignore[arg-type]  # all buffers are tensors
+
+    def for_core(self, dtype: torch.dtype) -> PackedExperts[Tensor]:
+        """Returns these experts of the native backend as the core takes them, for tokens of ``dtype``."""
+        assert isinstance(self.backend, NativeBackend)  # others have buffers of the same names
+        return PackedExperts(
+            gate_up=self._buffers.get("gate_up_packed"),
+            down=self._buffers.get("down_packed"),
+            activation=activation_for_core(self.config.activation),
         )
 
     def _load_from_state_dict(self, state_dict: Mapping[str, Any], prefix: str, *arguments: Any) -> None:
@@ -301,16 +311,11 @@ class Experts(nn.Module):
 
         ``quantize_activations=False`` leaves the activations as they are: the error of the weights alone.
         """
-
-        def weights(index: int) -> tuple[reference.Dense, reference.Dense]:
-            expert = self.quantized(index, 1)[0]
-            return reference.dense(expert.gate_up), reference.dense(expert.down)
-
         out = reference.experts(
             hidden_states,
             topk_ids,
             topk_weights,
-            weights,
+            lambda index: reference.dense_expert(self.quantized(index, 1)),
             self.config.activation,
             form=held_activations(self.config.scheme) if quantize_activations else None,
             apply_router_weight_on_input=apply_router_weight_on_input,
@@ -344,31 +349,3 @@ def _input_scales(
         given_input_scales("gate_up_", gate_up, gate_up_global, scheme, experts, bool(activation.gated)),
         given_input_scales("down_", down, down_global, scheme, experts),
     )
-
-
-def _factors(
-    name: str, global_scale: Tensor | None, values: Tensor, divides: bool, gated: bool, interleaved: bool
-) -> Tensor | None:
-    """Global scales [E], or [E, 2] of gate and up, as factors [E, out] of the rows of ``values`` [E, out, ...]."""
-    if (global_scale is not None) != divides:
-        raise ValueError(f"{name}_global_scale is {'missing' if divides else 'not expected'}")
-    if global_scale is None:
-        return None
-    if values.dim() != 3:
-        return global_scale  # the values are refused before it matters
-    experts, rows = values.shape[:2]
-    accepted = [(experts,), (experts, 1), *([(experts, 2)] if gated else [])]
-    if tuple(global_scale.shape) not in accepted:
-        text = f"[{experts}] or [{experts}, 2]" if gated else f"[{experts}]"
-        raise ValueError(f"{name}_global_scale is {list(global_scale.shape)}; {text} is accepted")
-    if global_scale.device.type != "cpu":
-        raise ValueError(f"{name}_global_scale is on {global_scale.device}; CPU tensors are accepted")
-    scale = global_scale.to(torch.float32).reshape(experts, -1)
-    factors = 1.0 / scale
-    if not bool((torch.isfinite(scale) & (scale > 0) & torch.isfinite(factors)).all()):
-        raise ValueError(
-            f"{name}_global_scale holds a number that is not positive and finite, or has no inverse, in fp32"
-        )
-    if factors.shape[1] == 1:
-        return factors.expand(experts, rows)
-    return factors.repeat(1, rows // 2) if interleaved else factors.repeat_interleave(rows // 2, 1)

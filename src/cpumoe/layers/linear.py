@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,18 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from cpumoe import ops
-from cpumoe.layers.packed_weights import (
-    input_orders_of,
-    input_scales_of,
-    packed_spec,
-    put_weight,
-    scheme_of,
-    state_mismatches,
-)
+from cpumoe.layers.packed_weights import builder_for, put_weight, scheme_of, state_mismatches
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.rounding import quantize_weight
 from cpumoe.layers.scheme import Scheme
-from cpumoe.layers.weight_checks import check_parts, checked_weight, given_input_scales, stored_scales
+from cpumoe.layers.weight_checks import check_parts, checked_weight, given_factors, given_input_scales, stored_scales
 
 
 class QuantizedLinear(nn.Module):
@@ -50,7 +42,7 @@ class QuantizedLinear(nn.Module):
         bias: Tensor | None = None,
         *,
         zero_point: Tensor | None = None,
-        global_scale: Tensor | None = None,
+        global_scale: Tensor | float | None = None,
         input_scale: Tensor | float | None = None,
         input_global_scale: Tensor | float | None = None,
     ) -> QuantizedLinear:
@@ -71,18 +63,8 @@ class QuantizedLinear(nn.Module):
         """
         scheme = Scheme.parse(scheme)
         scale = stored_scales("weight", scale, weight, scheme)
-        if (global_scale is not None) != (scheme.weights.scale == "e4m3"):
-            raise ValueError(f"global_scale is {'missing' if global_scale is None else 'not expected'} for {scheme}")
-        factors = None
-        if global_scale is not None:
-            divisor = torch.as_tensor(global_scale, dtype=torch.float32)
-            if divisor.device.type != "cpu":
-                raise ValueError(f"global_scale is on {divisor.device}; CPU tensors are accepted")
-            if divisor.numel() != 1:
-                raise ValueError(f"global_scale is {list(divisor.shape)}; one number is accepted")
-            if not 0 < float(divisor) < math.inf:
-                raise ValueError(f"global_scale={float(divisor)}; a positive and finite fp32 number is accepted")
-            factors = (1.0 / divisor).reshape(1).expand(weight.shape[:1] or (1,))
+        of_one = given_factors("", global_scale, weight.unsqueeze(0), scheme)
+        factors = None if of_one is None else of_one[0]
         inputs = _input_scale(input_scale, input_global_scale, scheme)
         element = scheme.weights.element
         return cls.from_weight(
@@ -98,17 +80,7 @@ class QuantizedLinear(nn.Module):
         scheme.check_inputs(in_features, "weight")
         check_parts("weight", weight, scheme, (out_features, in_features))
         one = weight.each(lambda t: t.unsqueeze(0))
-        spec = packed_spec(
-            scheme,
-            one.scales.dtype,
-            1,
-            out_features,
-            in_features,
-            has_bias=one.bias is not None,
-            input_orders=input_orders_of(one),
-            input_scales=input_scales_of(one),
-        )
-        builder = ops.PackedBuilder(spec)
+        builder = builder_for(one, scheme, 1, out_features, in_features)
         put_weight(builder, 0, one, ops.ROWS_PLAIN, "weight")
         linear = cls(builder.finish())
         linear.scheme = scheme  # packed weights do not tell all of it: see scheme_of

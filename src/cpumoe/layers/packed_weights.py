@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from cpumoe.layers.scheme import (
     STATIC_FP8,
     STATIC_INT8,
     WHOLE_FLOATS,
+    ElementType,
     GroupShape,
     ScaleType,
     Scheme,
@@ -113,8 +115,8 @@ def scheme_of(spec: ops.PackedSpec) -> Scheme:
         group = GroupShape.per_tensor()
     elif spec.weights == "fp8" and (spec.group_size == _BLOCK.columns or spec.activations == "fp8-tensor"):
         group = GroupShape.per_tensor() if spec.group_size is None else _BLOCK
-    scale: ScaleType = spec.scales if spec.scales in ("e8m0", "e4m3", "none") else "float"
-    weights = TensorFormat(spec.weights, group, symmetric=not spec.has_zero_points, scale=scale)
+    scale = cast(ScaleType, spec.scales if spec.scales in ("e8m0", "e4m3", "none") else "float")
+    weights = TensorFormat(cast(ElementType, spec.weights), group, symmetric=not spec.has_zero_points, scale=scale)
     held = next(held for held, name in _ACTIVATIONS.items() if name == spec.activations)
     if held is None or held == "int16":
         return Scheme(weights, None)
@@ -168,14 +170,23 @@ def put_weight(builder: ops.PackedBuilder, first: int, weight: QuantizedWeight, 
     )
 
 
-def input_orders_of(weight: QuantizedWeight) -> int:
-    """How many orders of inputs weights [n, out, in] have."""
-    return 0 if weight.input_order is None else weight.input_order.shape[1]
-
-
-def input_scales_of(weight: QuantizedWeight) -> int:
-    """How many stored scales of the input weights [n, out, in] have."""
-    return 0 if weight.input_scales is None else weight.input_scales.shape[1]
+def builder_for(
+    weight: QuantizedWeight, scheme: Scheme, experts: int, out_features: int, in_features: int, gated: bool = False
+) -> ops.PackedBuilder:
+    """Return a builder for experts of which ``weight`` [n, out, in] are some."""
+    order, inputs = weight.input_order, weight.input_scales
+    spec = packed_spec(
+        scheme,
+        weight.scales.dtype,
+        experts,
+        out_features,
+        in_features,
+        gated=gated,
+        has_bias=weight.bias is not None,
+        input_orders=0 if order is None else order.shape[1],
+        input_scales=0 if inputs is None else inputs.shape[1],
+    )
+    return ops.PackedBuilder(spec)
 
 
 def unpack_weight(
@@ -186,7 +197,7 @@ def unpack_weight(
     ``scheme`` is the one they were packed with, where that is known: packed weights have a scale for every row.
     """
     spec = ops.read_spec(blob)
-    weight = QuantizedWeight(spec.weights, *ops.unpack(blob, first, count))
+    weight = QuantizedWeight(cast(ElementType, spec.weights), *ops.unpack(blob, first, count))
     group = (scheme_of(spec) if scheme is None else scheme).weights.group
     if spec.weights in WHOLE_FLOATS or group.rows == 1:
         return weight
@@ -207,34 +218,15 @@ class ExpertsPacker:
         if gated:
             order = ops.ROWS_GATE_UP_INTERLEAVED if experts.interleaved else ops.ROWS_GATE_THEN_UP
         if self._builders is None:  # the dtype of the scales is that of the first
-            self._builders = self._make_builders(experts, gated)
+            c = self._config
+            rows = c.activation.gate_up_rows(c.intermediate_size)
+            self._builders = (
+                builder_for(experts.gate_up, c.scheme, c.local_experts, rows, c.hidden_size, gated),
+                builder_for(experts.down, c.scheme, c.local_experts, c.hidden_size, c.intermediate_size),
+            )
         gate_up, down = self._builders
         put_weight(gate_up, first, experts.gate_up, order, "gate_up")
         put_weight(down, first, experts.down, ops.ROWS_PLAIN, "down")
-
-    def _make_builders(self, experts: QuantizedExperts, gated: bool) -> tuple[ops.PackedBuilder, ops.PackedBuilder]:
-        c = self._config
-        rows = c.activation.gate_up_rows(c.intermediate_size)
-
-        def builder(weight: QuantizedWeight, out: int, inputs: int, gated: bool) -> ops.PackedBuilder:
-            has_bias, dtype = weight.bias is not None, weight.scales.dtype
-            spec = packed_spec(
-                c.scheme,
-                dtype,
-                c.local_experts,
-                out,
-                inputs,
-                gated=gated,
-                has_bias=has_bias,
-                input_orders=input_orders_of(weight),
-                input_scales=input_scales_of(weight),
-            )
-            return ops.PackedBuilder(spec)
-
-        return (
-            builder(experts.gate_up, rows, c.hidden_size, gated),
-            builder(experts.down, c.hidden_size, c.intermediate_size, False),
-        )
 
     def finish(self) -> dict[str, Tensor]:
         """The packed tensors; raises ValueError if an expert is missing."""

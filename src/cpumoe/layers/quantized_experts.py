@@ -72,51 +72,41 @@ class QuantizedWeight:
     def halves(self) -> tuple[QuantizedWeight, QuantizedWeight]:
         """The gate and the up rows of a weight [..., 2 I, in]."""
         rows, order, inputs = self.values.shape[-2] // 2, self.input_order, self.input_scales
-        scale_rows = self.scales.shape[-2]
-        if scale_rows not in (1, 2 * rows) and rows % _BLOCK_ROWS != 0:
+        if self.scales.shape[-2] not in (1, 2 * rows) and rows % _BLOCK_ROWS != 0:
             raise ValueError(
                 f"gate and up rows of {rows} each with scales for blocks of {_BLOCK_ROWS}; a multiple of "
                 f"{_BLOCK_ROWS} is accepted"
             )
 
-        def part(first: bool) -> QuantizedWeight:
-            def of(tensor: Tensor, count: int) -> Tensor:
-                return tensor.narrow(-2, 0 if first else count, count)
-
+        def half(first: bool) -> QuantizedWeight:
             return replace(
-                self,
-                values=of(self.values, rows),
-                scales=self.scales if scale_rows == 1 else of(self.scales, scale_rows // 2),
-                zero_points=None if self.zero_points is None else of(self.zero_points, rows),
-                factors=None if self.factors is None else of(self.factors.unsqueeze(-1), rows).squeeze(-1),
-                bias=None if self.bias is None else of(self.bias.unsqueeze(-1), rows).squeeze(-1),
+                self.row_slice(0 if first else rows, rows),
                 input_order=None if order is None else order[..., :1, :] if first else order[..., -1:, :],
                 input_scales=None if inputs is None else inputs[..., :1] if first else inputs[..., -1:],
             )
 
-        return part(True), part(False)
+        return half(True), half(False)
+
+    def _with_rows(self, select: Callable[[Tensor, int], Tensor]) -> QuantizedWeight:
+        """Return the weight with ``select(tensor, axis of the rows)`` applied to every tensor that has rows."""
+        axes = {"values": -2, "scales": -2, "zero_points": -2, "factors": -1, "bias": -1}
+        if self.scales.shape[-2] == 1:  # one row of scales belongs to all rows
+            del axes["scales"]
+        tensors = {name: getattr(self, name) for name in axes}
+        selected: dict[str, Any] = {n: select(t, axes[n]) for n, t in tensors.items() if t is not None}
+        return replace(self, **selected)
 
     def row_slice(self, first: int, count: int, blocks: int = 1) -> QuantizedWeight:
         """Neighbouring rows; where there are two ``blocks`` of them, gate and up, these rows of both."""
         size = self.values.shape[-2] // blocks
-
-        def of(tensor: Tensor | None, axis: int) -> Tensor | None:
-            return None if tensor is None else _slice(tensor, axis, first, count, size, blocks)
-
-        return replace(
-            self,
-            values=_slice(self.values, -2, first, count, size, blocks),
-            scales=self.scales if self.scales.shape[-2] == 1 else _slice(self.scales, -2, first, count, size, blocks),
-            zero_points=of(self.zero_points, -2),
-            factors=of(self.factors, -1),
-            bias=of(self.bias, -1),
-        )
+        return self._with_rows(lambda tensor, axis: _slice(tensor, axis, first, count, size, blocks))
 
     def rows(self, ranges: Sequence[tuple[int, int]]) -> QuantizedWeight:
         """Some of the rows of a weight [out, in], in this order: ``ranges`` of a first row and a number of rows."""
         out = self.values.shape[0]
 
-        def of(tensor: Tensor, unit: int = 1) -> Tensor:
+        def select(tensor: Tensor, _: int) -> Tensor:
+            unit = 1 if tensor.shape[0] == out else _BLOCK_ROWS
             for first, count in ranges:
                 if first % unit != 0 or (count % unit != 0 and first + count != out):
                     raise ValueError(
@@ -126,15 +116,7 @@ class QuantizedWeight:
             parts = [tensor[first // unit : -(-(first + count) // unit)] for first, count in ranges]
             return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-        scale_rows = self.scales.shape[0]
-        return replace(
-            self,
-            values=of(self.values),
-            scales=self.scales if scale_rows == 1 else of(self.scales, 1 if scale_rows == out else _BLOCK_ROWS),
-            zero_points=None if self.zero_points is None else of(self.zero_points),
-            factors=None if self.factors is None else of(self.factors),
-            bias=None if self.bias is None else of(self.bias),
-        )
+        return self._with_rows(select)
 
     def goes_above(self, other: QuantizedWeight, rows_of_a_scale: int | None) -> bool:
         """Whether the rows of another weight [out, in] of the same scheme can follow these in one matrix.

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from cpumoe.layers.activation import Activation
 from cpumoe.layers.activation_rounding import Held, activations
-from cpumoe.layers.quantized_experts import QuantizedWeight
+from cpumoe.layers.quantized_experts import QuantizedExperts, QuantizedWeight
 from cpumoe.layers.scheme import WHOLE_FLOATS
 from cpumoe.layers.small_floats import SMALL_FLOATS, scale_values, values_of
 
@@ -20,6 +20,7 @@ __all__ = [
     "activations",
     "apply_activation",
     "dense",
+    "dense_expert",
     "dequantize",
     "expert",
     "experts",
@@ -84,6 +85,12 @@ def dense(weight: QuantizedWeight) -> Dense:
     """What a quantised weight [out, in] stands for."""
     bias = None if weight.bias is None else weight.bias.to(torch.float32)
     return Dense(dequantize(weight), bias, weight.input_scales)
+
+
+def dense_expert(experts: QuantizedExperts) -> tuple[Dense, Dense]:
+    """Return gate_up and down of one expert; ``experts`` has no other."""
+    expert = experts[0]
+    return dense(expert.gate_up), dense(expert.down)
 
 
 def stacked(gate: Dense, up: Dense) -> Dense:

@@ -13,9 +13,16 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypeVar
 
+from cpumoe import settings
 from cpumoe.errors import UnsupportedScheme
+
+#: Value instead of a scheme: weights stay in float, and transformers computes the experts.
+FLOAT = "float"
+
+#: The scheme of float models that are packed in memory, where neither the caller nor the environment names one.
+DEFAULT_SCHEME = "w4a8-g128"
 
 #: Integers, small floats (``fp4`` is e2m1, ``fp8`` e4m3 without infinities), and floats as they are.
 ElementType = Literal["int4", "int8", "fp4", "fp6-e3m2", "fp6-e2m3", "fp8", "bf16", "fp16", "fp32"]
@@ -24,6 +31,7 @@ _BITS = {
     **{"fp4": 4, "fp6-e3m2": 6, "fp6-e2m3": 6, "fp8": 8},
     **{"bf16": 16, "fp16": 16, "fp32": 32},
 }
+
 #: Sizes of layers in memory are multiples of this.
 SIZE_UNIT = 32
 
@@ -396,3 +404,14 @@ _A16 += ["w8a16", "w8a16-g32", "w8a16-g128", "w8a16-asym", "w8a16-g32-asym"]
 _ON_REQUEST = [name for name in (*_A16, "mxfp4a16", "nvfp4a16") if Scheme.parse(name).takes_int8_activations]
 #: Names of schemes of every kind that is served. Groups may have any multiple of 32 inputs; these are the usual ones.
 SCHEMES = (*_QUANTIZED, *_A16, *_FLOAT_SCHEMES, *(f"{name}+int8" for name in _ON_REQUEST))
+
+
+_Default = TypeVar("_Default", str, None)
+
+
+def named_scheme(named: Scheme | str | None, default: _Default) -> Scheme | str | _Default:
+    """Return the scheme of a float model's experts: what the caller names, else ``CPUMOE_SCHEME``, else ``default``."""
+    for scheme in (named, settings.SCHEME.get()):
+        if scheme is not None:
+            return scheme
+    return default

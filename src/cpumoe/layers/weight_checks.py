@@ -112,6 +112,61 @@ def check_values(name: str, weight: QuantizedWeight, scheme: Scheme) -> None:
         raise ValueError(f"{name}_zero_point holds a value outside of {first} to {last}")
 
 
+def given_factors(
+    name: str,
+    global_scale: Tensor | float | None,
+    values: Tensor,
+    scheme: Scheme,
+    gated: bool = False,
+    interleaved: bool = False,
+) -> Tensor | None:
+    """What a caller gives as ``global_scale`` -> factors fp32 [experts, out] of the rows of ``values``, or None.
+
+    The global scale divides. It is one number for all experts, [experts], [experts, 1], or with ``gated`` [experts, 2].
+    """
+    name += "global_scale"
+    if (global_scale is not None) != (scheme.weights.scale == "e4m3"):
+        raise ValueError(f"{name} is {'missing' if global_scale is None else 'not expected'} for {scheme}")
+    if global_scale is None or values.dim() != 3:
+        return None  # values of other dimensions are refused later
+    experts, rows = values.shape[:2]
+    scale = _of_experts(name, _as_tensor(global_scale), experts, gated)
+    _check_positive(name, scale, invertible=True)
+    factors = 1.0 / scale
+    if factors.shape[1] == 1:
+        return factors.expand(experts, rows)
+    return factors.repeat(1, rows // 2) if interleaved else factors.repeat_interleave(rows // 2, 1)
+
+
+def _as_tensor(given: Tensor | float) -> Tensor:
+    """Return a tensor unchanged, and other numbers in fp32, whatever the default dtype is."""
+    return given if isinstance(given, Tensor) else torch.tensor(given, dtype=torch.float32)
+
+
+def _check_positive(name: str, numbers: Tensor, *, invertible: bool) -> None:
+    """Raise ValueError naming the first number that is not positive and finite, or whose inverse is not."""
+    good = torch.isfinite(numbers) & (numbers > 0)
+    if invertible:
+        good &= torch.isfinite(1.0 / numbers)
+    if not bool(good.all()):
+        place = (~good).nonzero()[0].tolist()
+        number = float(numbers[tuple(place)])
+        where = place if numbers.numel() > 1 else ""
+        raise ValueError(f"{name}{where} is {number:g}; a positive and finite fp32 number with an inverse is accepted")
+
+
+def _of_experts(name: str, numbers: Tensor, experts: int, gated: bool) -> Tensor:
+    """One number for all experts, [experts], [experts, 1], or with ``gated`` [experts, 2] -> fp32 [experts, 1 or 2]."""
+    if numbers.device.type != "cpu":
+        raise ValueError(f"{name} is on {numbers.device}; CPU tensors are accepted")
+    shape = tuple(numbers.shape)
+    if shape not in ((), (1,), (experts,), (experts, 1), *([(experts, 2)] if gated else [])):
+        wanted = f"one number{', ' if gated else ' or '}[{experts}]{f' or [{experts}, 2]' if gated else ''}"
+        raise ValueError(f"{name} is {list(shape)}; {wanted} is accepted")
+    numbers = numbers.to(torch.float32)
+    return numbers if numbers.dim() == 2 else numbers.reshape(-1, 1).expand(experts, 1)
+
+
 # ---- stored scales of the input --------------------------------------------------------------------------------------
 
 
@@ -124,13 +179,7 @@ def check_input_scales(name: str, scales: Tensor | None, scheme: Scheme, experts
     if scales.dtype != torch.float32 or tuple(scales.shape) not in ((*experts, 1), (*experts, 2)):
         wanted = f"float32 {[*experts, 1]} or {[*experts, 2]}"
         raise ValueError(f"{name} is {scales.dtype} {list(scales.shape)}; {wanted} is accepted")
-    good = torch.isfinite(scales) & (scales > 0)
-    if scheme.product_activations == NVFP4:
-        good &= torch.isfinite(1.0 / scales)
-    if not bool(good.all()):
-        place = (~good).nonzero()[0].tolist()
-        number = float(scales[tuple(place)])
-        raise ValueError(f"{name}{place} is {number:g}; a positive and finite fp32 number with an inverse is accepted")
+    _check_positive(name, scales, invertible=scheme.product_activations == NVFP4)
 
 
 def given_input_scales(
@@ -153,16 +202,9 @@ def given_input_scales(
     if given is None:
         check_input_scales(name, None, scheme, (experts,))
         return None
-    scales = torch.as_tensor(given)
-    if scales.device.type != "cpu":
-        raise ValueError(f"{name} is on {scales.device}; CPU tensors are accepted")
+    scales = _as_tensor(given)
     if not scales.is_floating_point():
         raise ValueError(f"{name} is {scales.dtype}; a floating point dtype is accepted")
-    shape = tuple(scales.shape)
-    if shape not in ((), (1,), (experts,), (experts, 1), *([(experts, 2)] if gated else [])):
-        wanted = f"one number, [{experts}]{f' or [{experts}, 2]' if gated else ''}"
-        raise ValueError(f"{name} is {list(shape)}; {wanted} is accepted")
-    scales = scales.to(torch.float32)
-    scales = scales if scales.dim() == 2 else scales.reshape(-1, 1).expand(experts, 1)
+    scales = _of_experts(name, scales, experts, gated)
     check_input_scales(name, scales, scheme, (experts,))
     return scales.contiguous()

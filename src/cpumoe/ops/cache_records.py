@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cpumoe import _core
-from cpumoe.ops.registration import register
+from cpumoe.ops.registration import register_into
 from cpumoe.option_values import INT8_CACHE
 
 
@@ -26,36 +26,30 @@ def cache_record_bytes(depth: int) -> int:
     return _core.cache_record_bytes(depth)
 
 
-def _to_cache_records(values: Tensor) -> Tensor:
-    depth = values.shape[-1]
-    rows = values.detach().reshape(-1, depth).contiguous()
-    records = torch.empty((rows.shape[0], cache_record_bytes(depth)), dtype=torch.int8)
-    _core.write_cache_records(rows, records)
-    return records.view(*values.shape[:-1], records.shape[1])
-
-
-def _to_cache_records_fake(values: Tensor) -> Tensor:
+def _to_cache_records_out(values: Tensor) -> Tensor:
     return values.new_empty((*values.shape[:-1], cache_record_bytes(values.shape[-1])), dtype=torch.int8)
 
 
-def _from_cache_records(records: Tensor, depth: int, dtype: torch.dtype) -> Tensor:
-    rows = records.reshape(-1, records.shape[-1]).contiguous()
-    values = torch.empty((rows.shape[0], depth), dtype=dtype)
-    _core.read_cache_records(rows, values)
-    return values.view(*records.shape[:-1], depth)
+def _to_cache_records(out: Tensor, values: Tensor) -> None:
+    rows = values.detach().reshape(-1, values.shape[-1])
+    _core.write_cache_records(rows.contiguous(), out.view(-1, out.shape[-1]))
 
 
-def _from_cache_records_fake(records: Tensor, depth: int, dtype: torch.dtype) -> Tensor:
+def _from_cache_records_out(records: Tensor, depth: int, dtype: torch.dtype) -> Tensor:
     return records.new_empty((*records.shape[:-1], depth), dtype=dtype)
+
+
+def _from_cache_records(out: Tensor, records: Tensor, depth: int, dtype: torch.dtype) -> None:
+    _core.read_cache_records(records.reshape(-1, records.shape[-1]).contiguous(), out.view(-1, depth))
 
 
 # [..., D] in fp32, bf16 or fp16 -> int8 [..., cache_record_bytes(D)]. A group with a NaN or an infinity comes back as
 # NaN, one whose values are all below 1e-16 as zeros. What came back in the values' own dtype gives the same records.
-to_cache_records = register("to_cache_records(Tensor values) -> Tensor", _to_cache_records, _to_cache_records_fake)
+to_cache_records = register_into("to_cache_records(Tensor values) -> Tensor", _to_cache_records_out, _to_cache_records)
 
 # int8 [..., cache_record_bytes(D)] -> [..., D] in fp32, bf16 or fp16.
-from_cache_records = register(
+from_cache_records = register_into(
     "from_cache_records(Tensor records, int depth, ScalarType dtype) -> Tensor",
+    _from_cache_records_out,
     _from_cache_records,
-    _from_cache_records_fake,
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,35 +17,38 @@ from torch import Tensor
 from cpumoe import _core
 from cpumoe.ops.exchange import RankExchange
 
+#: The leaves of a decoder: tensors, or where a model has them (recognition/values.py).
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
-class Norm:
+class Norm(Generic[T]):
     """A root-mean-square norm with weight [H] in fp32; see :func:`cpumoe.ops.rms_norm`."""
 
-    weight: Tensor
+    weight: T
     epsilon: float
     round_first: bool
     plus_one: bool
 
 
 @dataclass(frozen=True)
-class Matrix:
+class Matrix(Generic[T]):
     """The weight of a linear: packed, or floats [out, in] in fp32, bf16 or fp16 with a bias [out] in fp32.
 
     ``ranks``: over so many the outputs are spread in equal parts, of which this is one.
     """
 
-    weight: Tensor
-    bias: Tensor | None = None
+    weight: T
+    bias: T | None = None
     ranks: int = 1
 
 
 @dataclass(frozen=True)
-class RopeTable:
+class RopeTable(Generic[T]):
     """Cosines and sines of RoPE [positions, width] in fp32, for the first ``width`` values of a head."""
 
-    cos: Tensor
-    sin: Tensor
+    cos: T
+    sin: T
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ class Rope:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Attention:
+class Attention(Generic[T]):
     """What GQA and MLA share.
 
     Attributes:
@@ -75,22 +79,22 @@ class Attention:
         ranks: number of tensor parallel ranks that share the heads; these are the heads of one rank.
     """
 
-    query: Matrix
-    out: Matrix
+    query: Matrix[T]
+    out: Matrix[T]
     heads: int
     value_dim: int
     scale: float
-    gate: Matrix | None = None
+    gate: Matrix[T] | None = None
     rope: Rope = Rope()
     window: int = 0
-    sinks: Tensor | None = None
-    query_factors: Tensor | None = None
+    sinks: T | None = None
+    query_factors: T | None = None
     softcap: float = 0.0
     ranks: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gqa(Attention):
+class Gqa(Attention[T]):
     """Grouped-query attention.
 
     Attributes:
@@ -101,20 +105,20 @@ class Gqa(Attention):
         query_norm: over [head_dim], or with ``norms_whole_rows`` over all heads at once; ``key_norm`` likewise.
     """
 
-    key: Matrix | None
-    value: Matrix | None
+    key: Matrix[T] | None
+    value: Matrix[T] | None
     kv_heads: int
     head_dim: int
     gated_queries: bool = False
     value_factor: float = 1.0
-    query_norm: Norm | None = None
-    key_norm: Norm | None = None
+    query_norm: Norm[T] | None = None
+    key_norm: Norm[T] | None = None
     norms_whole_rows: bool = False
     norms_after_rope: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mla(Attention):
+class Mla(Attention[T]):
     """Multi-head latent attention in its absorbed form. Heads of ``query`` are nope_dim + rope_dim wide.
 
     Attributes:
@@ -124,19 +128,14 @@ class Mla(Attention):
         expansion: kv_b_proj, [heads * (nope_dim + value_dim), kv_lora_rank], in the decoder's dtype.
     """
 
-    query_down: Matrix | None
-    query_down_norm: Norm | None
-    latent: Matrix
-    latent_norm: Norm | None
-    expansion: Tensor
+    query_down: Matrix[T] | None
+    query_down_norm: Norm[T] | None
+    latent: Matrix[T]
+    latent_norm: Norm[T] | None
+    expansion: T
     kv_lora_rank: int
     nope_dim: int
     rope_dim: int
-
-    @property
-    def cached_dim(self) -> int:
-        """Values of a token in the KV cache."""
-        return self.kv_lora_rank + self.rope_dim
 
 
 @dataclass(frozen=True)
@@ -150,15 +149,15 @@ class HeadColumns:
 
 
 @dataclass(frozen=True)
-class Expansion:
+class Expansion(Generic[T]):
     """A linear of columns of a row, from column ``first`` on: the second factor of a low-rank projection."""
 
-    matrix: Matrix
+    matrix: Matrix[T]
     first: int
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeltaNet:
+class DeltaNet(Generic[T]):
     """A gated delta net or Kimi delta attention; see :func:`cpumoe.ops.gated_delta_rule`.
 
     A row has the outputs of ``projections`` side by side, then those of ``expansions``.
@@ -172,8 +171,8 @@ class DeltaNet:
         out: [H, heads * value_dim].
     """
 
-    projections: tuple[Matrix, ...]
-    expansions: tuple[Expansion, ...]
+    projections: tuple[Matrix[T], ...]
+    expansions: tuple[Expansion[T], ...]
     queries: HeadColumns
     keys: HeadColumns
     values: HeadColumns
@@ -184,19 +183,19 @@ class DeltaNet:
     heads: int
     key_dim: int
     value_dim: int
-    log_rates: Tensor
-    decay_bias: Tensor
+    log_rates: T
+    decay_bias: T
     decay_bound: float
-    conv_weight: Tensor
-    conv_bias: Tensor | None
-    norm_weight: Tensor
+    conv_weight: T
+    conv_bias: T | None
+    norm_weight: T
     norm_epsilon: float
     sigmoid_gate: bool
-    out: Matrix
+    out: Matrix[T]
 
 
 @dataclass(frozen=True)
-class ShortConv:
+class ShortConv(Generic[T]):
     """A short convolution; see :func:`cpumoe.ops.short_convolution`.
 
     Attributes:
@@ -204,14 +203,15 @@ class ShortConv:
         conv_weight: [channels, taps]. conv_bias: [channels] or None.
     """
 
-    projection: Matrix
-    out: Matrix
-    conv_weight: Tensor
-    conv_bias: Tensor | None
+    projection: Matrix[T]
+    out: Matrix[T]
+    conv_weight: T
+    conv_bias: T | None
 
 
 #: What mixes the tokens of a sequence.
-Mixer = Gqa | Mla | DeltaNet | ShortConv
+Mixer: TypeAlias = Gqa[T] | Mla[T] | DeltaNet[T] | ShortConv[T]
+MIXERS = (Gqa, Mla, DeltaNet, ShortConv)
 
 
 @dataclass(frozen=True)
@@ -225,15 +225,15 @@ class Activation:
 
 
 @dataclass(frozen=True)
-class Router:
+class Router(Generic[T]):
     """How experts are chosen; see :func:`cpumoe.ops.select_experts`. ``in_fp32``: logits are not rounded."""
 
-    weight: Matrix
+    weight: Matrix[T]
     topk: int
     scoring: int
     score_chosen: bool
     renormalize: bool
-    correction_bias: Tensor | None
+    correction_bias: T | None
     groups: int
     topk_groups: int
     scale: float
@@ -257,16 +257,16 @@ class Copies:
 
 
 class Travel(IntEnum):
-    """Where the rows of a rank go to be computed."""
+    """Dispatch mode: the ranks that compute the rows of a rank."""
 
-    STAY = 0  #: nowhere: every rank has all rows
-    TO_ALL = 1  #: to every rank
-    TO_EXPERTS = 2  #: to those that have one of the row's experts
+    STAY = 0  #: every rank computes all rows, which it has already
+    TO_ALL = 1  #: all ranks
+    TO_EXPERTS = 2  #: those with one of the row's experts
 
 
-@dataclass(frozen=True)
-class RoutedExperts:
-    """Packed experts behind a router.
+@dataclass(frozen=True, kw_only=True)
+class PackedExperts(Generic[T]):
+    """The packed experts of a layer and the ranks that have them.
 
     Attributes:
         gate_up, down: packed; None where experts are spread over ranks and none of them is here.
@@ -277,20 +277,26 @@ class RoutedExperts:
         prepared_rows: they travel as the first product wants them; all ranks have some experts then.
     """
 
-    router: Router
-    gate_up: Tensor | None
-    down: Tensor | None
+    gate_up: T | None
+    down: T | None
     activation: Activation
     weight_on_input: bool = False
     spread: bool = False
     copies: Copies | None = None
-    loads: Tensor | None = None
+    loads: T | None = None
     travel: Travel = Travel.STAY
     prepared_rows: bool = False
 
 
+@dataclass(frozen=True, kw_only=True)
+class RoutedExperts(PackedExperts[T]):
+    """Packed experts behind a router."""
+
+    router: Router[T]
+
+
 @dataclass(frozen=True)
-class DenseBlock:
+class DenseBlock(Generic[T]):
     """A feed-forward block that all tokens take.
 
     Attributes:
@@ -299,41 +305,41 @@ class DenseBlock:
         share: [1, H]: its result times the sigmoid of that product.
     """
 
-    gate: Matrix | None
-    up: Matrix
-    down: Matrix
+    gate: Matrix[T] | None
+    up: Matrix[T]
+    down: Matrix[T]
     activation: Activation
-    share: Matrix | None = None
+    share: Matrix[T] | None = None
 
 
 @dataclass(frozen=True)
-class Layer:
+class Layer(Generic[T]):
     """One layer: norms around mixer and block, each of which is added to the residual stream."""
 
-    mixer: Mixer
-    experts: RoutedExperts | None
-    dense: DenseBlock | None
-    before_mixer: Norm | None = None
-    after_mixer: Norm | None = None
-    before_block: Norm | None = None
-    after_block: Norm | None = None
+    mixer: Mixer[T]
+    experts: RoutedExperts[T] | None
+    dense: DenseBlock[T] | None
+    before_mixer: Norm[T] | None = None
+    after_mixer: Norm[T] | None = None
+    before_block: Norm[T] | None = None
+    after_block: Norm[T] | None = None
     residual_factor: float = 1.0
 
 
 @dataclass(frozen=True)
-class DecoderModel:
+class DecoderModel(Generic[T]):
     """All of a decoder. ``embedding`` [vocabulary, H] of the dtype of hidden states, ``head`` or None.
 
     ``exchange`` is of the ranks that experts are spread over, ``group`` of those that columns and heads are spread
     over: some of the former, with the same rows. Other groups have rows of their own.
     """
 
-    embedding: Tensor
+    embedding: T
     embedding_factor: float
-    rope: tuple[RopeTable, ...]
-    layers: tuple[Layer, ...]
-    norm: Norm | None
-    head: Matrix | None
+    rope: tuple[RopeTable[T], ...]
+    layers: tuple[Layer[T], ...]
+    norm: Norm[T] | None
+    head: Matrix[T] | None
     exchange: RankExchange | None = None
     group: RankExchange | None = None
 
@@ -368,7 +374,7 @@ STEP_PARTS = ("rows", "products", "attention", "routing", "experts", "head", "ex
 class Decoder:
     """A decoder that computes steps. Threads may share one if each has its own caches; their steps run in turn."""
 
-    def __init__(self, model: DecoderModel) -> None:
+    def __init__(self, model: DecoderModel[Tensor]) -> None:
         self.model = model
         self._core = _core.Decoder(model)
         self._hidden = model.embedding.shape[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -136,66 +136,56 @@ class PackedBuilder:
         return self._blob
 
 
-def _spec_of(
-    values: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    in_features: int,
-    group_size: int,
-    weights: str,
-    row_order: int,
-    name: str = "values",
-    zero_points: Tensor | None = None,
-    factors: Tensor | None = None,
-    activations: str = "int8",
-    input_order: Tensor | None = None,
-    input_scales: Tensor | None = None,
-) -> PackedSpec:
-    """What ``pack`` makes of these arguments."""
-    if values.dim() != 3:
-        raise ValueError(f"{name} has {values.dim()} dimensions; [experts, out_features, in_features] is accepted")
-    return PackedSpec(
-        weights=weights,
-        group_size=None if group_size == -1 else group_size,
-        scales="none" if weights in ("bf16", "fp16", "fp32") else scales_name(scales.dtype),
-        experts=values.shape[0],
-        out_features=values.shape[1],
-        in_features=in_features,
-        gated=row_order != ROWS_PLAIN,
-        has_bias=bias is not None,
-        has_zero_points=zero_points is not None,
-        input_orders=0 if input_order is None else input_order.shape[1],
-        input_scales=0 if input_scales is None else input_scales.shape[1],
-        activations=activations,
-    )
+class _Pack(NamedTuple):
+    """The arguments of ``pack``."""
+
+    values: Tensor
+    scales: Tensor
+    bias: Tensor | None
+    in_features: int
+    group_size: int
+    weights: str
+    row_order: int
+    name: str = "values"
+    zero_points: Tensor | None = None
+    factors: Tensor | None = None
+    activations: str = "int8"
+    input_order: Tensor | None = None
+    input_scales: Tensor | None = None
+
+    @property
+    def spec(self) -> PackedSpec:
+        if self.values.dim() != 3:
+            raise ValueError(
+                f"{self.name} has {self.values.dim()} dimensions; [experts, out_features, in_features] is accepted"
+            )
+        return PackedSpec(
+            weights=self.weights,
+            group_size=None if self.group_size == -1 else self.group_size,
+            scales="none" if self.weights in ("bf16", "fp16", "fp32") else scales_name(self.scales.dtype),
+            experts=self.values.shape[0],
+            out_features=self.values.shape[1],
+            in_features=self.in_features,
+            gated=self.row_order != ROWS_PLAIN,
+            has_bias=self.bias is not None,
+            has_zero_points=self.zero_points is not None,
+            input_orders=0 if self.input_order is None else self.input_order.shape[1],
+            input_scales=0 if self.input_scales is None else self.input_scales.shape[1],
+            activations=self.activations,
+        )
 
 
-def _pack(
-    values: Tensor,
-    scales: Tensor,
-    bias: Tensor | None,
-    in_features: int,
-    group_size: int,
-    weights: str,
-    row_order: int,
-    name: str = "values",
-    zero_points: Tensor | None = None,
-    factors: Tensor | None = None,
-    activations: str = "int8",
-    input_order: Tensor | None = None,
-    input_scales: Tensor | None = None,
-) -> Tensor:
-    settings = (in_features, group_size, weights, row_order, name)
-    others: dict[str, Any] = {"zero_points": zero_points, "factors": factors}
-    others |= {"input_order": input_order, "input_scales": input_scales}
-    builder = PackedBuilder(_spec_of(values, scales, bias, *settings, activations=activations, **others))
-    builder.put(0, values, scales, bias, row_order, name, **others)
+def _pack(*arguments: Any, **named: Any) -> Tensor:
+    call = _Pack(*arguments, **named)
+    builder = PackedBuilder(call.spec)
+    optional = {name: getattr(call, name) for name in ("zero_points", "factors", "input_order", "input_scales")}
+    builder.put(0, call.values, call.scales, call.bias, call.row_order, call.name, **optional)
     return builder.finish()
 
 
-def _pack_fake(values: Tensor, *others: Any, **named: Any) -> Tensor:
-    spec = _spec_of(values, *others, **named)
-    return torch.empty(spec.packed_bytes, dtype=torch.uint8, device=values.device)
+def _pack_fake(*arguments: Any, **named: Any) -> Tensor:
+    call = _Pack(*arguments, **named)
+    return torch.empty(call.spec.packed_bytes, dtype=torch.uint8, device=call.values.device)
 
 
 pack = register(

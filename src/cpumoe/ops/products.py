@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from cpumoe import _core
+from cpumoe.ops.exchange import exchange_of
 from cpumoe.ops.packing import read_spec
-from cpumoe.ops.registration import like_first, register
+from cpumoe.ops.registration import like_first, register, register_into
 
 
 def _fused_experts(
@@ -22,6 +23,7 @@ def _fused_experts(
     limit: float,
     apply_router_weight_on_input: bool,
     fp32_out: bool = False,
+    slices: int = 0,
 ) -> Tensor:
     if topk_weights.dtype != torch.float32:  # asked first: even a conversion that does nothing costs a microsecond
         if not topk_weights.is_floating_point():
@@ -41,12 +43,13 @@ def _fused_experts(
         alpha,
         limit,
         apply_router_weight_on_input,
+        exchange_of(slices),
     )
     return out
 
 
 def _fused_experts_fake(hidden_states: Tensor, *others: object) -> Tensor:
-    fp32_out = len(others) == 10 and others[9]  # the last argument, which may be left out
+    fp32_out = len(others) > 9 and others[9]  # may be left out
     return torch.empty_like(
         hidden_states,
         dtype=torch.float32 if fp32_out else hidden_states.dtype,
@@ -55,10 +58,11 @@ def _fused_experts_fake(hidden_states: Tensor, *others: object) -> Tensor:
 
 
 # fp32_out: the sums before they are rounded to the dtype of hidden_states, for ranks that add theirs first.
+# slices: the number of the exchange of ranks that have slices of the same experts.
 fused_experts = register(
     "fused_experts(Tensor hidden_states, Tensor topk_ids, Tensor topk_weights, Tensor gate_up, Tensor down, "
     "int activation, bool gated, float alpha, float limit, bool apply_router_weight_on_input, "
-    "bool fp32_out=False) -> Tensor",
+    "bool fp32_out=False, int slices=0) -> Tensor",
     _fused_experts,
     _fused_experts_fake,
 )
@@ -128,21 +132,17 @@ dynamic_4bit_int_moe = register(
 )
 
 
-def _linear(x: Tensor, weight: Tensor, out_features: int, fp32_out: bool = False) -> Tensor:
-    x = x.contiguous()
-    if x.dim() == 2:  # views cost as much as the seam
-        out = torch.empty(x.shape[0], out_features, dtype=torch.float32 if fp32_out else x.dtype)
-        _core.linear(x, weight, out)
-    else:
-        out = _linear_fake(x, weight, out_features, fp32_out)
-        _core.linear(x.view(-1, x.shape[-1]), weight, out.view(-1, out_features))
-    return out
-
-
-def _linear_fake(x: Tensor, weight: Tensor, out_features: int, fp32_out: bool = False) -> Tensor:
+def _linear_out(x: Tensor, weight: Tensor, out_features: int, fp32_out: bool = False) -> Tensor:
     return x.new_empty((*x.shape[:-1], out_features), dtype=torch.float32 if fp32_out else x.dtype)
 
 
-linear = register(
-    "linear(Tensor x, Tensor weight, int out_features, bool fp32_out=False) -> Tensor", _linear, _linear_fake
+def _linear(out: Tensor, x: Tensor, weight: Tensor, out_features: int, fp32_out: bool = False) -> None:
+    if x.dim() == 2:  # views cost as much as the seam
+        _core.linear(x.contiguous(), weight, out)
+    else:
+        _core.linear(x.contiguous().view(-1, x.shape[-1]), weight, out.view(-1, out_features))
+
+
+linear = register_into(
+    "linear(Tensor x, Tensor weight, int out_features, bool fp32_out=False) -> Tensor", _linear_out, _linear
 )

@@ -5,60 +5,31 @@ Both operators move the states that they are given on, in place.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from cpumoe import _core
-from cpumoe.ops.registration import aligned, register
+from cpumoe.ops.registration import aligned, register_into
+
+
+def _gated_delta_rule_out(q: Tensor, *others: Any) -> Tensor:
+    state = others[12]
+    return q.new_empty((q.shape[0], q.shape[1], state.shape[1] * state.shape[3]))
 
 
 def _gated_delta_rule(
+    out: Tensor,
     q: Tensor,
     k: Tensor | None,
     v: Tensor | None,
     z: Tensor | None,
     b: Tensor,
     a: Tensor | None,
-    key_heads: int,
-    log_rates: Tensor,
-    decay_bias: Tensor,
-    decay_bound: float,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    conv_state: Tensor,
-    state: Tensor,
-    norm_weight: Tensor,
-    norm_epsilon: float,
-    sigmoid_gate: bool,
-) -> Tensor:
-    q, b = aligned(q), aligned(b)
-    k, v, z, a = (None if t is None else aligned(t) for t in (k, v, z, a))
-    out = q.new_empty((q.shape[0], q.shape[1], state.shape[1] * state.shape[3]))
-    _core.gated_delta_rule(
-        q,
-        k,
-        v,
-        z,
-        b,
-        a,
-        key_heads,
-        log_rates,
-        decay_bias,
-        decay_bound,
-        conv_weight,
-        conv_bias,
-        conv_state,
-        state,
-        norm_weight,
-        norm_epsilon,
-        sigmoid_gate,
-        out,
-    )
-    return out
-
-
-def _gated_delta_rule_fake(q: Tensor, *others: Tensor) -> Tensor:
-    state = others[12]
-    return q.new_empty((q.shape[0], q.shape[1], state.shape[1] * state.shape[3]))
+    *others: Any,
+) -> None:
+    k, v, z, a = (None if tensor is None else aligned(tensor) for tensor in (k, v, z, a))
+    _core.gated_delta_rule(aligned(q), k, v, z, aligned(b), a, *(*others, out))
 
 
 # All of a gated delta net, or of Kimi delta attention, between its projections: causal convolution and silu of q, k and
@@ -73,31 +44,30 @@ def _gated_delta_rule_fake(q: Tensor, *others: Tensor) -> Tensor:
 # beta = sigmoid(b). The decay is exp(-exp(log_rates) softplus(a + decay_bias)), or with a bound below 0 exp(decay_bound
 # sigmoid(exp(log_rates) (a + decay_bias))); log_rates [heads], decay_bias [heads] or [heads dk]. conv_weight [channels,
 # 1, taps], conv_bias [channels]; norm_weight [dv]. The gate is sigmoid(z), or z sigmoid(z). Result: [B, T, heads dv].
-gated_delta_rule = register(
+gated_delta_rule = register_into(
     "gated_delta_rule(Tensor q, Tensor? k, Tensor? v, Tensor? z, Tensor b, Tensor? a, int key_heads, Tensor log_rates, "
     "Tensor decay_bias, float decay_bound, Tensor conv_weight, Tensor? conv_bias, Tensor(c!) conv_state, "
     "Tensor(s!) state, Tensor norm_weight, float norm_epsilon, bool sigmoid_gate) -> Tensor",
+    _gated_delta_rule_out,
     _gated_delta_rule,
-    _gated_delta_rule_fake,
 )
 
 
-def _short_convolution(projected: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, conv_state: Tensor) -> Tensor:
-    projected = aligned(projected)
-    out = projected.new_empty((*projected.shape[:2], projected.shape[2] // 3))
-    _core.short_convolution(projected, conv_weight, conv_bias, conv_state, out)
-    return out
-
-
-def _short_convolution_fake(projected: Tensor, *_: object) -> Tensor:
+def _short_convolution_out(projected: Tensor, *_: object) -> Tensor:
     return projected.new_empty((*projected.shape[:2], projected.shape[2] // 3))
+
+
+def _short_convolution(
+    out: Tensor, projected: Tensor, conv_weight: Tensor, conv_bias: Tensor | None, conv_state: Tensor
+) -> None:
+    _core.short_convolution(aligned(projected), conv_weight, conv_bias, conv_state, out)
 
 
 # projected [B, T, 3 channels] holds B, C and x: C * convolution(B * x) [B, T, channels], causal and of each channel by
 # itself. conv_weight [channels, 1, taps], conv_bias [channels]; conv_state [B, channels, taps], the last values of B *
 # x, is moved on in place.
-short_convolution = register(
+short_convolution = register_into(
     "short_convolution(Tensor projected, Tensor conv_weight, Tensor? conv_bias, Tensor(c!) conv_state) -> Tensor",
+    _short_convolution_out,
     _short_convolution,
-    _short_convolution_fake,
 )

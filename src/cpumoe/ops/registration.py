@@ -6,7 +6,7 @@ Through ``torch.library.Library``: the ``custom_op`` decorator costs several mic
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -38,6 +38,22 @@ def register(schema: str, implementation: Callable[P, R], fake: Callable[..., An
         return implementation(*arguments)  # type: ignore[call-arg]  # there are no options
 
     return call
+
+
+def register_into(
+    schema: str, allocate: Callable[..., R], compute: Callable[Concatenate[R, P], None]
+) -> Callable[P, R]:
+    """Defines an operator whose results have shapes and dtypes that do not depend on values.
+
+    ``allocate`` makes the results, of fake tensors too; ``compute`` gets them before the arguments and fills them.
+    """
+
+    def implementation(*arguments: Any) -> R:  # PyTorch passes all arguments by position
+        out = allocate(*arguments)
+        compute(out, *arguments)  # type: ignore[call-arg]
+        return out
+
+    return register(schema, cast("Callable[P, R]", implementation), allocate)
 
 
 _PLAIN_TYPES = frozenset((Tensor, torch.nn.Parameter, int, float, bool, str, type(None)))

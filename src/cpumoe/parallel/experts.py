@@ -19,17 +19,8 @@ from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.parallel_layout import Exchange, ExpertsPart
 from cpumoe.layers.quantized_experts import QuantizedExperts
-from cpumoe.ops.decoder import Copies, Travel
-from cpumoe.ops.exchange import choose_slots, expert_sums, prepare_tokens, prepared_token_bytes
-from cpumoe.parallel.dispatch import (
-    Tokens,
-    gather_tokens,
-    own_share,
-    return_sums,
-    scatter_sums,
-    send_tokens,
-    share_in_group,
-)
+from cpumoe.ops.decoder import Copies, PackedExperts, Travel
+from cpumoe.ops.exchange import prepared_token_bytes, spread_experts
 from cpumoe.parallel.placement import Placement
 from cpumoe.parallel.ranks import Ranks
 
@@ -79,7 +70,8 @@ class ParallelExperts(Experts):
         self._quantized_dispatch = quantized_dispatch
         self.placement: Placement | None = None
         self._agreed = False
-        self._copies: tuple[Tensor, Tensor] | None = None
+        self._copies: Copies | None = None
+        self._in_core: dict[tuple[torch.dtype, bool], PackedExperts[Tensor]] = {}  # see _for_call
         layout = ranks.layout
         if layout.experts_tp_size > 1:
             if placement is not None:
@@ -99,15 +91,13 @@ class ParallelExperts(Experts):
         rank = self.ranks.rank
         self.placement = placement
         self._agreed = False
-        # None where slots are the experts themselves.
-        in_order = placement.logical == tuple(range(placement.expert_count))
-        self._copies = None if in_order else placement.slots_by_expert
+        self._in_core.clear()
         self.held = ExpertsPart(placement.experts_of(rank))
-        first = sum(len(placement.experts_of(before)) for before in range(rank))
-        places = [slot - first if of == rank else -1 for slot, of in enumerate(placement.rank_of)]
-        # By slot; both have one entry more, for the id -1.
-        self._places = torch.tensor([*places, -1], dtype=torch.int32)
-        self._owners = torch.tensor([*placement.rank_of, -1], dtype=torch.int32)
+        first = placement.rank_of.index(rank) if self.held.experts else 0
+        places = torch.tensor([slot - first if of == rank else -1 for slot, of in enumerate(placement.rank_of)])
+        begins, slots = placement.slots_by_expert
+        owners = torch.tensor(placement.rank_of)
+        self._copies = Copies(begins, places[slots].to(torch.int32), owners[slots].to(torch.int32))
 
     def move(self, packed: Mapping[str, Tensor], placement: Placement) -> None:
         """Takes other experts in the place of those that are held: packed ones, as a placement has them here."""
@@ -118,23 +108,22 @@ class ParallelExperts(Experts):
             self.register_buffer(name, tensor)
 
     @property
-    def packed(self) -> tuple[Tensor, Tensor] | None:
-        """The packed gate_up and down of what is here; None where nothing is."""
-        return (self.get_buffer("gate_up_packed"), self.get_buffer("down_packed")) if self.held.experts else None
-
-    @property
-    def copies(self) -> Copies | None:
-        """Where the experts are, for the core; None for slices of all of them."""
-        if self.placement is None:
-            return None
-        begins, slots = self.placement.slots_by_expert
-        return Copies(begins, self._places[slots.long()], self._owners[slots.long()])
-
-    @property
     def travel(self) -> Travel:
         """Where the tokens of this rank go, for the core."""
         kind = self.ranks.layout.chosen_exchange
         return Travel.STAY if kind is None else _TRAVEL[kind]
+
+    def for_core(self, dtype: torch.dtype) -> PackedExperts[Tensor]:
+        """Returns these experts and their ranks as the core takes them, for tokens of ``dtype``."""
+        travel = self.travel
+        return replace(
+            super().for_core(dtype),
+            spread=bool(self.ranks),
+            copies=self._copies,
+            loads=self.loads,
+            travel=travel,
+            prepared_rows=travel is not Travel.STAY and self._sends_prepared(dtype),
+        )
 
     def quantized(self, first: int = 0, count: int | None = None) -> QuantizedExperts:
         raise ValueError(f"rank {self.ranks.rank} has {self.held} of this layer, which cannot be read back as a whole")
@@ -172,19 +161,24 @@ class ParallelExperts(Experts):
         """fp32 [tokens, H]: the sums of all ranks for the tokens of this one."""
         if not self._agreed:
             self._agree()
-        mine = Tokens(hidden_states, self._slots(topk_ids), topk_weights.to(torch.float32), hidden_states.dtype)
-        kind = self.ranks.layout.chosen_exchange
-        if kind is None or kind is Exchange.ALL_REDUCE:
-            return self.ranks.sum_(self._sums(mine, on_input))
-        share = mine[own_share(self.ranks.layout, len(hidden_states))]
-        sending = replace(share, rows=self._as_sent(share.rows))
-        if kind is Exchange.ALL_TO_ALL:
-            here, sent = send_tokens(self.ranks, sending, self._owners)
-            out = return_sums(self.ranks, self._sums(here, on_input), sent, len(share.rows))
-        else:
-            everything, counts = gather_tokens(self.ranks, sending)
-            out = scatter_sums(self.ranks, self._sums(everything, on_input), counts)
-        return share_in_group(self.ranks, out, len(hidden_states))
+        layout = self.ranks.layout
+        group = None if layout.sequence_parallel else self.ranks.group.exchange
+        experts = self._for_call(hidden_states.dtype, on_input)
+        out = spread_experts(hidden_states, topk_ids, topk_weights, experts, self._tokens, self.ranks.exchange, group)
+        self._tokens += len(topk_ids)
+        return out
+
+    def _for_call(self, dtype: torch.dtype, on_input: bool) -> PackedExperts[Tensor]:
+        """Return these experts as the core takes them, made once for the tensors that are held."""
+        found = self._in_core.get((dtype, on_input))
+        held = self._buffers
+        if (
+            found is None
+            or found.gate_up is not held.get("gate_up_packed")
+            or found.down is not held.get("down_packed")
+        ):
+            found = self._in_core[dtype, on_input] = replace(self.for_core(dtype), weight_on_input=on_input)
+        return found
 
     def _agree(self) -> None:
         """Raise RankError on every rank if one has another layer, or another idea of who holds what."""
@@ -193,16 +187,7 @@ class ParallelExperts(Experts):
         self.ranks.agree("layer of experts", str(self.config), f"placement={where}", dispatch)
         self._agreed = True
 
-    def _slots(self, ids: Tensor) -> Tensor:
-        """int32 [tokens, K]: the slots that tokens go to, or the experts themselves where each rank has its slice."""
-        slots = choose_slots(ids, self._copies, self._tokens, self.loads)
-        self._tokens += len(ids)
-        return slots
-
-    def _as_sent(self, rows: Tensor) -> Tensor:
-        return prepare_tokens(rows, self.get_buffer("gate_up_packed")) if self.sends_prepared(rows.dtype) else rows
-
-    def sends_prepared(self, dtype: torch.dtype) -> bool:
+    def _sends_prepared(self, dtype: torch.dtype) -> bool:
         """Whether tokens of this dtype travel as the first product wants them."""
         # A rank that has no experts does not know how the others want tokens.
         everywhere = self.placement is None or all(self.placement.by_rank)
@@ -211,22 +196,3 @@ class ParallelExperts(Experts):
         prepared = prepared_token_bytes(self.get_buffer("gate_up_packed"), dtype)
         fewer = prepared < self.config.hidden_size * dtype.itemsize
         return prepared > 0 and (fewer or self._quantized_dispatch is True)
-
-    def _sums(self, tokens: Tokens, on_input: bool) -> Tensor:
-        """fp32 [tokens, H]: what this rank has of the sums."""
-        c = self.config
-        if self.packed is None:
-            return torch.zeros((len(tokens.rows), c.hidden_size))
-        return expert_sums(
-            tokens.rows,
-            tokens.ids if self.placement is None else self._places[tokens.ids.long()],
-            tokens.weights,
-            *self.packed,
-            c.hidden_size,
-            tokens.dtype,
-            c.activation.kind,
-            bool(c.activation.gated),
-            *c.activation.parameters,
-            on_input,
-            0 if self.placement is not None else self.ranks.number,
-        )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, replace
+from dataclasses import InitVar, dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from cpumoe.layers.parallel_layout import ExpertPlacement, ParallelLayout
+from cpumoe.layers.parallel_layout import ParallelLayout
 from cpumoe.ops.exchange import choose_slots
 
 
@@ -52,16 +52,6 @@ class Placement:
         inner = 1  # the intermediate size, which is not split
         by_rank = tuple(rank.part_of(expert_count, inner).experts for rank in layout.ranks())
         return cls(expert_count, by_rank, uneven=True)
-
-    @classmethod
-    def linear(cls, expert_count: int, layout: ParallelLayout) -> Placement:
-        """Return consecutive experts on every rank, whatever ``expert_placement_strategy`` the layout has."""
-        return cls.of_layout(expert_count, replace(layout, expert_placement_strategy=ExpertPlacement.LINEAR))
-
-    @classmethod
-    def round_robin(cls, expert_count: int, layout: ParallelLayout) -> Placement:
-        """Return every n-th expert on each of n ranks, whatever ``expert_placement_strategy`` the layout has."""
-        return cls.of_layout(expert_count, replace(layout, expert_placement_strategy=ExpertPlacement.ROUND_ROBIN))
 
     @property
     def rank_count(self) -> int:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from vllm.config import get_current_vllm_config
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 
+from cpumoe import ops
 from cpumoe.checkpoints.loading import experts_config, experts_scheme
 from cpumoe.checkpoints.model_layout import ExpertsShape
 from cpumoe.checkpoints.pushed_experts import PushedExperts, PushedLayer, PushedLinears, PushedStacks
@@ -25,7 +26,6 @@ from cpumoe.layers.backends import NativeBackend, select_backend
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.parallel_layout import ExpertsPart
 from cpumoe.layers.scheme import Scheme
-from cpumoe.ops.exchange import expert_sums
 from cpumoe.ops.packing import packed_experts
 
 #: What vLLM calls the projections of an expert.
@@ -198,18 +198,15 @@ class ServedExperts:
         if not self._slices:
             return experts.forward(x, topk_ids, topk_weights, apply_router_weight_on_input=self._on_input)
         config = experts.config
-        sums = expert_sums(
+        sums = ops.fused_experts(
             x,
-            topk_ids.to(torch.int32),
-            topk_weights.to(torch.float32),
+            topk_ids,
+            topk_weights,
             experts.get_buffer("gate_up_packed"),
             experts.get_buffer("down_packed"),
-            config.hidden_size,
-            x.dtype,
-            config.activation.kind,
-            bool(config.activation.gated),
-            *config.activation.parameters,
+            *config.activation.arguments,
             self._on_input,
+            True,
             self._slices,
         )
         return sums.to(x.dtype)

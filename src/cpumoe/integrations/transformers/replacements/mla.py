@@ -22,6 +22,8 @@ from torch import Tensor, nn
 
 from cpumoe import ops
 from cpumoe.integrations.transformers.preallocated_cache import make_roomy
+from cpumoe.integrations.transformers.recognition.mixers.mla import expansion_of, is_mla, is_plain_weight
+from cpumoe.integrations.transformers.recognition.norms import find_form
 from cpumoe.integrations.transformers.replacements.attention import (
     ATTENTION,
     additive_mask,
@@ -30,11 +32,8 @@ from cpumoe.integrations.transformers.replacements.attention import (
 )
 from cpumoe.integrations.transformers.replacements.mla_check import first_difference, kind_of
 from cpumoe.integrations.transformers.replacements.module_view import ModuleView
-from cpumoe.integrations.transformers.replacements.norms import find_form, rms_norm
+from cpumoe.integrations.transformers.replacements.norms import rms_norm
 from cpumoe.integrations.transformers.replacements.replaced_forward import ReplacedForward
-from cpumoe.layers.linear import QuantizedLinear
-from cpumoe.layers.packed_weights import unpack_weight
-from cpumoe.layers.reference import dequantize
 from cpumoe.ops import wants_gradient
 
 _log = logging.getLogger("cpumoe")
@@ -89,43 +88,8 @@ def _replace(module: Any) -> None:
 
 
 def _is_latent_attention(module: nn.Module) -> bool:
-    """Whether a module has latents and the method that makes keys and values from them, both as they were written."""
-    if not callable(getattr(type(module), "expand_kv", None)) or {"forward", "expand_kv"} & vars(module).keys():
-        return False
-    sizes: list[Any] = [getattr(module, name, None) for name in _SIZES]
-    if not all(isinstance(size, int) for size in sizes) or not hasattr(module, "config"):
-        return False
-    rank, nope, _, value_depth = sizes
-    weight: Any = getattr(module, "kv_b_proj", None)
-    return (
-        _is_plain_weight(weight)
-        and weight.in_features == rank
-        and weight.out_features % (nope + value_depth) == 0
-        and getattr(module, "num_key_value_groups", 1) == 1
-    )
-
-
-_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-
-
-def _is_plain_weight(linear: Any) -> bool:
-    """Whether a linear is its weight and no more: no bias, and nobody who watches what goes in and out of it."""
-    if type(linear) is nn.Linear:
-        has_bias = linear.bias is not None
-    elif type(linear) is QuantizedLinear:
-        has_bias = ops.read_spec(linear.weight_packed).has_bias
-    else:
-        return False
-    return not (has_bias or linear._forward_hooks or linear._forward_pre_hooks)
-
-
-def absorbed(module: nn.Module) -> AbsorbedAttention | None:
-    """The absorbed form of a module that is a latent attention with no more than sinks; None for other modules."""
-    forward = vars(module).get("forward")
-    if isinstance(forward, partial) and forward.func is _forward:
-        view: AbsorbedAttention = forward.args[0]
-        return view
-    return AbsorbedAttention(module) if _is_latent_attention(module) else None
+    """Return whether a module is an MLA layer whose forward is that of its class."""
+    return "forward" not in vars(module) and is_mla(module)
 
 
 class Latents:
@@ -142,10 +106,6 @@ class AbsorbedAttention(ModuleView):
     def __init__(self, module: Any) -> None:
         super().__init__(module, LATENT_ATTENTION)
         self.few_tokens = _FEW_TOKENS
-        self._unpacked: tuple[Tensor, Tensor] | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return vars(self) | {"_unpacked": None}
 
     def run(self, *arguments: Any, **options: Any) -> Any:
         if (held := options.get("past_key_values")) is not None:
@@ -161,14 +121,8 @@ class AbsorbedAttention(ModuleView):
         return Latents(latents, rotated, (latents.shape[0], heads, latents.shape[2], depth)), None
 
     def weight(self, dtype: torch.dtype) -> Tensor:
-        """[heads * (nope + V), rank]. A packed weight is unpacked once and then held beside itself."""
-        linear = self.module.kv_b_proj
-        if type(linear) is nn.Linear:
-            return linear.weight.to(dtype)
-        packed = linear.weight_packed
-        if self._unpacked is None or self._unpacked[0] is not packed or self._unpacked[1].dtype != dtype:
-            self._unpacked = (packed, dequantize(unpack_weight(packed, scheme=linear.scheme))[0].to(dtype))
-        return self._unpacked[1]
+        """Return the weight of kv_b_proj, [heads * (nope + V), rank]."""
+        return expansion_of(self.module.kv_b_proj, dtype)
 
 
 def _forward(view: AbsorbedAttention, *arguments: Any, **options: Any) -> Any:
@@ -187,7 +141,7 @@ def _is_served(module: Any, hidden_states: Any, options: dict[str, Any]) -> bool
         and hidden_states.is_cpu
         and not module.training
         and module.config._attn_implementation in _SERVED_ATTENTIONS
-        and _is_plain_weight(weight)
+        and is_plain_weight(weight)
         and not wants_gradient(hidden_states, *module._parameters.values(), getattr(weight, "weight", None))
         and not torch.compiler.is_compiling()
         and not any(

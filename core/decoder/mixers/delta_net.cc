@@ -79,26 +79,27 @@ void check_columns(const DeltaNet& d, const HeadColumns& columns, std::int64_t h
 
 void check_mixer(const DeltaNet& d, const DecoderModel& model) {
   for (const std::int64_t size : {d.key_heads, d.heads, d.key_dim, d.value_dim}) {
-    CPUMOE_REQUIRE(size >= 1 && size <= 4096, "states are of ", d.heads, " heads, ", d.key_heads, " of keys, and ",
-                   d.key_dim, " x ", d.value_dim, "; 1 to 4096 are accepted");
+    CPUMOE_REQUIRE(size >= 1 && size <= 4096, "heads=", d.heads, ", key_heads=", d.key_heads, ", key_dim=", d.key_dim,
+                   ", value_dim=", d.value_dim, "; 1 to 4096 are accepted");
   }
-  const std::int64_t decays = d.decay_bias.shape[0] == d.heads ? d.heads : d.heads * d.key_dim;
   check_tensor(d.log_rates, d.heads, "log_rates");
-  check_tensor(d.decay_bias, decays, "decay_bias");
+  CPUMOE_REQUIRE(
+      d.decay_bias.dims == 1 && (!d.rule().decay_of_channels || d.decay_bias.shape[0] == d.heads * d.key_dim),
+      "decay_bias has ", d.decay_bias.shape[0], " values; [", d.heads, "] or [", d.heads * d.key_dim, "] is accepted");
   check_tensor(d.norm_weight, d.value_dim, "norm_weight");
   check_convolution(d.conv_weight, d.conv_bias, d.rule().channels());
   check_delta_rule(d.rule());
   std::int64_t width = 0;
   for (const Matrix& m : d.projections) {
-    check_matrix(m, model, m.columns, model.hidden(), "a projection");
+    check_matrix(m, model, m.columns, model.hidden(), "projections");
     width += m.columns;
   }
   CPUMOE_REQUIRE(d.expansions.size() <= kMaxExpansions, "there are ", d.expansions.size(), " expansions; up to ",
                  kMaxExpansions, " are accepted");
   for (const Expansion& e : d.expansions) {
     CPUMOE_REQUIRE(e.first >= 0 && e.first <= width && e.matrix.depth >= 1 && e.matrix.depth <= width - e.first,
-                   "an expansion is of ", e.matrix.depth, " columns from ", e.first, " on; there are ", width);
-    check_matrix(e.matrix, model, e.matrix.columns, e.matrix.depth, "an expansion");
+                   "expansions take ", e.matrix.depth, " columns from ", e.first, " on; there are ", width);
+    check_matrix(e.matrix, model, e.matrix.columns, e.matrix.depth, "expansions");
   }
   check_columns(d, d.queries, d.key_heads, d.key_dim, "queries");
   check_columns(d, d.keys, d.key_heads, d.key_dim, "keys");

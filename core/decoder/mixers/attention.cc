@@ -1,4 +1,4 @@
-#include "decoder/attention.h"
+#include "decoder/mixers/attention.h"
 
 #include <algorithm>
 #include <cmath>
@@ -9,9 +9,6 @@
 
 namespace cpumoe {
 namespace {
-
-// Keys and values in a cache are this or larger, or 0: ops/attention.h.
-constexpr float kSmallestCached = 0x1p-60f;
 
 std::uint8_t* cached_at(const LayerCache& cache, const CachedHeads& heads, std::int64_t offset, DType type) {
   return cache.is_int8 ? static_cast<std::uint8_t*>(heads.data) + offset : at(heads.data, offset, type);
@@ -70,7 +67,7 @@ void write_cache(const Step& step, const LayerCache& cache, const CachedHeads& h
 }
 
 CachedAttentionCall attention_call(Step& step, const Attention& a, const LayerCache& cache, const CachedHeads& keys,
-                                   const CachedHeads& values, std::int64_t first, std::int64_t count) {
+                                   const CachedHeads& values) {
   MixerStages& stages = step.stages();
   const std::vector<std::int64_t>& begins = step.input().seen;
   stages.sequences.resize(begins.size());
@@ -81,9 +78,9 @@ CachedAttentionCall attention_call(Step& step, const Attention& a, const LayerCa
     stages.sequences[i] = {cached_at(cache, keys, keys.offset(sequence, 0, -cache.first_place), step.type()),
                            cached_at(cache, values, values.offset(sequence, 0, -cache.first_place), step.type())};
   }
-  stages.attention_rows.resize(static_cast<std::size_t>(count));
-  for (std::int64_t r = 0; r < count; ++r) {
-    const StepRow& row = step.row_at(first + r);
+  stages.attention_rows.resize(static_cast<std::size_t>(step.count()));
+  for (std::int64_t r = 0; r < step.count(); ++r) {
+    const StepRow& row = step.row_at(r);
     std::int64_t seen = begins[static_cast<std::size_t>(row.sequence)];
     if (a.window > 0) seen = std::max(seen, row.place - a.window + 1);
     seen = std::max(seen, cache.first_place);
@@ -91,7 +88,7 @@ CachedAttentionCall attention_call(Step& step, const Attention& a, const LayerCa
   }
   CachedAttentionCall call{};
   call.type = step.type();
-  call.rows = count;
+  call.rows = step.count();
   call.heads = a.heads;
   call.sequences = stages.sequences.data();
   call.row = stages.attention_rows.data();
@@ -130,14 +127,16 @@ void finish_heads(Step& step, Worker& worker, const Attention& a, const HeadArra
 }
 
 void check_attention(const Attention& a, const DecoderModel& model) {
-  CPUMOE_REQUIRE(a.heads >= 1 && a.heads <= kMaxHeads, "attention has ", a.heads, " heads; 1 to ", kMaxHeads,
+  CPUMOE_REQUIRE(a.heads >= 1 && a.heads <= kMaxHeads, "heads=", a.heads, "; 1 to ", kMaxHeads, " are accepted");
+  CPUMOE_REQUIRE(a.value_dim >= 1 && a.value_dim <= kMaxRotated, "value_dim=", a.value_dim, "; 1 to ", kMaxRotated,
                  " are accepted");
-  CPUMOE_REQUIRE(a.value_dim >= 1 && a.value_dim <= kMaxRotated, "heads have ", a.value_dim, " values; 1 to ",
-                 kMaxRotated, " are accepted");
-  check_ranks(model, a.ranks, "attention");
+  CPUMOE_REQUIRE(a.ranks == 1 || a.ranks == model.group_ranks(), "mixer.ranks=", a.ranks, "; 1 or the ranks of group, ",
+                 model.group_ranks(), ", are accepted");
   if (a.gate) {
-    check_matrix(a.gate, model, a.gate.columns == a.heads ? a.heads : a.heads * a.value_dim, model.hidden(),
-                 "the gate of attention");
+    CPUMOE_REQUIRE(a.gate.columns == a.heads || a.gate.columns == a.heads * a.value_dim, "gate is [", a.gate.columns,
+                   ", ", a.gate.depth, "]; [", a.heads, ", ", model.hidden(), "] or [", a.heads * a.value_dim, ", ",
+                   model.hidden(), "] is accepted");
+    check_matrix(a.gate, model, a.gate.columns, model.hidden(), "gate");
   }
   check_matrix(a.out, model, model.hidden(), a.ranks * a.heads * a.value_dim, "out");
   check_count(a.sinks.size(), a.heads, "sinks");
@@ -150,9 +149,9 @@ void check_rope(const Attention& a, const DecoderModel& model, std::int64_t max_
                  model.rope.size(), " tables");
   if (rope.table < 0) return;
   const std::int64_t width = model.rope[static_cast<std::size_t>(rope.table)].width();
-  CPUMOE_REQUIRE(width % 2 == 0 && width <= std::min(max_width, kMaxRotated), "the RoPE table is ", width, " wide for ",
+  CPUMOE_REQUIRE(width % 2 == 0 && width <= std::min(max_width, kMaxRotated), "rope.table is ", width, " wide for ",
                  max_width, " values");
-  CPUMOE_REQUIRE(!rope.separated || !rope.interleaved, "what is separated is not interleaved any more");
+  CPUMOE_REQUIRE(!rope.separated || !rope.interleaved, "rope.separated excludes rope.interleaved");
 }
 
 }  // namespace cpumoe

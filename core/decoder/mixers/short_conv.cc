@@ -22,8 +22,8 @@ struct Arrays {
 }  // namespace
 
 void check_mixer(const ShortConv& c, const DecoderModel& model) {
-  check_convolution(c.conv_weight, c.conv_bias, c.out.depth);
-  check_short_convolution(c.convolution());
+  check_convolution(c.conv_weight, c.conv_bias, c.conv_weight.shape[0]);
+  check_convolution(c.convolution());
   check_matrix(c.projection, model, 3 * c.convolution().channels, model.hidden(), "projection");
   check_matrix(c.out, model, model.hidden(), c.convolution().channels, "out");
 }
@@ -50,9 +50,9 @@ void run_mixer(Step& step, Worker& worker, const ShortConv& c, std::size_t layer
   const Arrays arrays(step, c);
   step.clear_padding(worker);
   step.project(worker);
-  const ShortConvolutionCall call{
-      c.convolution(), step.type(), step.sequences(), arrays.projected, step.cache(layer).states[0], arrays.convolved};
-  convolve_shortly(step.kernels(), call, worker);
+  const ConvolutionCall call = short_convolution(c.convolution(), step.type(), step.sequences(), arrays.projected,
+                                                 step.cache(layer).states[0], arrays.convolved);
+  convolve(step.kernels(), call, worker);
   if (worker.index == 0) step.plan_layer(layer);
   step.end_stage(worker, StepPart::kAttention);
   step.finish_mixer(worker);

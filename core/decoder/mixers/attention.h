@@ -17,10 +17,10 @@ void scale_query(const Attention& a, const StepRow& row, float* query, std::int6
 void write_cache(const Step& step, const LayerCache& cache, const CachedHeads& heads, const StepRow& row,
                  std::int64_t head, float* values, std::int64_t dim, std::uint8_t* rounded);
 
-// The part of an attention call that the kinds share, for rows [first, first + count) of the step: positions that each
-// row sees, sequences, strides of the cache. The caller adds queries, sizes and outputs.
+// The part of an attention call that the kinds share, for the rows of the step: positions that each row sees,
+// sequences, strides of the cache. The caller adds queries, sizes and outputs.
 CachedAttentionCall attention_call(Step& step, const Attention& a, const LayerCache& cache, const CachedHeads& keys,
-                                   const CachedHeads& values, std::int64_t first, std::int64_t count);
+                                   const CachedHeads& values);
 
 // Multiplies heads [count, heads * value_dim] by the sigmoids of `columns` gates of a row; load(row, floats) reads
 // these.

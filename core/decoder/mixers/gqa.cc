@@ -1,9 +1,9 @@
 // Grouped-query attention.
 #include <algorithm>
 
-#include "decoder/attention.h"
 #include "decoder/check.h"
 #include "decoder/mixer.h"
+#include "decoder/mixers/attention.h"
 #include "decoder/step.h"
 #include "runtime/check.h"
 
@@ -94,22 +94,22 @@ void apply_query_gates(const Step& step, const Worker& worker, const Gqa& g, con
 
 void check_mixer(const Gqa& g, const DecoderModel& model) {
   check_attention(g, model);
-  CPUMOE_REQUIRE(g.kv_heads >= 1 && g.heads % g.kv_heads == 0, "attention has ", g.heads, " heads for ", g.kv_heads,
-                 " KV heads; a multiple is accepted");
+  CPUMOE_REQUIRE(g.kv_heads >= 1 && g.heads % g.kv_heads == 0, "heads=", g.heads, " and kv_heads=", g.kv_heads,
+                 "; a multiple is accepted");
   CPUMOE_REQUIRE(g.head_dim >= 1 && g.head_dim <= kMaxRotated, "head_dim=", g.head_dim, "; 1 to ", kMaxRotated,
                  " are accepted");
   const std::int64_t queries = g.heads * g.head_dim, keys = g.kv_heads * g.head_dim, values = g.kv_heads * g.value_dim;
   CPUMOE_REQUIRE(static_cast<bool>(g.key) == static_cast<bool>(g.value), "key and value must both be given, or none");
   check_matrix(g.query, model, g.key ? g.query_width() : queries + keys + values, model.hidden(), "query");
   CPUMOE_REQUIRE(!g.gated_queries || (g.key && !g.gate && g.value_dim == g.head_dim && !g.norms_whole_rows),
-                 "gates behind the heads of queries go with keys, values as wide, norms of heads and no other gate");
+                 "gated_queries needs key, value_dim=head_dim, no gate and no norms_whole_rows");
   if (g.key) {
     check_matrix(g.key, model, keys, model.hidden(), "key");
     check_matrix(g.value, model, values, model.hidden(), "value");
   }
   check_norm(g.query_norm, g.norms_whole_rows ? queries : g.head_dim, "query_norm");
   check_norm(g.key_norm, g.norms_whole_rows ? keys : g.head_dim, "key_norm");
-  CPUMOE_REQUIRE(!(g.norms_whole_rows && g.norms_after_rope), "norms of whole rows come before RoPE");
+  CPUMOE_REQUIRE(!(g.norms_whole_rows && g.norms_after_rope), "norms_after_rope excludes norms_whole_rows");
   check_rope(g, model, g.head_dim);
 }
 
@@ -140,7 +140,7 @@ void plan_projections(Step& step, const Gqa& g) {
 
 void plan_mixer(Step& step, const Gqa& g, const LayerCache& cache) {
   const Arrays arrays(step, g);
-  CachedAttentionCall call = attention_call(step, g, cache, cache.tokens[0], cache.tokens[1], 0, step.count());
+  CachedAttentionCall call = attention_call(step, g, cache, cache.tokens[0], cache.tokens[1]);
   call.kv_heads = g.kv_heads;
   call.depth = g.head_dim;
   call.value_depth = g.value_dim;

@@ -143,7 +143,7 @@ BAD_TEXTS = {
     "c.jsonl": (b'{"text": "fine"}\n\n[1]\n', "line 3 is no object"),
     "d.jsonl": (b'{"text": "\\ud800"}\n', "line 1 is not text"),
     "e.jsonl": (b'{"text": "\xff"}\n', "line 1 is not UTF-8"),
-    "f.jsonl": (b'{"messages": [3]}\n', "line 1: the chat template does not take its messages"),
+    "f.jsonl": (b'{"messages": [3]}\n', "line 1: messages holds 3; JSON objects are accepted"),
     "g.jsonl": (b'{"messages": []}\n', "line 1 has 'messages'"),
     "h.jsonl": (b'{"text": ' + b"9" * 5000 + b"}", "line 1 is not JSON"),
     "i.jsonl": (b"\n\n", "has 0 tokens"),

@@ -36,11 +36,38 @@ from cpumoe.layers.scheme import WHOLE_FLOATS, Scheme
 class ExpertSource(ABC):
     """The experts of one layer, somewhere on disk."""
 
-    checkpoint: NamedTensors
-    layout: ExpertsLayout  # what they are, and where
-    part: ExpertsPart  # which of them are read, and which slice of each
-    storage: LinearStorage | None = None  # how each linear is stored; None for float, quantised as it is read
-    _config: MoEConfig
+    def __init__(
+        self,
+        checkpoint: NamedTensors,
+        layout: ExpertsLayout,
+        part: ExpertsPart,
+        config: MoEConfig,
+        storage: LinearStorage | None = None,
+    ) -> None:
+        """Describe the experts of a layer in files, and the part of them to read.
+
+        Args:
+            checkpoint: the tensors.
+            layout: what the experts are, and where.
+            part: which of them are read, and which slice of each.
+            config: of the layer, except for the dtype of its scales.
+            storage: how each linear is stored; None for float, quantised as it is read.
+        """
+        self.checkpoint = checkpoint
+        self.layout = layout
+        self.part = part
+        self.storage = storage
+        self._dtypes = self._first_dtypes()
+        stored = scale_dtype_of_stored(self._dtypes.get("weight"))
+        self._config = replace(config, scale_dtype=stored if storage is None else storage.scale_dtype(self._dtypes))
+
+    @abstractmethod
+    def _first_dtypes(self) -> dict[str, str]:
+        """Return the dtypes of the first expert's tensors by suffix, or of fused tensors of all experts.
+
+        Dtypes that are not accepted are left out. All experts must have the same, because they are read into the same
+        memory.
+        """
 
     @property
     def config(self) -> MoEConfig:
@@ -204,26 +231,15 @@ class _Block:
 class _PerExpert(ExpertSource):
     """Experts whose linears are stored one by one: ``PREFIX.N.gate_proj.weight`` and so on."""
 
-    def __init__(
-        self,
-        checkpoint: NamedTensors,
-        layout: ExpertsLayout,
-        part: ExpertsPart,
-        config: MoEConfig,
-        storage: LinearStorage | None = None,
-    ) -> None:
-        self.layout = layout
-        self.part = part
-        self.storage = storage
-        self.checkpoint = checkpoint
-        self._config = config
-        self._dtypes = self._first_dtypes()
-        hidden, inner = layout.shape.hidden_size, layout.shape.intermediate_size
-        first = len(layout.linears[0]) - 1
+    @cached_property
+    def _blocks(self) -> tuple[_Block, _Block]:
+        """gate_up and down."""
+        hidden, inner = self.layout.shape.hidden_size, self.layout.shape.intermediate_size
+        first = len(self.layout.linears[0]) - 1
         (rows_before, rows), (columns_before, columns) = self.cuts
         sizes = ((inner, hidden), (rows, hidden), (rows_before, hidden))
         sizes_of_down = ((hidden, inner), (hidden, columns), (hidden, columns_before))
-        self._blocks = (
+        return (
             self._block("gate_up", slice(0, first), first, *sizes),
             self._block("down", slice(first, None), 1, *sizes_of_down),
         )
@@ -255,10 +271,6 @@ class _PerExpert(ExpertSource):
         }
 
     def _first_dtypes(self) -> dict[str, str]:
-        """Dtypes of the first expert's tensors by suffix, as far as they are accepted.
-
-        All others must have them too, because they are read into the same memory.
-        """
         tensors = self._accepted_tensors(1, 1)
         found = self.checkpoint.infos_of(self.linear_names(0)[0], tensors)
         return {suffix: info.dtype for suffix, info in found.items() if info.dtype in tensors[suffix].dtypes}
@@ -320,17 +332,6 @@ class QuantizedPerExpert(_PerExpert):
 
     storage: LinearStorage
 
-    def __init__(
-        self,
-        checkpoint: NamedTensors,
-        layout: ExpertsLayout,
-        part: ExpertsPart,
-        config: MoEConfig,
-        storage: LinearStorage,
-    ) -> None:
-        super().__init__(checkpoint, layout, part, config, storage)
-        self._config = replace(config, scale_dtype=storage.scale_dtype(self._dtypes))
-
     @property
     def expert_bytes(self) -> int:
         return sum(block.count * self.storage.read_bytes(block.rows, block.columns) for block in self._blocks)
@@ -379,10 +380,6 @@ class QuantizedPerExpert(_PerExpert):
 
 class FloatPerExpert(_PerExpert, FloatExpertSource):
     """Float weights, one linear per projection and expert."""
-
-    def __init__(self, checkpoint: NamedTensors, layout: ExpertsLayout, part: ExpertsPart, config: MoEConfig) -> None:
-        super().__init__(checkpoint, layout, part, config)
-        self._config = replace(config, scale_dtype=scale_dtype_of_stored(self._dtypes.get("weight")))
 
     def read_float(
         self, first: int, count: int, buffers: Buffers

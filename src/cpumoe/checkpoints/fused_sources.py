@@ -9,14 +9,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from cpumoe.checkpoints.expert_sources import Buffers, ExpertSource, FloatExpertSource, scale_dtype_of_stored
-from cpumoe.checkpoints.model_layout import ExpertsLayout, FusedMatrix
-from cpumoe.checkpoints.named_tensors import NamedTensors, TensorCheck
+from cpumoe.checkpoints.expert_sources import Buffers, ExpertSource, FloatExpertSource
+from cpumoe.checkpoints.model_layout import FusedMatrix
+from cpumoe.checkpoints.named_tensors import TensorCheck
 from cpumoe.checkpoints.storage import LinearStorage, StoredTensor
 from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES
 from cpumoe.checkpoints.tensor_parts import TensorPart, slice_of
-from cpumoe.layers.config import MoEConfig
-from cpumoe.layers.parallel_layout import ExpertsPart
 from cpumoe.layers.quantized_experts import QuantizedExperts, QuantizedWeight
 
 
@@ -34,12 +32,11 @@ class _Matrix:
 class _Fused(ExpertSource):
     """Experts of which each matrix is one tensor, or one and its scales, or gate and up are one each."""
 
-    def __init__(self, checkpoint: NamedTensors, layout: ExpertsLayout, part: ExpertsPart, config: MoEConfig) -> None:
-        assert layout.fused is not None  # the caller has looked
-        self.layout = layout
-        self.part = part
-        self.checkpoint = checkpoint
-        self._config = config
+    def _first_dtypes(self) -> dict[str, str]:
+        assert self.layout.fused is not None  # the caller has looked
+        name = self.layout.fused.gate_up.tensors[0]
+        found = self.checkpoint.info(name).dtype if name in self.checkpoint else None
+        return {"weight": found} if found in FLOAT_DTYPES else {}
 
     @cached_property
     def _matrices(self) -> tuple[_Matrix, _Matrix]:
@@ -137,17 +134,10 @@ def _joined(parts: list[Tensor]) -> Tensor:
 class FusedFloat(_Fused, FloatExpertSource):
     """Float weights of all experts in one tensor, [experts, out, in] or [experts, in, out]."""
 
-    def __init__(self, checkpoint: NamedTensors, layout: ExpertsLayout, part: ExpertsPart, config: MoEConfig) -> None:
-        super().__init__(checkpoint, layout, part, config)
-        assert layout.fused is not None
-        name = layout.fused.gate_up.tensors[0]
-        found = checkpoint.info(name).dtype if name in checkpoint else None
-        self._dtypes = (found,) if found in FLOAT_DTYPES else FLOAT_DTYPES
-        self._config = replace(config, scale_dtype=scale_dtype_of_stored(self._dtypes[0]))
-
     def _stored_tensors(self, place: FusedMatrix, tensor: str, rows: int, columns: int) -> dict[str, StoredTensor]:
         size = (columns, rows) if place.transposed else (rows, columns)
-        return {tensor: StoredTensor(self._dtypes, size)}
+        dtypes = tuple(self._dtypes.values()) or FLOAT_DTYPES
+        return {tensor: StoredTensor(dtypes, size)}
 
     def read_float(
         self, first: int, count: int, buffers: Buffers
@@ -189,17 +179,6 @@ class FusedQuantized(_Fused):
     """
 
     storage: LinearStorage
-
-    def __init__(
-        self,
-        checkpoint: NamedTensors,
-        layout: ExpertsLayout,
-        part: ExpertsPart,
-        config: MoEConfig,
-        storage: LinearStorage,
-    ) -> None:
-        super().__init__(checkpoint, layout, part, replace(config, scale_dtype=storage.scale_dtype({})))
-        self.storage = storage
 
     @property
     def expert_bytes(self) -> int:

@@ -54,8 +54,7 @@ class Survey:
         self.is_quantized = checkpoint.quantization_section is not None
         if self.is_quantized and scheme is not None:
             raise UnsupportedScheme(f"scheme {scheme} for a checkpoint that is quantised already; leave it out")
-        if scheme is not None:
-            refuse_stored_input_scales(scheme)
+        refuse_stored_input_scales(scheme)
         is_served = not self.is_quantized or self._try(lambda: checkpoint.quantization) is not None
         self._kv_cache = checkpoint.kv_cache_use(None) if is_served else None
         self._try(checkpoint.check_config)

@@ -8,13 +8,7 @@ from contextlib import closing
 from dataclasses import replace
 
 from cpumoe.checkpoints.checkpoint import Checkpoint
-from cpumoe.checkpoints.expert_sources import (
-    FLOAT_SCHEMES,
-    Buffers,
-    ExpertSource,
-    FloatPerExpert,
-    QuantizedPerExpert,
-)
+from cpumoe.checkpoints.expert_sources import FLOAT_SCHEMES, Buffers, ExpertSource, FloatPerExpert, QuantizedPerExpert
 from cpumoe.checkpoints.fused_sources import FusedFloat, FusedQuantized
 from cpumoe.checkpoints.held_scales import held_scheme
 from cpumoe.checkpoints.model_layout import ExpertsLayout, ExpertsShape, FusedExperts, ModelLayout
@@ -114,6 +108,8 @@ def expert_source(
     if storage is None:
         return FloatPerExpert(tensors, layout, part, config)
     if _is_regrouped(storage, part.slices):
+        for size, matrix in ((shape.hidden_size, "gate_up"), (shape.intermediate_size, "down")):
+            storage.scheme.check_inputs(size, f"{layout.prefix} {matrix}")
         return RegroupedPerExpert(tensors, layout, part, config, storage)
     return QuantizedPerExpert(tensors, layout, part, config, storage)
 

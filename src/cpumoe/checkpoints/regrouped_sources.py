@@ -9,14 +9,10 @@ import torch
 from torch import Tensor
 
 from cpumoe.checkpoints.expert_sources import Buffers, QuantizedPerExpert
-from cpumoe.checkpoints.model_layout import ExpertsLayout
-from cpumoe.checkpoints.named_tensors import NamedTensors
-from cpumoe.checkpoints.storage import LinearStorage
 from cpumoe.checkpoints.tensor_file import DTYPES
 from cpumoe.checkpoints.tensor_parts import TensorPart, slice_of
 from cpumoe.errors import CheckpointError
 from cpumoe.layers.config import MoEConfig
-from cpumoe.layers.parallel_layout import ExpertsPart
 from cpumoe.layers.quantized_experts import QuantizedExperts
 from cpumoe.layers.regrouping import Regrouping, regrouped_size
 from cpumoe.layers.scheme import GroupShape
@@ -29,21 +25,19 @@ class RegroupedPerExpert(QuantizedPerExpert):
     groups of all experts that are held when it is first asked for.
     """
 
-    def __init__(
-        self,
-        checkpoint: NamedTensors,
-        layout: ExpertsLayout,
-        part: ExpertsPart,
-        config: MoEConfig,
-        storage: LinearStorage,
-    ) -> None:
-        assert storage.group_index_suffix is not None and storage.scheme.group_size is not None  # the caller has looked
-        for size, matrix in ((layout.shape.hidden_size, "gate_up"), (layout.shape.intermediate_size, "down")):
-            storage.scheme.check_inputs(size, f"{layout.prefix} {matrix}")
-        self._group_index: str = storage.group_index_suffix
-        self._group_size: int = storage.scheme.group_size
-        self._group_count = layout.shape.intermediate_size // self._group_size
-        super().__init__(checkpoint, layout, part, config, storage)
+    @property
+    def _group_index(self) -> str:
+        assert self.storage.group_index_suffix is not None  # the caller has looked
+        return self.storage.group_index_suffix
+
+    @property
+    def _group_size(self) -> int:
+        assert self.storage.scheme.group_size is not None  # the caller has looked
+        return self.storage.scheme.group_size
+
+    @property
+    def _group_count(self) -> int:
+        return self.layout.shape.intermediate_size // self._group_size
 
     @cached_property
     def config(self) -> MoEConfig:

@@ -20,14 +20,7 @@ from cpumoe.checkpoints.tensor_file import DTYPES, TensorInfo
 from cpumoe.errors import CheckpointError, UnsupportedScheme
 from cpumoe.layers.activation_rounding import needs_input_scales
 from cpumoe.layers.quantized_experts import QuantizedWeight
-from cpumoe.layers.scheme import (
-    PER_TENSOR_FP8,
-    PER_TENSOR_INT8,
-    PER_TOKEN_FP8,
-    PER_TOKEN_INT8,
-    Scheme,
-    TensorFormat,
-)
+from cpumoe.layers.scheme import PER_TENSOR_FP8, PER_TENSOR_INT8, PER_TOKEN_FP8, PER_TOKEN_INT8, Scheme, TensorFormat
 
 if TYPE_CHECKING:
     from cpumoe.checkpoints.named_tensors import NamedTensors
@@ -173,14 +166,15 @@ class LinearStorage(ABC):
 _WITHOUT_INPUT_SCALES = {"fp8-tensor": "fp8", "nvfp4": "nvfp4a16"}
 
 
-def refuse_stored_input_scales(scheme: Scheme) -> None:
+def refuse_stored_input_scales(*schemes: Scheme | None) -> None:
     """Refuses schemes that float weights alone cannot be quantised to: the scale of the inputs is found with a text."""
-    if scheme.activations is not None and needs_input_scales(scheme):
-        raise UnsupportedScheme(
-            f"scheme {scheme} has a stored scale of the activations, which is found with a text: "
-            f"cpumoe quantize FLOAT_MODEL DST --scheme {scheme} --calibration TEXT; without one "
-            f"{_WITHOUT_INPUT_SCALES.get(str(scheme), str(scheme).removesuffix('-static'))} is accepted"
-        )
+    for scheme in schemes:
+        if scheme is not None and scheme.activations is not None and needs_input_scales(scheme):
+            raise UnsupportedScheme(
+                f"scheme {scheme} has a stored scale of the activations, which is found with a text: "
+                f"cpumoe quantize FLOAT_MODEL DST --scheme {scheme} --calibration TEXT; without one "
+                f"{_WITHOUT_INPUT_SCALES.get(str(scheme), str(scheme).removesuffix('-static'))} is accepted"
+            )
 
 
 def matrix_shape(found: Mapping[str, TensorInfo], suffix: str) -> tuple[int, ...]:

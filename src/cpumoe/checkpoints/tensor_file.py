@@ -202,6 +202,17 @@ class TensorFile:
         self.close()
 
 
+@contextmanager
+def naming_file(path: Path, partial: Path | None = None) -> Iterator[None]:
+    """Adds the path to errors without one, or with that of ``partial``: a full disk does not say which file it is."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno is None or problem.filename not in (None, str(partial)):
+            raise
+        raise OSError(problem.errno, problem.strerror, str(path)) from problem
+
+
 class TensorFileWriter:
     """Writes a safetensors file tensor by tensor, in the order in which they were announced.
 
@@ -230,30 +241,20 @@ class TensorFileWriter:
         self._pending: Iterator[str] = iter(tensors)
         text = json.dumps(header).encode()
         text += b" " * (-(8 + len(text)) % ALIGNMENT)
-        with self._naming_the_file():
+        with naming_file(self.path, self._partial):
             self._file = self._partial.open("wb")
         try:
-            with self._naming_the_file():
+            with naming_file(self.path, self._partial):
                 self._file.write(struct.pack("<Q", len(text)) + text)
         except OSError:
             self._discard()
-            raise
-
-    @contextmanager
-    def _naming_the_file(self) -> Iterator[None]:
-        """A full disk says neither which file nor which disk."""
-        try:
-            yield
-        except OSError as problem:
-            if problem.filename is None or problem.filename == str(self._partial):
-                raise type(problem)(problem.errno, problem.strerror, str(self.path)) from problem
             raise
 
     def write(self, name: str, tensor: Tensor) -> None:
         expected = next(self._pending, None)
         if name != expected or tensor.numel() * tensor.element_size() != self._sizes[name]:
             raise ValueError(f"{name} {list(tensor.shape)} was not announced as the next tensor ({expected} was)")
-        with self._naming_the_file():
+        with naming_file(self.path, self._partial):
             self._file.write(bytes_of(tensor.contiguous()))
 
     def copy(self, name: str, read_into: Callable[[str, Tensor, int], None]) -> None:
@@ -271,7 +272,7 @@ class TensorFileWriter:
         for first in range(0, size, _COPIED_BYTES):
             piece = buffer[: size - first]
             read_into(name, piece, first)
-            with self._naming_the_file():
+            with naming_file(self.path, self._partial):
                 self._file.write(bytes_of(piece))
 
     def __enter__(self) -> TensorFileWriter:
@@ -283,7 +284,7 @@ class TensorFileWriter:
         missing = next(self._pending, None)
         try:
             if kind is None and missing is None:
-                with self._naming_the_file():
+                with naming_file(self.path, self._partial):
                     self._file.flush()
                     os.fsync(self._file.fileno())
                     if self._mode is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
@@ -56,11 +56,6 @@ class Result:
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     seconds: float = 0.0
-
-
-def _packed_expert(experts: Experts, expert: int) -> list[QuantizedWeight]:
-    """Gate, up and down of one expert, or up and down, out of the packed weights."""
-    return experts.quantized(expert, 1)[0].linears(gated=bool(experts.config.activation.gated))
 
 
 # ---- comparing -----------------------------------------------------------------------------------------------------
@@ -185,7 +180,9 @@ def _check_experts(result: Result, source: ExpertSource, tokens: int | None, tol
 
     def compared(expert: int) -> list[QuantizedWeight]:
         stored_weights = source.stored_expert(expert)
-        packed_weights = [None] * len(stored_weights) if experts is None else _packed_expert(experts, expert)
+        packed_weights: Sequence[QuantizedWeight | None] = [None] * len(stored_weights)
+        if experts is not None:
+            packed_weights = experts.quantized(expert, 1)[0].linears(gated=bool(config.activation.gated))
         for (name, stored), packed in zip(stored_weights.items(), packed_weights, strict=True):
             _examine(result, name, stored, config.scheme, source.storage)
             if packed is not None:
@@ -265,8 +262,7 @@ def checks_of(
         )
     if not is_float and scheme is not None:
         raise UnsupportedScheme(f"--scheme {scheme} for a checkpoint that is quantised already; leave it out")
-    if scheme is not None:
-        refuse_stored_input_scales(scheme)
+    refuse_stored_input_scales(scheme)
     layout, check = describe(checkpoint), TensorCheck(checkpoint)
     sources, linears = experts_of(checkpoint, layout, scheme).values(), quantized_linears(checkpoint, layout)
     check_model(layout, sources, linears, check)

@@ -24,6 +24,8 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from cpumoe.chat_template import ChatTemplate
+
 _MIN_TOKENS = 2
 
 _SMALL_BYTES = 4 << 20  # a file up to this size is read whole
@@ -165,17 +167,18 @@ def _text_of(line: bytes, path: Path, offset: int, tokenizer: Any) -> tuple[str,
     if not isinstance(messages, list) or not messages:
         seen = f"has {', '.join(map(repr, value)) or 'nothing'}" if isinstance(value, dict) else "is no object"
         raise ValueError(f"{_place(path, offset)} {seen:.200}; {_ACCEPTED}")
-    if not tokenizer.chat_template:
-        raise ValueError(
-            f"{_place(path, offset)} has messages, and the tokenizer of this model has no chat template for them; "
-            'give lines with {"text": "..."}, or put chat_template.jinja beside its tokenizer.json'
-        )
+    if (other := next((m for m in messages if not isinstance(m, dict)), None)) is not None:
+        raise ValueError(f"{_place(path, offset)}: messages holds {other!r:.80}; JSON objects are accepted")
+    template = ChatTemplate(tokenizer)
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False), False
-    except Exception as problem:  # a template is a program that comes with the model and may raise anything
-        raise ValueError(
-            f"{_place(path, offset)}: the chat template does not take its messages ({problem!r:.200}); {_ACCEPTED}"
-        ) from None
+        if template.source():
+            return template.text(messages), False
+    except ValueError as problem:
+        raise ValueError(f"{_place(path, offset)}: {problem!s:.200}; {_ACCEPTED}") from None
+    raise ValueError(
+        f"{_place(path, offset)} has messages, and the tokenizer of this model has no chat template for them; "
+        'give lines with {"text": "..."}, or put chat_template.jinja beside its tokenizer.json'
+    )
 
 
 def _go_to_line(file: BinaryIO, start: int, furthest: int) -> None:

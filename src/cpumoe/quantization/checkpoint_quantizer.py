@@ -26,7 +26,7 @@ from cpumoe.checkpoints.tensor_file import TensorFile, TensorFileWriter
 from cpumoe.crowding import fewer_threads_when_crowded
 from cpumoe.errors import UnsupportedScheme
 from cpumoe.layers.activation_rounding import needs_input_scales
-from cpumoe.layers.scheme import WHOLE_FLOATS, Scheme
+from cpumoe.layers.scheme import FLOAT, WHOLE_FLOATS, Scheme
 from cpumoe.option_values import INTEGER_FORMATS
 from cpumoe.quantization.gptq import takes_statistics
 from cpumoe.quantization.layer_writer import LayerWriter
@@ -45,9 +45,6 @@ from cpumoe.quantization.unfinished_work import (
 )
 
 _log = logging.getLogger("cpumoe")
-
-#: The value of ``linears`` that leaves every linear outside the experts in float.
-FLOAT = "float"
 
 _REPORT_FILE = "quantization_report.json"
 _EXISTS = "{} exists already; name a folder that does not"

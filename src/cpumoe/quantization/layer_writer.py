@@ -64,9 +64,9 @@ class LayerWriter:
         quantized = self._quantized(weight, statistics, storage.scheme, f"{name}.weight")
         if statistics is not None:
             quantized = self._with_input_scale(quantized, statistics.largest, storage.scheme)
-        self._write(storage, name, quantized)
         if f"{name}.bias" in self._layer.checkpoint:
-            self._writer.write(f"{name}.bias", self._layer.checkpoint.read(f"{name}.bias"))
+            quantized = replace(quantized, bias=self._layer.checkpoint.read(f"{name}.bias"))
+        self._write(storage, name, quantized)
         return reference.dequantize(quantized)
 
     def quantize_expert(
@@ -88,19 +88,16 @@ class LayerWriter:
         first = self._quantized(gate_up[0], seen, config.scheme, first_names[0])
         if others is not None:
             first = self._with_input_scale(first, others.abs().amax(), config.scheme)
-        biases = None if gate_up_bias is None else gate_up_bias[0].to(torch.float32)
-        parts = first.halves() if config.activation.gated else (first,)
-        for place, (name, weight) in enumerate(zip(first_names, parts, strict=True)):
+        if gate_up_bias is not None:
+            first = replace(first, bias=gate_up_bias[0].to(torch.float32))
+        for name, weight in zip(first_names, first.halves() if config.activation.gated else (first,), strict=True):
             self._write(storage, name, weight)
-            if biases is not None:
-                self._writer.write(f"{name}.bias", biases[place * inner : (place + 1) * inner])
-        second_bias = None if down_bias is None else down_bias[0].to(torch.float32)
         hidden: Tensor | None = None
         if inputs is not None and seen is not None:
             dense = reference.dequantize(first)
 
             def intermediate(tokens: Tensor) -> Tensor:  # [tokens, H] -> [tokens, I]
-                gate_and_up = torch.nn.functional.linear(tokens, dense, biases)
+                gate_and_up = torch.nn.functional.linear(tokens, dense, first.bias)
                 return reference.apply_activation(gate_and_up, config.activation)
 
             hidden = intermediate(inputs)
@@ -112,12 +109,12 @@ class LayerWriter:
         if hidden is not None and others is not None and needs_input_scales(config.scheme):
             seen_by_down = hidden if seen is not None else torch.cat((hidden, intermediate(others[:MIN_TOKENS])))
             second = self._with_input_scale(second, seen_by_down.abs().amax(), config.scheme)
+        if down_bias is not None:
+            second = replace(second, bias=down_bias[0].to(torch.float32))
         self._write(storage, down_name, second)
-        if second_bias is not None:
-            self._writer.write(f"{down_name}.bias", second_bias)
         if hidden is None:
             return None
-        return torch.nn.functional.linear(hidden, reference.dequantize(second), second_bias)
+        return torch.nn.functional.linear(hidden, reference.dequantize(second), second.bias)
 
     def _quantized(
         self, weight: Tensor, statistics: InputStatistics | None, scheme: Scheme, name: str
@@ -138,3 +135,5 @@ class LayerWriter:
     def _write(self, storage: LinearStorage, name: str, weight: QuantizedWeight) -> None:
         for suffix, tensor in storage.encode(weight).items():
             self._writer.write(f"{name}.{suffix}", tensor)
+        if weight.bias is not None:
+            self._writer.write(f"{name}.bias", weight.bias)

@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from cpumoe.checkpoints.tensor_file import naming_file
+
 _log = logging.getLogger("cpumoe")
 
 # Files that only the work itself needs are in a folder of their own, which is removed when everything else is done.
@@ -121,14 +123,3 @@ def sync(path: Path) -> None:
             os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-@contextmanager
-def naming_file(path: Path) -> Iterator[None]:
-    """Adds the path to errors that come without one, as those of writing to an open file do (a full disk)."""
-    try:
-        yield
-    except OSError as problem:
-        if problem.filename is not None or problem.errno is None:
-            raise
-        raise OSError(problem.errno, problem.strerror, str(path)) from problem

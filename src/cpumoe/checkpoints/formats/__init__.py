@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from cpumoe import quant_methods
 from cpumoe.checkpoints.formats.auto_round import AutoRoundQuantization
 from cpumoe.checkpoints.formats.awq import AwqQuantization
 from cpumoe.checkpoints.formats.compressed_tensors import QuantizationConfig as CompressedTensors
+from cpumoe.checkpoints.formats.fields import read_object
 from cpumoe.checkpoints.formats.fp8 import Fp8Quantization
 from cpumoe.checkpoints.formats.gptq import GptqQuantization
 from cpumoe.checkpoints.formats.modelopt import ModeloptQuantization
 from cpumoe.checkpoints.formats.mxfp4 import Mxfp4
 from cpumoe.checkpoints.formats.quark import QuarkQuantization
 from cpumoe.checkpoints.storage import Quantization
-from cpumoe.errors import CheckpointError, UnsupportedScheme
+from cpumoe.errors import UnsupportedScheme
 
 _PARSERS: dict[str, type[Quantization]] = {
     "compressed-tensors": CompressedTensors,
@@ -26,6 +25,8 @@ _PARSERS: dict[str, type[Quantization]] = {
     "awq": AwqQuantization,
     "auto-round": AutoRoundQuantization,
 }
+
+assert _PARSERS.keys() == set(quant_methods.QUANT_METHODS.values()), "a method without parser, or the reverse"
 
 #: ``quant_method`` of a quantization_config -> what parses it.
 QUANT_METHODS = {name: _PARSERS[method] for name, method in quant_methods.QUANT_METHODS.items()}
@@ -42,8 +43,7 @@ def parse_quantization(section: object) -> Quantization:
 
     Raises UnsupportedScheme for what is well-formed and not served, CheckpointError for what is not well-formed.
     """
-    if not isinstance(section, Mapping):
-        raise CheckpointError(f"quantization_config is {section!r:.80}; a JSON object is accepted")
+    section = read_object(section, "quantization_config")
     method = section.get("quant_method")
     if not isinstance(method, str) or method not in QUANT_METHODS:
         known = " and ".join(map(repr, QUANT_METHODS))

@@ -7,12 +7,10 @@ left out of them without a word. So the files decide, as far as they are known.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from functools import cached_property
-from typing import Any
 
 from cpumoe.checkpoints.storage import AnnouncedKvCache, LinearStorage, Quantization
-from cpumoe.errors import CheckpointError
 from cpumoe.layers.scheme import Scheme
 
 #: What the names of a layer's experts start with.
@@ -60,15 +58,3 @@ class QuantizedByTensors(Quantization):
     @property
     def schemes(self) -> tuple[Scheme, ...]:
         return (self.storage.scheme,)
-
-
-def read_names(section: Mapping[str, Any], *fields: str) -> tuple[str, ...]:
-    """The first of the fields that says anything: a list of names."""
-    for field in fields:
-        names = section.get(field)
-        if names is None:
-            continue
-        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-            raise CheckpointError(f"{field} is {names!r:.80}; a list of names is accepted")
-        return tuple(names)
-    return ()

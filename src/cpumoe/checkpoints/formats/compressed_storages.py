@@ -13,7 +13,7 @@ from cpumoe.checkpoints.formats.float_storages import (
     Fp4Storage,
     Fp6Storage,
     Fp8Storage,
-    one_for_each,
+    InputScaleStorage,
     one_scale,
     the_one_scale,
 )
@@ -30,7 +30,6 @@ from cpumoe.checkpoints.formats.words import WORD_BITS, copied, pack_words, sign
 from cpumoe.checkpoints.storage import LinearStorage, StoredTensor, matrix_shape
 from cpumoe.checkpoints.tensor_file import DTYPES, FLOAT_DTYPES, TensorInfo
 from cpumoe.errors import UnsupportedScheme
-from cpumoe.layers.activation_rounding import needs_input_scales
 from cpumoe.layers.nibbles import unpack_nibbles
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.scheme import INTEGERS, GroupShape, Scheme, TensorFormat
@@ -111,7 +110,7 @@ def storage_for(
 
 
 @dataclass(frozen=True)
-class IntegerStorage(LinearStorage):
+class IntegerStorage(InputScaleStorage):
     """Integers with a scale, and if they are asymmetric a zero point, per row or per group.
 
     Symmetric ones may have one scale for all of a linear, which every row has in memory.
@@ -138,10 +137,6 @@ class IntegerStorage(LinearStorage):
         return replace(weights, group=GroupShape.per_tensor()) if self.has_one_scale else weights
 
     @property
-    def input_scale_suffix(self) -> str | None:
-        return "input_scale" if needs_input_scales(self.scheme) else None
-
-    @property
     def group_index_suffix(self) -> str | None:
         return "weight_g_idx" if self.activation_order else None
 
@@ -162,7 +157,7 @@ class IntegerStorage(LinearStorage):
         if self.has_one_scale:
             scale = one_scale()
         symmetric = self.scheme.weights.symmetric
-        others = {} if self.input_scale_suffix is None else {self.input_scale_suffix: one_scale()}
+        others = self._input_tensors()
         if self.activation_order:
             contents = grouping_check(columns, self.scheme.group_size)
             others["weight_g_idx"] = StoredTensor(
@@ -223,7 +218,7 @@ class IntegerStorage(LinearStorage):
             tensors["weight_scale"].repeat_interleave(rows, -2) if self.has_one_scale else tensors["weight_scale"],
             zeros,
             input_order=self._input_order(tensors),
-            input_scales=None if self.input_scale_suffix is None else one_for_each(tensors["input_scale"]),
+            input_scales=self._input_scales(tensors),
         )
 
     def _input_order(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
@@ -246,7 +241,7 @@ class IntegerStorage(LinearStorage):
 
     def decode_plainly(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         element, scales, zeros = self.scheme.weights.element, tensors["weight_scale"], tensors.get("weight_zero_point")
-        inputs = None if self.input_scale_suffix is None else tensors["input_scale"].to(torch.float32).view(1)
+        inputs = self._plain_input_scales(tensors)
         order = plain_input_order(tensors["weight_g_idx"]) if self.activation_order else None
         if self.has_one_scale:
             scales = scales.view(1, 1).expand(len(tensors["weight_packed" if self._is_packed else "weight"]), 1)
@@ -276,9 +271,7 @@ class IntegerStorage(LinearStorage):
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         values, zeros = weight.values, weight.zero_points
         tensors = {"weight_scale": the_one_scale(weight, self) if self.has_one_scale else weight.scales}
-        if self.input_scale_suffix is not None:
-            assert weight.input_scales is not None  # every weight of such a scheme has one
-            tensors[self.input_scale_suffix] = weight.input_scales[:1]
+        tensors |= self._encoded_input_scale(weight)
         if not self._is_packed:
             return {"weight": values} | tensors | ({} if zeros is None else {"weight_zero_point": zeros})
         tensors = {"weight_packed": self._words(values)} | tensors

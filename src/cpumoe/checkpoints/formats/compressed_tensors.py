@@ -18,12 +18,8 @@ from cpumoe.checkpoints.formats.compressed_schemes import (
     stored_activations,
     weights_section,
 )
-from cpumoe.checkpoints.formats.compressed_storages import (
-    FORMATS,
-    IntegerStorage,
-    formats_of,
-    storage_in,
-)
+from cpumoe.checkpoints.formats.compressed_storages import FORMATS, IntegerStorage, formats_of, storage_in
+from cpumoe.checkpoints.formats.fields import read_names, read_object
 from cpumoe.checkpoints.formats.input_order import is_own_order, refuse_no_grouping
 from cpumoe.checkpoints.formats.kv_cache_scheme import KvCacheScheme, read_kv_cache
 from cpumoe.checkpoints.formats.name_patterns import NamePatterns, TimeBudget
@@ -98,7 +94,7 @@ class QuantizationConfig(Quantization):
 
     @classmethod
     def parse(cls, section: object) -> QuantizationConfig:
-        top = _mapping(section, "quantization_config")
+        top = read_object(section, "quantization_config")
         status = _COMPRESSED if top.get("quantization_status") is None else top["quantization_status"]
         if status not in _STATUSES:
             raise UnsupportedScheme(f"quantization_status {status!r:.80} is not known; {', '.join(_STATUSES)} are")
@@ -107,20 +103,20 @@ class QuantizationConfig(Quantization):
             if part and not (isinstance(part, Mapping) and part.get("format") == "dense"):
                 raise UnsupportedScheme(f"{name} {part} changes the weights in a way that is not served")
         groups = [
-            cls._parse_group(name, _mapping(group, name), top.get("format"))
-            for name, group in _mapping(top.get("config_groups") or {}, "config_groups").items()
+            cls._parse_group(name, read_object(group, name), top.get("format"))
+            for name, group in read_object(top.get("config_groups") or {}, "config_groups").items()
         ]
         kv_cache = read_kv_cache(top)
         if not groups and kv_cache is None:
             raise CheckpointError("quantization_config has no config_groups")
-        parsed = cls(tuple(groups), _strings(top.get("ignore"), "ignore"), status, kv_cache)
+        parsed = cls(tuple(groups), read_names(top, "ignore"), status, kv_cache)
         _ = parsed._patterns  # compiles them, which refuses what is no pattern
         return parsed
 
     @classmethod
     def _parse_group(cls, name: str, group: Mapping[str, Any], default_format: object) -> _Group:
         format_name = group.get("format") or default_format
-        weights = _mapping(group.get("weights"), f"{name}.weights")
+        weights = read_object(group.get("weights"), f"{name}.weights")
         activations = group.get("input_activations")
         described = _describe(weights, activations)
         if format_name not in FORMATS:
@@ -128,8 +124,8 @@ class QuantizationConfig(Quantization):
             raise UnsupportedScheme(f"{name}: format {format_name!r} ({described}) is not served; {known} are")
         if group.get("output_activations"):
             raise UnsupportedScheme(f"{name}: quantised output activations are not served")
-        inputs = None if activations in (None, {}) else _mapping(activations, f"{name}.input_activations")
-        targets = _strings(group.get("targets"), f"{name}.targets")
+        inputs = None if activations in (None, {}) else read_object(activations, f"{name}.input_activations")
+        targets = read_names(group, "targets", place=f"{name}.")
         try:
             scheme = read_scheme(name, weights, inputs)
         except UnsupportedScheme as problem:
@@ -269,17 +265,3 @@ def _describe(weights: Mapping[str, Any], activations: object) -> str:
 
     inputs = text(activations) if isinstance(activations, Mapping) and activations else "left in float"
     return f"weights {text(weights)}, activations {inputs}"
-
-
-def _mapping(value: object, name: str) -> Mapping[str, Any]:
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise CheckpointError(f"{name} is {value!r:.80}; a JSON object is accepted")
-    return value
-
-
-def _strings(value: object, name: str) -> tuple[str, ...]:
-    if value is None:
-        return ()
-    if not isinstance(value, list | tuple) or not all(isinstance(item, str) for item in value):
-        raise CheckpointError(f"{name} is {value!r:.80}; a list of names is accepted")
-    return tuple(value)

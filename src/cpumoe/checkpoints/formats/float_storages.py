@@ -26,17 +26,11 @@ from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.scheme import GroupShape
 
 _PER_TENSOR = GroupShape.per_tensor()
-_INPUT_SCALE = "input_scale"
 
 
 def one_scale(dtypes: tuple[str, ...] = FLOAT_DTYPES) -> StoredTensor:
     """A positive number for all of a linear."""
     return StoredTensor(dtypes, (1,), by_rows=False, contents=refuse_unless_positive)
-
-
-def _input_scale(suffix: str | None) -> dict[str, StoredTensor]:
-    """The tensor of the stored scale of the inputs, if there is one."""
-    return {} if suffix is None else {suffix: one_scale()}
 
 
 def one_for_each(numbers: Tensor) -> Tensor:
@@ -57,7 +51,39 @@ def _powers_of_two(shape: tuple[int, ...]) -> StoredTensor:
 
 
 @dataclass(frozen=True)
-class Fp4Storage(LinearStorage):
+class InputScaleStorage(LinearStorage):
+    """A linear with one number for the stored scale of its inputs, for schemes with static input scales."""
+
+    input_suffix: ClassVar[str] = "input_scale"
+
+    @property
+    def input_scale_suffix(self) -> str | None:
+        return self.input_suffix if needs_input_scales(self.scheme) else None
+
+    def _input_tensors(self, dtypes: tuple[str, ...] = FLOAT_DTYPES) -> dict[str, StoredTensor]:
+        return {} if self.input_scale_suffix is None else {self.input_scale_suffix: one_scale(dtypes)}
+
+    def _input_scales(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        suffix = self.input_scale_suffix
+        return None if suffix is None else self._held_input_scale(one_for_each(tensors[suffix]))
+
+    def _plain_input_scales(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        suffix = self.input_scale_suffix
+        return None if suffix is None else self._held_input_scale(tensors[suffix].to(torch.float32).view(1))
+
+    def _encoded_input_scale(self, weight: QuantizedWeight) -> dict[str, Tensor]:
+        if self.input_scale_suffix is None:
+            return {}
+        assert weight.input_scales is not None  # every weight of such a scheme has one
+        return {self.input_scale_suffix: self._held_input_scale(weight.input_scales[:1])}
+
+    def _held_input_scale(self, scale: Tensor) -> Tensor:
+        """Convert a stored input scale to the one in memory; the conversion is its own inverse."""
+        return scale
+
+
+@dataclass(frozen=True)
+class Fp4Storage(InputScaleStorage):
     """Codes of e2m1, two to a byte with the first in the low nibble, and scales of a byte.
 
     ``nvfp4-pack-quantized`` has e4m3 scales for 16 inputs each, which a global scale divides, and with quantised
@@ -72,9 +98,8 @@ class Fp4Storage(LinearStorage):
 
     @property
     def input_scale_suffix(self) -> str | None:
-        if not needs_input_scales(self.scheme):
-            return None
-        return self.input_suffix if self._has_global_scale else _INPUT_SCALE
+        is_other = not self._has_global_scale and needs_input_scales(self.scheme)
+        return "input_scale" if is_other else super().input_scale_suffix
 
     @property
     def _has_global_scale(self) -> bool:
@@ -84,12 +109,9 @@ class Fp4Storage(LinearStorage):
         shape = self.scheme.weights.group.scale_shape(rows, columns)
         tensors = {self.weight_suffix: StoredTensor(("U8",), (rows, -(-columns // 2)))}
         if not self._has_global_scale:
-            return tensors | {"weight_scale": _powers_of_two(shape)} | _input_scale(self.input_scale_suffix)
+            return tensors | {"weight_scale": _powers_of_two(shape)} | self._input_tensors()
         tensors["weight_scale"] = StoredTensor(("F8_E4M3",), shape, contents=refuse_negative_codes)
-        tensors[self.global_suffix] = one_scale(("F32",))
-        if self.input_scale_suffix is not None:
-            tensors[self.input_suffix] = one_scale(("F32",))
-        return tensors
+        return tensors | {self.global_suffix: one_scale(("F32",))} | self._input_tensors(("F32",))
 
     def size(self, found: Mapping[str, TensorInfo], read: Callable[[str], Tensor]) -> tuple[int, int]:
         weight, scale = matrix_shape(found, self.weight_suffix), matrix_shape(found, "weight_scale")
@@ -101,12 +123,10 @@ class Fp4Storage(LinearStorage):
         return torch.float8_e4m3fn if self._has_global_scale else torch.uint8
 
     def decode(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedWeight:
-        factors, inputs = None, None
+        factors, inputs = None, self._input_scales(tensors)
         if self._has_global_scale:
             scale = one_for_each(tensors[self.global_suffix])  # [..., linears]
             factors = (1.0 / scale if self.divides else scale).repeat_interleave(rows, -1)
-        if self.input_scale_suffix is not None:
-            inputs = self._held_input_scale(one_for_each(tensors[self.input_scale_suffix]))
         weight, scales = tensors[self.weight_suffix], tensors["weight_scale"]
         return QuantizedWeight("fp4", weight, scales, factors=factors, input_scales=inputs)
 
@@ -114,12 +134,10 @@ class Fp4Storage(LinearStorage):
         packed = tensors[self.weight_suffix]
         codes = torch.empty((packed.shape[0], 2 * packed.shape[1]), dtype=torch.int8)
         codes[:, 0::2], codes[:, 1::2] = packed % 16, packed // 16
-        factors, inputs = None, None
+        factors, inputs = None, self._plain_input_scales(tensors)
         if self._has_global_scale:
             scale = tensors[self.global_suffix].view(1)
             factors = (1.0 / scale if self.divides else scale) * torch.ones(len(codes))
-        if self.input_scale_suffix is not None:
-            inputs = self._held_input_scale(tensors[self.input_scale_suffix].to(torch.float32).view(1))
         return QuantizedWeight("fp4", codes, tensors["weight_scale"], factors=factors, input_scales=inputs)
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
@@ -133,32 +151,24 @@ class Fp4Storage(LinearStorage):
                 )
             factor = weight.factors[:1]
             tensors[self.global_suffix] = 1.0 / factor if self.divides else factor
-        if self.input_scale_suffix is not None:
-            assert weight.input_scales is not None  # every weight of such a scheme has one
-            tensors[self.input_scale_suffix] = self._held_input_scale(weight.input_scales[:1])
-        return tensors
+        return tensors | self._encoded_input_scale(weight)
 
     def _held_input_scale(self, scale: Tensor) -> Tensor:
-        """The stored scale of inputs as it is in memory, and the other way: global scales divide there."""
-        return scale if self.divides or not self._has_global_scale else 1.0 / scale
+        return scale if self.divides or not self._has_global_scale else 1.0 / scale  # global scales divide in memory
 
 
 @dataclass(frozen=True)
-class Fp6Storage(LinearStorage):
+class Fp6Storage(InputScaleStorage):
     """Codes of 6 bits, four to three bytes with the first in the lowest bits, and E8M0 scales for 32 inputs each."""
 
     scale_suffix: ClassVar[str] = "weight_scale"
     weight_suffix: ClassVar[str] = "weight_packed"
 
-    @property
-    def input_scale_suffix(self) -> str | None:
-        return _INPUT_SCALE if needs_input_scales(self.scheme) else None
-
     def tensors(self, rows: int, columns: int) -> dict[str, StoredTensor]:
         return {
             self.weight_suffix: StoredTensor(("U8",), (rows, -(-columns // 4) * 3)),
             "weight_scale": _powers_of_two(self.scheme.weights.group.scale_shape(rows, columns)),
-            **_input_scale(self.input_scale_suffix),
+            **self._input_tensors(),
         }
 
     def size(self, found: Mapping[str, TensorInfo], read: Callable[[str], Tensor]) -> tuple[int, int]:
@@ -182,29 +192,25 @@ class Fp6Storage(LinearStorage):
         codes[..., 2] = second >> 4 | (third & 3) << 4
         codes[..., 3] = third >> 2
         values = codes.flatten(-2)[..., :columns].view(torch.int8)
-        inputs = None if self.input_scale_suffix is None else one_for_each(tensors[self.input_scale_suffix])
-        return QuantizedWeight(self.scheme.weights.element, values, tensors["weight_scale"], input_scales=inputs)
+        scales, inputs = tensors["weight_scale"], self._input_scales(tensors)
+        return QuantizedWeight(self.scheme.weights.element, values, scales, input_scales=inputs)
 
     def decode_plainly(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
         packed, scales = tensors[self.weight_suffix].to(torch.int64), tensors["weight_scale"]
         words = packed[:, 0::3] + 256 * packed[:, 1::3] + 65536 * packed[:, 2::3]
         codes = torch.stack([words // 64**place % 64 for place in range(4)], -1).flatten(1)
-        suffix = self.input_scale_suffix
-        inputs = None if suffix is None else tensors[suffix].to(torch.float32).view(1)
+        inputs = self._plain_input_scales(tensors)
         return QuantizedWeight(self.scheme.weights.element, codes.to(torch.int8), scales, input_scales=inputs)
 
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         first, second, third, fourth = weight.values.view(torch.uint8).unflatten(-1, (-1, 4)).unbind(-1)
         packed = torch.stack((first | second << 6, second >> 2 | third << 4, third >> 4 | fourth << 2), -1)
         tensors = {self.weight_suffix: packed.flatten(-2), "weight_scale": weight.scales}
-        if self.input_scale_suffix is not None:
-            assert weight.input_scales is not None  # every weight of such a scheme has one
-            tensors[self.input_scale_suffix] = weight.input_scales[:1]
-        return tensors
+        return tensors | self._encoded_input_scale(weight)
 
 
 @dataclass(frozen=True)
-class Fp8Storage(LinearStorage):
+class Fp8Storage(InputScaleStorage):
     """Codes of e4m3, a byte each, and scales that multiply them.
 
     Scales are floating point numbers for a row, for all of a linear or for blocks of 128x128 (where the last ones may
@@ -212,11 +218,6 @@ class Fp8Storage(LinearStorage):
     """
 
     scale_suffix: ClassVar[str] = "weight_scale"
-    input_suffix: ClassVar[str] = "input_scale"
-
-    @property
-    def input_scale_suffix(self) -> str | None:
-        return self.input_suffix if needs_input_scales(self.scheme) else None
 
     @property
     def _is_per_tensor(self) -> bool:
@@ -228,13 +229,11 @@ class Fp8Storage(LinearStorage):
             scale = _powers_of_two(shape)
         else:
             scale = StoredTensor(FLOAT_DTYPES, shape, contents=refuse_unless_positive)
-        tensors = {
+        return {
             "weight": StoredTensor(("F8_E4M3",), (rows, columns), contents=refuse_nan_codes),
             self.scale_suffix: one_scale() if self._is_per_tensor else scale,
+            **self._input_tensors(),
         }
-        if self.input_scale_suffix is not None:
-            tensors[self.input_suffix] = one_scale()
-        return tensors
 
     def size(self, found: Mapping[str, TensorInfo], read: Callable[[str], Tensor]) -> tuple[int, int]:
         weight, scale = matrix_shape(found, "weight"), matrix_shape(found, self.scale_suffix)
@@ -248,12 +247,11 @@ class Fp8Storage(LinearStorage):
 
     def decode(self, tensors: Mapping[str, Tensor], rows: int, columns: int) -> QuantizedWeight:
         """Of several linears with one scale each the scales are [..., linears, 1]."""
-        inputs = None if self.input_scale_suffix is None else one_for_each(tensors[self.input_suffix])
-        return QuantizedWeight("fp8", tensors["weight"], tensors[self.scale_suffix], input_scales=inputs)
+        scales, inputs = tensors[self.scale_suffix], self._input_scales(tensors)
+        return QuantizedWeight("fp8", tensors["weight"], scales, input_scales=inputs)
 
     def decode_plainly(self, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
-        scales = tensors[self.scale_suffix]
-        inputs = None if self.input_scale_suffix is None else tensors[self.input_suffix].to(torch.float32).view(1)
+        scales, inputs = tensors[self.scale_suffix], self._plain_input_scales(tensors)
         if self._is_per_tensor:
             scales = scales.view(1, 1)
         return QuantizedWeight("fp8", tensors["weight"], scales, input_scales=inputs)
@@ -261,8 +259,4 @@ class Fp8Storage(LinearStorage):
     def encode(self, weight: QuantizedWeight) -> dict[str, Tensor]:
         # In memory each row may have the one scale of a linear.
         scales = the_one_scale(weight, self) if self._is_per_tensor else weight.scales
-        tensors = {"weight": weight.values, self.scale_suffix: scales}
-        if self.input_scale_suffix is not None:
-            assert weight.input_scales is not None  # every weight of such a scheme has one
-            tensors[self.input_suffix] = weight.input_scales[:1]
-        return tensors
+        return {"weight": weight.values, self.scale_suffix: scales, **self._encoded_input_scale(weight)}

@@ -13,7 +13,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from cpumoe.checkpoints.formats.by_tensors import QuantizedByTensors, read_names
+from cpumoe.checkpoints.formats.by_tensors import QuantizedByTensors
+from cpumoe.checkpoints.formats.fields import read_names
 from cpumoe.checkpoints.formats.float_storages import Fp8Storage
 from cpumoe.checkpoints.formats.kv_cache_scheme import read_kv_cache
 from cpumoe.checkpoints.storage import LinearStorage

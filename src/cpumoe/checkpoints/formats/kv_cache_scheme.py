@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from cpumoe.checkpoints.formats.fields import read_object
 from cpumoe.checkpoints.formats.refused_numbers import refuse_unless_positive
 from cpumoe.checkpoints.storage import StoredTensor
 from cpumoe.checkpoints.tensor_file import FLOAT_DTYPES, TensorInfo
@@ -84,8 +85,7 @@ def read_kv_cache(section: Mapping[str, Any], field: str = "kv_cache_scheme") ->
         return None
     if value == "static":  # as AutoFP8 has it
         return KvCacheScheme(field, "static 8-bit float per tensor")
-    if not isinstance(value, Mapping):
-        raise CheckpointError(f"{field} is {value!r:.80}; a JSON object is accepted")
+    value = read_object(value, field)
     kind, bits, dynamic = value.get("type", "int"), value.get("num_bits", 8), value.get("dynamic", False)
     strategy, symmetric = value.get("strategy") or ("token" if dynamic else "tensor"), value.get("symmetric", True)
     known = (kind in ("int", "float") and bits == 8 and isinstance(bits, int)) and isinstance(strategy, str)

@@ -12,11 +12,12 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from cpumoe.checkpoints.formats.by_tensors import QuantizedByTensors, read_names
+from cpumoe.checkpoints.formats.by_tensors import QuantizedByTensors
+from cpumoe.checkpoints.formats.fields import read_names, read_object
 from cpumoe.checkpoints.formats.float_storages import Fp4Storage, Fp8Storage
 from cpumoe.checkpoints.formats.kv_cache_scheme import KvCacheScheme, read_kv_cache
 from cpumoe.checkpoints.storage import LinearStorage
-from cpumoe.errors import CheckpointError, UnsupportedScheme
+from cpumoe.errors import UnsupportedScheme
 from cpumoe.layers.scheme import PER_TENSOR_FP8, Scheme
 
 _METHOD = "modelopt"
@@ -55,9 +56,7 @@ class ModeloptQuantization(QuantizedByTensors):
     @classmethod
     def parse(cls, section: object) -> ModeloptQuantization:
         assert isinstance(section, Mapping)  # its quant_method was read
-        settings = section.get("quantization", section)
-        if not isinstance(settings, Mapping):
-            raise CheckpointError(f"quantization is {settings!r:.80}; a JSON object is accepted")
+        settings = read_object(section.get("quantization", section), "quantization")
         algorithm = settings.get("quant_algo")
         if not isinstance(algorithm, str) or algorithm not in _ALGORITHMS:
             accepted = " and ".join(_ALGORITHMS)

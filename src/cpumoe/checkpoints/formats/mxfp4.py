@@ -15,10 +15,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from cpumoe.checkpoints.formats.fields import read_names
 from cpumoe.checkpoints.formats.name_patterns import NamePatterns
 from cpumoe.checkpoints.storage import LinearStorage, Quantization, StoredTensor
 from cpumoe.checkpoints.tensor_file import TensorInfo
-from cpumoe.errors import CheckpointError
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.scheme import Scheme
 
@@ -78,11 +78,8 @@ class Mxfp4(Quantization):
 
     @classmethod
     def parse(cls, section: object) -> Mxfp4:
-        names = section.get("modules_to_not_convert") if isinstance(section, Mapping) else None
-        names = [] if names is None else names
-        if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
-            raise CheckpointError(f"modules_to_not_convert is {names!r:.80}; a list of names is accepted")
-        parsed = cls(tuple(names))
+        assert isinstance(section, Mapping)  # its quant_method was read
+        parsed = cls(read_names(section, "modules_to_not_convert"))
         _ = parsed._patterns  # compiles them, which refuses what is no pattern
         return parsed
 

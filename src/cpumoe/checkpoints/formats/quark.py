@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from cpumoe.checkpoints.formats.by_tensors import read_names
+from cpumoe.checkpoints.formats.fields import read_names, read_object
 from cpumoe.checkpoints.formats.float_storages import Fp4Storage, Fp6Storage, Fp8Storage
 from cpumoe.checkpoints.formats.kv_cache_scheme import KvCacheScheme
 from cpumoe.checkpoints.formats.name_patterns import NamePatterns, TimeBudget
@@ -27,7 +27,7 @@ from cpumoe.checkpoints.formats.quark_integers import (
     QuarkInt8Storage,
 )
 from cpumoe.checkpoints.storage import PER_TOKEN_INSTEAD, LinearStorage, Quantization, StoredTensor
-from cpumoe.errors import CheckpointError, UnsupportedScheme
+from cpumoe.errors import UnsupportedScheme
 from cpumoe.layers.quantized_experts import QuantizedWeight
 from cpumoe.layers.scheme import (
     MXFP4,
@@ -84,20 +84,16 @@ class QuarkRowFp8Storage(Fp8Storage):
 
 _MX: dict[object, TensorFormat] = {"fp4": MXFP4, "fp6_e3m2": MXFP6_E3M2, "fp6_e2m3": MXFP6_E2M3}
 
-#: (qscheme, is_dynamic) -> activations in e4m3.
-_FP8_ACTIVATIONS: dict[tuple[object, object], TensorFormat] = {
-    ("per_tensor", False): STATIC_FP8,
-    ("per_tensor", True): PER_TENSOR_FP8,
-    ("per_channel", True): PER_TOKEN_FP8,
-    ("per_token", True): PER_TOKEN_FP8,
-}
-
-#: (qscheme, is_dynamic) -> activations in int8.
-_INT8_ACTIVATIONS: dict[tuple[object, object], TensorFormat] = {
-    ("per_tensor", False): STATIC_INT8,
-    ("per_tensor", True): PER_TENSOR_INT8,
-    ("per_channel", True): PER_TOKEN_INT8,
-    ("per_token", True): PER_TOKEN_INT8,
+#: (dtype, qscheme, is_dynamic) -> activations.
+_ACTIVATIONS: dict[tuple[object, object, object], TensorFormat] = {
+    ("fp8_e4m3", "per_tensor", False): STATIC_FP8,
+    ("fp8_e4m3", "per_tensor", True): PER_TENSOR_FP8,
+    ("fp8_e4m3", "per_channel", True): PER_TOKEN_FP8,
+    ("fp8_e4m3", "per_token", True): PER_TOKEN_FP8,
+    ("int8", "per_tensor", False): STATIC_INT8,
+    ("int8", "per_tensor", True): PER_TENSOR_INT8,
+    ("int8", "per_channel", True): PER_TOKEN_INT8,
+    ("int8", "per_token", True): PER_TOKEN_INT8,
 }
 
 _ROTATIONS = ("rotation", "quarot")
@@ -284,8 +280,7 @@ def _activations(spec: Mapping[str, Any]) -> TensorFormat | None:
     if spec.get("symmetric") is False and not (dtype == "int8" and dynamic):
         return None
     if dtype in ("fp8_e4m3", "int8"):
-        known = _FP8_ACTIVATIONS if dtype == "fp8_e4m3" else _INT8_ACTIVATIONS
-        return known.get((qscheme, dynamic)) if isinstance(qscheme, str) else None
+        return _ACTIVATIONS.get((dtype, qscheme, dynamic)) if isinstance(qscheme, str) else None
     return _mx(spec) if dynamic else None
 
 
@@ -316,7 +311,4 @@ def _describe(spec: Mapping[str, Any] | None) -> str:
 
 
 def _mapping(value: object, name: str) -> Mapping[str, Any]:
-    value = {} if value is None else value
-    if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise CheckpointError(f"{name} is {value!r:.80}; a JSON object is accepted")
-    return value
+    return read_object({} if value is None else value, name)

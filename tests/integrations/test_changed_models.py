@@ -398,7 +398,7 @@ def test_values_that_are_written_through_data(load: Load, part: str, dtype: torc
             assert relative_error(found, logits(model, 6)) < 3e-3
     native = native_of(model.model)
     assert native is not None
-    native.describe_anew(model)
+    native.build_again(model)
     with counted_steps(model) as steps:
         assert torch.equal(logits(model, 6), found) and steps
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from contextlib import nullcontext
 
 import pytest
@@ -112,6 +113,21 @@ def test_gpt_oss_keeps_its_sinks(at_once, monkeypatch):
     torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-3, atol=1e-4)
 
 
+def some_mask(kind, batch, tokens):
+    """An additive mask: of a range for each sequence, of holes, or with numbers of its own."""
+    if kind == "none":
+        return None
+    if kind == "added":
+        return torch.randn(batch, tokens)
+    hidden = torch.rand(batch, tokens) < 0.3
+    if kind == "range":
+        first = torch.randint(0, tokens, (batch, 1))
+        last = first + torch.randint(1, tokens + 1, (batch, 1))
+        places = torch.arange(tokens)
+        hidden = (places < first) | (places >= last)
+    return torch.zeros(batch, tokens).masked_fill_(hidden, random.choice([-torch.inf, torch.finfo(torch.float16).min]))
+
+
 @settings(deadline=None, max_examples=60)
 @given(
     batch=st.integers(1, 2),
@@ -120,12 +136,13 @@ def test_gpt_oss_keeps_its_sinks(at_once, monkeypatch):
     tokens=st.integers(1, 200),
     dtype=st.sampled_from(DTYPES),
     level=st.sampled_from([-200.0, -3.0, 0.0, 5.0, 200.0]),
+    masked=st.sampled_from(["range", "holes"]),
 )
-def test_a_sink_takes_its_share_and_gives_nothing(batch, kv_heads, share, tokens, dtype, level):
+def test_a_sink_takes_its_share_and_gives_nothing(batch, kv_heads, share, tokens, dtype, level, masked):
     query = torch.randn(batch, kv_heads * share, 16).to(dtype)
     keys, values = torch.randn(2, batch, kv_heads, tokens, 16).to(dtype)
     sinks = torch.randn(kv_heads * share) + level
-    mask = torch.zeros(batch, tokens).masked_fill_(torch.rand(batch, tokens) < 0.3, -torch.inf)
+    mask = some_mask(masked, batch, tokens)
     got = torch.ops.cpumoe.decode_attention(query, keys, values, mask, 0.3, sinks)
     wide = keys.double().repeat_interleave(share, 1), values.double().repeat_interleave(share, 1)
     scores = torch.einsum("bhd,bhtd->bht", query.double(), wide[0]) * 0.3 + mask.unsqueeze(1)
@@ -228,15 +245,15 @@ def test_an_option_that_the_code_of_a_layer_sets_is_refused():
     depth=st.sampled_from([8, 16, 40, 64, 128]),
     value_depth=st.sampled_from([16, 24, 128]),
     dtype=st.sampled_from(DTYPES),
-    masked=st.booleans(),
+    masked=st.sampled_from(["none", "range", "holes", "added"]),
 )
 def test_attention_is_that_of_pytorch(batch, kv_heads, share, tokens, depth, value_depth, dtype, masked):
     query = torch.randn(batch, kv_heads * share, depth).to(dtype)
     keys = torch.randn(batch, kv_heads, tokens, depth).to(dtype)
     values = torch.randn(batch, kv_heads, tokens, value_depth).to(dtype)
-    mask = torch.zeros(batch, tokens).masked_fill_(torch.rand(batch, tokens) < 0.3, -torch.inf) if masked else None
-    if mask is not None:
-        mask[:, 0] = 0.0  # someone must be seen
+    mask = some_mask(masked, batch, tokens)
+    if masked == "holes":
+        mask[:, 0] = 0.0  # some token must be seen
     got = torch.ops.cpumoe.decode_attention(query, keys, values, mask, 0.2)
     expected = F.scaled_dot_product_attention(
         query.float().unsqueeze(2),
@@ -247,6 +264,53 @@ def test_attention_is_that_of_pytorch(batch, kv_heads, share, tokens, depth, val
     ).squeeze(2)
     rounding = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
     torch.testing.assert_close(got.float(), expected, rtol=rounding, atol=rounding)
+
+
+def test_a_cache_with_room_is_attended_where_it_lies(monkeypatch):
+    """Keys and values may have any strides; nothing hidden is read, and nothing is copied."""
+    room = torch.full((2, 2, 3, 80, 16), torch.nan)
+    kv = room[:, :, :, 7:70] = torch.randn(2, 2, 3, 63, 16)
+    query, mask = torch.randn(2, 6, 16), torch.zeros(2, 70)
+    mask[:, :7] = -torch.inf
+    expected = torch.ops.cpumoe.decode_attention(query, *kv.contiguous(), None, 0.2)
+    keys, values = room[:, :, :, :70]
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            torch.Tensor, "contiguous", lambda tensor: pytest.fail("a copy") if tensor.dim() > 3 else tensor
+        )
+        got = torch.ops.cpumoe.decode_attention(query, keys, values, mask, 0.2)
+    torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
+    by_token = torch.randn(1, 9, 2, 16).transpose(1, 2)  # as projections leave them
+    torch.testing.assert_close(
+        torch.ops.cpumoe.decode_attention(query[:1], by_token, by_token, None, 0.2),
+        torch.ops.cpumoe.decode_attention(query[:1], by_token.clone(), by_token.clone(), None, 0.2),
+    )
+
+
+@pytest.mark.parametrize("hidden", [-torch.inf, torch.finfo(torch.bfloat16).min])
+def test_a_query_that_sees_nothing_gets_what_eager_attention_gives_it(hidden):
+    query, kv = torch.randn(2, 2, 8), torch.randn(2, 2, 5, 8)
+    mask = torch.zeros(2, 5)
+    mask[0] = hidden
+    got = torch.ops.cpumoe.decode_attention(query, kv, kv, mask, 0.2)
+    expected = kv[0].mean(1) if hidden != -torch.inf else torch.zeros(2, 8)
+    torch.testing.assert_close(got[0], expected)
+    torch.testing.assert_close(got[1], torch.ops.cpumoe.decode_attention(query[1:], kv[1:], kv[1:], None, 0.2)[0])
+
+
+def test_small_numbers_in_a_cache_give_the_same_bits_everywhere():
+    """bf16 products take subnormal numbers for 0: keys and values below 2^-60 count as 0, on every CPU."""
+    exponents = torch.randint(-100, -52, (2, 1, 2, 200, 24)).float()
+    kv = (torch.randn(2, 1, 2, 200, 24) * exponents.exp2()).bfloat16()
+    query = (torch.randn(1, 8, 24) * 2.0**-40).bfloat16()
+    flushed = torch.where(kv.abs() < 2.0**-60, torch.zeros_like(kv), kv)
+    assert 0 < (flushed != kv).sum() < kv.numel()
+    expected = None
+    for isa in SUPPORTED_ISAS:
+        with using_isa(isa):
+            got = [torch.ops.cpumoe.decode_attention(query, *held, None, 2.0**104) for held in (kv, flushed)]
+        expected = got[0] if expected is None else expected
+        assert all(torch.equal(result, expected) for result in got)
 
 
 def test_the_same_bits_on_every_instruction_set_and_thread_count():
@@ -319,7 +383,10 @@ def test_operators_are_complete():
         (lambda q, k: torch.ops.cpumoe.rms_norm(q, torch.ones(15), 1e-6, True), "weight has 15"),
         (lambda q, k: torch.ops.cpumoe.rms_norm(q, torch.ones(16).long(), 1e-6, True), "weight is"),
         (lambda q, k: torch.ops.cpumoe.router_logits(q[0], torch.ones(3, 15), None, True), "16 features"),
-        (lambda q, k: torch.ops.cpumoe.router_logits(q[0], torch.ones(3, 16), torch.ones(2), True), "bias has 2"),
+        (
+            lambda q, k: torch.ops.cpumoe.router_logits(q[0], torch.ones(3, 16), torch.ones(2), True),
+            r"bias is \[2\]; \[3\]",
+        ),
     ],
 )
 def test_bad_input_is_named(call, problem):

@@ -93,7 +93,9 @@ def test_attention_is_that_over_floats_which_hold_what_comes_back(loaded, name, 
     names = ("latent",) if isinstance(mixer, Mla) else ("key", "value")
     mixer = replace(mixer, **{n: Matrix(torch.zeros_like(getattr(mixer, n).weight)) for n in names})
     heads, depths = (
-        (1, (mixer.cached_dim,)) if isinstance(mixer, Mla) else (mixer.kv_heads, (mixer.head_dim, mixer.value_dim))
+        (1, (mixer.kv_lora_rank + mixer.rope_dim,))
+        if isinstance(mixer, Mla)
+        else (mixer.kv_heads, (mixer.head_dim, mixer.value_dim))
     )
     decoder = Decoder(replace(described, layers=(replace(described.layers[0], mixer=mixer),)))
     past, count, room = 200, 3, 220
@@ -136,7 +138,7 @@ def test_bytes_of_a_token(loaded):
         native = native_in(loaded(name, "int8", dtype))
         mixers = [layer.mixer for layer in native.decoder.model.layers]
         expected = sum(
-            cache_record_bytes(m.cached_dim)
+            cache_record_bytes(m.kv_lora_rank + m.rope_dim)
             if isinstance(m, Mla)
             else m.kv_heads * (cache_record_bytes(m.head_dim) + cache_record_bytes(m.value_dim))
             for m in mixers

@@ -256,19 +256,36 @@ def test_the_operator(dtype, batch, heads, queries, tokens, rank, rotary, nope, 
     latents = torch.randn(batch, 1, tokens + 3, rank).to(dtype)[:, :, :tokens]  # a cache with room
     rotated = torch.randn(batch, 1, tokens, rotary).to(dtype)
     weight = (torch.randn(heads * (nope + width), rank) * rank**-0.5).to(dtype)
-    mask = torch.zeros(batch, queries, tokens).masked_fill_(torch.rand(batch, queries, tokens) < 0.3, -torch.inf)
-    mask[:, :, 0] = 0
-    for own_mask, sinks in ((None, None), (mask, None), (mask, torch.randn(heads))):
-        arguments = (query, latents, rotated, weight, own_mask, 0.2, sinks)
+    holes = torch.zeros(batch, queries, tokens).masked_fill_(torch.rand(batch, queries, tokens) < 0.3, -torch.inf)
+    holes[:, :, 0] = 0
+    causal = torch.full((batch, queries, tokens), -torch.inf).triu_(tokens - queries + 1)
+    causal[0, :, : tokens // 9] = -torch.inf  # padding
+    sinks = torch.randn(heads)
+    for mask, own_sinks in ((None, None), (causal, None), (causal, sinks), (holes, None), (holes, sinks)):
+        arguments = (query, latents, rotated, weight, mask, 0.2, own_sinks)
         got, expected = ops.latent_attention(*arguments), plain(*arguments)
-        limit = {torch.float32: 1e-5, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
+        limit = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}[dtype]
         torch.testing.assert_close(got.float(), expected, rtol=limit, atol=limit)
         torch.library.opcheck(torch.ops.cpumoe.latent_attention.default, arguments)
-    unseen = mask.clone()
-    unseen[0, 0] = -torch.inf
-    out = ops.latent_attention(query, latents, rotated, weight, unseen, 0.2)
-    assert not out[0, 0].any()
-    assert not out.isnan().any()
+    for mask in (causal, holes):
+        unseen = mask.clone()
+        unseen[0, 0] = -torch.inf
+        out = ops.latent_attention(query, latents, rotated, weight, unseen, 0.2)
+        assert not out[0, 0].any()
+        assert not out.isnan().any()
+
+
+def test_latents_side_by_side_give_the_bits_of_latents_apart():
+    """A cache of both in one place, and one of each: whole tensors are copied for neither."""
+    both = torch.randn(2, 1, 200, 48).bfloat16()
+    query, weight = torch.randn(2, 4, 3, 24).bfloat16(), torch.randn(4 * 36, 40).bfloat16()
+    views = both[..., :40], both[..., 40:]
+    apart = [view.clone(memory_format=torch.contiguous_format) for view in views]
+    expected = ops.latent_attention(query, *apart, weight, None, 0.2)
+    assert torch.equal(ops.latent_attention(query, *views, weight, None, 0.2), expected)
+    assert torch.equal(ops.latent_attention(query[:, :, 1:2], *views, weight, None, 0.2), expected[:, 1:2])
+    turned = query.transpose(1, 2).contiguous().transpose(1, 2)
+    assert torch.equal(ops.latent_attention(turned, *apart, weight, None, 0.2), expected)
 
 
 def test_the_operator_names_what_it_refuses():

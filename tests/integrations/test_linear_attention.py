@@ -13,11 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cpumoe.integrations.transformers.replacements.recurrent import (
-    ConvolutionForm,
-    DeltaForm,
-    speed_up_linear_attention,
-)
+from cpumoe.integrations.transformers.recognition.mixers.delta_net import DeltaForm
+from cpumoe.integrations.transformers.recognition.mixers.short_conv import ConvolutionForm
+from cpumoe.integrations.transformers.replacements.recurrent import speed_up_linear_attention
 
 _COMMON: dict[str, Any] = {
     "hidden_size": 48,

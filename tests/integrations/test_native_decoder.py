@@ -24,8 +24,8 @@ from cpumoe.integrations.transformers.facade import explain_step
 from cpumoe.integrations.transformers.layout.model_classes import empty_model
 from cpumoe.integrations.transformers.native_decoder import explanation, native_of, native_with_head
 from cpumoe.integrations.transformers.preallocated_cache import CacheForm, RoomyLayer, RoomySlidingLayer, make_roomy
-from cpumoe.integrations.transformers.recognition.explain import reason_against
-from cpumoe.integrations.transformers.recognition.parts import NotDescribed
+from cpumoe.integrations.transformers.recognition.recognize import recognize
+from cpumoe.integrations.transformers.recognition.values import Recognized
 from cpumoe.ops.decoder import Decoder
 
 #: Families that run in one call, whole models and their text parts; a family that is lost would be noticed here.
@@ -82,7 +82,7 @@ def test_which_families_run_in_one_call(loaded, name):
 @pytest.mark.parametrize("name", representatives_first(sorted(NATIVE)))
 def test_the_configuration_rejects_no_native_decoder(name):
     model = tiny_model(name)
-    assert reason_against(empty_model(model.config, type(model), real_buffers=True)) is None
+    assert isinstance(recognize(empty_model(model.config, type(model))), Recognized)
 
 
 #: Sizes of real models, but for the experts' own and the vocabulary.
@@ -555,7 +555,7 @@ def test_a_description_that_computes_something_else_is_noticed(loaded, monkeypat
 
     from cpumoe.integrations.transformers.recognition import check as decoder_check
 
-    original = decoder_check.describe_decoder
+    original = decoder_check.recognize_decoder
     changes = {
         "scale": lambda a: replace(a, scale=a.scale * 1.5),
         "window": lambda a: replace(a, window=2),
@@ -565,11 +565,11 @@ def test_a_description_that_computes_something_else_is_noticed(loaded, monkeypat
     write_family(tmp_path / "model", "qwen3_moe")
     for change in changes.values():
 
-        def described(base, choices, positions, change=change):
-            model = original(base, choices, positions)
+        def recognized(base, variants, change=change):
+            model = original(base, variants)
             return replace(model, layers=tuple(replace(layer, mixer=change(layer.mixer)) for layer in model.layers))
 
-        monkeypatch.setattr(decoder_check, "describe_decoder", described)
+        monkeypatch.setattr(decoder_check, "recognize_decoder", recognized)
         model = cpumoe.load_model(tmp_path / "model", dtype=torch.float32, scheme="w8a8")
         assert "gives other numbers" in explanation(model)
 
@@ -583,10 +583,6 @@ def test_a_head_that_is_more_than_a_linear_is_left_to_the_model(loaded, tmp_path
         found = model(**inputs).logits
         with own_code(model):
             assert relative_error(found, model(**inputs).logits) < 3e-3
-
-
-def test_not_described_is_an_exception_with_a_sentence():
-    assert str(NotDescribed("its layers have x")) == "its layers have x"
 
 
 @pytest.mark.parametrize("name", representatives_first(sorted(NATIVE)))
@@ -650,3 +646,15 @@ def test_hidden_states_and_router_logits_come_once(family_folder, name):
     assert len(found.hidden_states) == layers + 1
     if name != "deepseek_v3":  # whose router logits transformers does not collect
         assert len(found.router_logits) == layers
+
+
+def test_the_log_has_each_reason_for_the_models_own_code_once(caplog):
+    model, ids = cpumoe.accelerate(tiny_model("qwen3_moe"), "w8a8"), prompt()["input_ids"]
+    with torch.no_grad(), caplog.at_level("INFO", "cpumoe"):
+        for _ in range(2):
+            model(ids)
+            model(ids, output_hidden_states=True)
+            model(ids, attention_mask=torch.ones_like(ids).scatter(1, torch.tensor([[3]]), 0))
+    told = [record.getMessage() for record in caplog.records if "runs its own code" in record.getMessage()]
+    assert [sum(reason in line for line in told) for reason in ("output_hidden_states=True", "padding")] == [1, 1]
+    assert len(told) == 3  # the head, of so many tokens, is PyTorch's

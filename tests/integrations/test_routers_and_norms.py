@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 
 import pytest
@@ -13,8 +14,9 @@ from random_layers import relative_error
 from torch import nn
 
 import cpumoe
-from cpumoe.integrations.transformers.recognition import check
-from cpumoe.integrations.transformers.replacements import norms, routers
+from cpumoe.integrations.transformers.recognition import check, norms, routers
+from cpumoe.integrations.transformers.recognition.probe import probing
+from cpumoe.integrations.transformers.replacements.norms import rms_norm
 from cpumoe.layers.experts import Experts
 
 #: Families whose routers keep their own code: called with more than tokens and a correction (deepseek_v4's hash layer,
@@ -38,7 +40,7 @@ OWN_ROUTERS = [
 
 def routers_of(model: nn.Module) -> list[nn.Module]:
     blocks = [b for b in model.modules() if any(isinstance(child, Experts) for child in b.children())]
-    return [child for block in blocks for child in block.children() if routers._is_router(child)]
+    return [child for block in blocks for child in block.children() if routers.is_router(child)]
 
 
 def replaced(modules: list[nn.Module]) -> list[nn.Module]:
@@ -111,7 +113,7 @@ def test_norms_are_known_by_what_they_compute(name, rounds_first, plus_one, dtyp
     assert dtype == torch.float32 or form.round_first == rounds_first
     x = torch.randn(2, 3, len(module.weight)).to(dtype)
     with torch.no_grad():
-        assert relative_error(norms.rms_norm(module, form, x).float(), module(x).float()) < 1e-3
+        assert relative_error(rms_norm(module, form, x).float(), module(x).float()) < 1e-3
 
 
 @pytest.mark.parametrize(("name", "keeps_dtype"), [("gpt_oss", True), ("qwen3_moe", False)])
@@ -122,7 +124,7 @@ def test_norms_whose_weights_alone_are_in_fp32(name, keeps_dtype):
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         x = torch.randn(2, 3, len(module.weight)).to(dtype)
         with torch.no_grad():
-            found, expected = norms.rms_norm(module, form, x), module(x)
+            found, expected = rms_norm(module, form, x), module(x)
         assert found.dtype == expected.dtype
         assert relative_error(found.float(), expected.float()) < 1e-3
 
@@ -132,7 +134,7 @@ def test_a_weight_of_one_value_is_spread_over_rows():
     module.weight = nn.Parameter(torch.tensor([0.7]), requires_grad=False)
     form, x = norms.find_form(module), torch.randn(3, 5)
     assert form is not None
-    assert torch.equal(norms.rms_norm(module, form, x), module(x))
+    assert torch.equal(rms_norm(module, form, x), module(x))
 
 
 class Squared(nn.Module):
@@ -231,11 +233,15 @@ def test_norms_that_our_operator_rejects_keep_their_code(monkeypatch):
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_the_check_at_load_gives_noise_to_routers_alone(name, monkeypatch):
     """Experts compute the chunks of the cases once; the noisy inputs go as far as the chosen ids."""
-    model = cpumoe.accelerate(tiny_model(name), "w8a8")
-    computed, routed = [], []
-    experts_forward, select_experts = Experts.forward, routers.ops.select_experts
-    monkeypatch.setattr(Experts, "forward", lambda *a, **o: (computed.append(1), experts_forward(*a, **o))[1])
-    monkeypatch.setattr(routers.ops, "select_experts", lambda *a: (routed.append(1), select_experts(*a))[1])
-    check.find_choices(model.model, len(model.model.layers) - 1)
+    model, computed, routed = tiny_model(name), [], []
+    router = type(model.model.layers[-1].mlp.gate)
+    own_forward, experts_forward = router.forward, Experts.forward
+    counting = functools.wraps(own_forward)(lambda *a, **o: (routed.append(1), own_forward(*a, **o))[1])
+    monkeypatch.setattr(router, "forward", counting)
+    with probing():  # remembers the forms of norms and routers
+        cpumoe.accelerate(model, "w8a8")
+        monkeypatch.setattr(Experts, "forward", lambda *a, **o: (computed.append(1), experts_forward(*a, **o))[1])
+        routed.clear()
+        check.find_variant(model.model, len(model.model.layers) - 1)
     chunks = len(check._CUTS)
     assert len(routed) == chunks * (1 + check._DRAWS) and len(computed) == chunks

@@ -11,12 +11,11 @@ from torch import nn
 
 from cpumoe import _core
 from cpumoe.integrations.transformers.call_options import names_in, names_in_files_of
-from cpumoe.integrations.transformers.preallocated_cache import CacheForm
-from cpumoe.integrations.transformers.recognition.build import describe_decoder, norm_of, with_own_heads
-from cpumoe.integrations.transformers.recognition.mixers.kinds import cache_form
-from cpumoe.integrations.transformers.recognition.mixers.variants import Choices
-from cpumoe.integrations.transformers.recognition.parts import NotDescribed, describe_matrix
+from cpumoe.integrations.transformers.recognition.build import build, with_own_heads
+from cpumoe.integrations.transformers.recognition.parts import matrix_of
+from cpumoe.integrations.transformers.recognition.recognize import norm_of, recognize_decoder
 from cpumoe.integrations.transformers.recognition.rotary import rotary_of
+from cpumoe.integrations.transformers.recognition.values import LayerVariant, Source, UnsupportedDecoder
 from cpumoe.integrations.transformers.step_caches import StepCaches
 from cpumoe.integrations.transformers.watched_modules import (
     Entry,
@@ -26,7 +25,7 @@ from cpumoe.integrations.transformers.watched_modules import (
     watched_entries,
     watched_owner,
 )
-from cpumoe.ops.decoder import Decoder, Gqa
+from cpumoe.ops.decoder import Decoder, DecoderModel, Gqa
 
 #: The module of transformers whose hooks stay where hidden states or attentions have been asked for once.
 _CAPTURING = "transformers.utils.output_capturing"
@@ -37,6 +36,7 @@ class BuiltDecoder:
     """A decoder and what it was built from; never changed, so that threads may use it while another one is built.
 
     Attributes:
+        recognized: what the decoder was built from.
         positions: that its rotary tables have.
         has_head: whether steps can go on to logits.
         own_heads: layers whose caches have the heads of this rank alone. Latents are those of all heads.
@@ -47,12 +47,12 @@ class BuiltDecoder:
         known_options: names that the code of the model mentions, without the head and with it.
     """
 
+    recognized: DecoderModel[Source]
     decoder: Decoder
     positions: int
     has_head: bool
     caches: StepCaches
     dtype: torch.dtype
-    hidden: int
     own_heads: tuple[int, ...]
     hooks: tuple[dict[int, Any], ...]
     has_foreign_forward: bool
@@ -82,12 +82,12 @@ def build_decoder(
     base: Any,
     owner: Any,
     head: Any,
-    variants: Callable[[Any], tuple[Choices, ...]],
+    variants: Callable[[Any], tuple[LayerVariant, ...]],
     positions: int,
     *,
     is_int8: bool,
 ) -> BuiltDecoder:
-    """Build the decoder of a base model as it is. Raise NotDescribed if there is none.
+    """Build the decoder of a base model as it is. Raise UnsupportedDecoder if there is none.
 
     Args:
         owner: the model with the head around it, or None.
@@ -107,27 +107,28 @@ def build_decoder(
     angles = () if rotary is None else (b for b in rotary.buffers() if b.dim() <= 1)  # of which there are tables
     values = WatchedValues((*(tensor for m in modules for tensor in copied_tensors(m)), *angles))
     _refuse_fewer_layers(base)
-    model = describe_decoder(base, variants(base), torch.arange(positions))
+    recognized = recognize_decoder(base, variants(base))
+    model = build(base, recognized, torch.arange(positions))
     if head is not None:
-        model = replace(model, head=describe_matrix(head, "head"))
+        model = replace(model, head=matrix_of(head))
     if (group := model.group) is not None:
         model = with_own_heads(model, group.rank, group.ranks)
     own_heads = tuple(
         index for index, layer in enumerate(model.layers) if isinstance(layer.mixer, Gqa) and layer.mixer.ranks > 1
     )
-    dtype, hidden = model.embedding.dtype, model.embedding.shape[1]
-    forms = [cache_form(*pair, dtype, is_int8) for pair in zip(base.layers, model.layers, strict=True)]
-    if not any(isinstance(form, CacheForm) for form in forms):
-        raise NotDescribed("none of its layers has attention, whose cache would count the tokens")
+    decoder = Decoder(model)
+    caches = StepCaches(decoder, is_int8=is_int8)
+    if not any(caches.forms):
+        raise UnsupportedDecoder("none of its layers has attention, whose cache would count the tokens")
     classes: set[type] = {type(module) for module in base.layers.modules()}
     known = frozenset().union(_names_in_forward(base), *(names_in_files_of(each) for each in classes))
     return BuiltDecoder(
-        Decoder(model),
+        recognized,
+        decoder,
         positions,
         head is not None,
-        StepCaches(forms, dtype),
-        dtype,
-        hidden,
+        caches,
+        model.embedding.dtype,
         own_heads,
         tuple(hooks for m in modules for hooks in (m._forward_hooks, m._forward_pre_hooks)),
         any(is_foreign(vars(m).get("forward")) for m in modules),
@@ -151,10 +152,12 @@ def entries_of(base: Any, owner: Any) -> tuple[Entry, ...]:
 
 
 def _refuse_fewer_layers(base: Any) -> None:
-    """Raise NotDescribed if the configuration has fewer layers than the model, whose own code leaves out the last."""
+    """Raise UnsupportedDecoder if the configuration has fewer layers: the model's own code leaves out the last ones."""
     count = getattr(base.config, "num_hidden_layers", None)
     if isinstance(count, int) and count < len(base.layers):
-        raise NotDescribed(f"its configuration has num_hidden_layers={count}, and it has {len(base.layers)} layers")
+        raise UnsupportedDecoder(
+            f"its configuration has num_hidden_layers={count}, and it has {len(base.layers)} layers"
+        )
 
 
 def _names_in_forward(module: nn.Module) -> frozenset[str]:

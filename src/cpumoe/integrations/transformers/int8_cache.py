@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 
 from cpumoe import settings
 from cpumoe.integrations.transformers.layout.model_classes import empty_model
-from cpumoe.integrations.transformers.native_decoder import NativeDecoder, explanation, native_of
-from cpumoe.integrations.transformers.recognition.explain import reason_against
+from cpumoe.integrations.transformers.native_decoder import NativeDecoder, attached_to, explanation, native_of
+from cpumoe.integrations.transformers.recognition.recognize import is_decoder, recognize
+from cpumoe.integrations.transformers.recognition.values import Unrecognized
 from cpumoe.ops.cache_records import check_kv_cache
 
 
@@ -47,9 +48,10 @@ def refuse_caches_early(model: PreTrainedModel) -> None:
 def _reason_in_configuration(model: PreTrainedModel) -> str | None:
     try:
         with torch.random.fork_rng(devices=[]):
-            return reason_against(empty_model(model.config, type(model), real_buffers=True))
+            found = recognize(empty_model(model.config, type(model), dtype=model.dtype))
     except Exception:  # a class that is made in another way: the packed model will tell
         return None
+    return found.reason if isinstance(found, Unrecognized) else None
 
 
 def hold_caches(model: nn.Module, kv_cache: str | None) -> None:
@@ -61,7 +63,8 @@ def hold_caches(model: nn.Module, kv_cache: str | None) -> None:
     if asked is None:
         return
     natives = _natives(model)
-    if not natives or any("_cpumoe_reason" in vars(module) for module in model.modules()):
+    bases = [module for module in model.modules() if is_decoder(module, packed=True)]
+    if not natives or len(natives) < len(bases):
         raise ValueError(f"{name}={asked!r} is for models whose steps are one call of the core; {explanation(model)}")
     for native in natives:
         native.hold_records()
@@ -69,7 +72,8 @@ def hold_caches(model: nn.Module, kv_cache: str | None) -> None:
 
 def holds_records(model: Any) -> bool:
     """Whether a model's steps hold keys and values in int8."""
-    return any(native.records for native in _natives(model))
+    records = [attached_to(module) for module in model.modules()]
+    return any(record.native.records for record in records if record is not None and record.native is not None)
 
 
 def _natives(model: nn.Module) -> list[NativeDecoder]:

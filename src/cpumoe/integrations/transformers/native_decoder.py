@@ -10,8 +10,9 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
+import weakref
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -21,16 +22,16 @@ from torch import Tensor, nn
 from cpumoe import _core, settings
 from cpumoe.errors import RankError
 from cpumoe.integrations.transformers.built_decoder import BuiltDecoder, build_decoder, entries_of, has_hooks
-from cpumoe.integrations.transformers.recognition.build import refuse_other_parts
-from cpumoe.integrations.transformers.recognition.check import find_choices, output_class
+from cpumoe.integrations.transformers.recognition.check import find_variant, output_class
 from cpumoe.integrations.transformers.recognition.head import calls_its_head, results_of
-from cpumoe.integrations.transformers.recognition.mixers.variants import Choices
-from cpumoe.integrations.transformers.recognition.parts import NotDescribed
+from cpumoe.integrations.transformers.recognition.probe import probing
+from cpumoe.integrations.transformers.recognition.recognize import head_path, is_decoder
 from cpumoe.integrations.transformers.recognition.rotary import layer_type
+from cpumoe.integrations.transformers.recognition.values import LayerVariant, Recognized, UnsupportedDecoder
 from cpumoe.integrations.transformers.replacements.attention import is_known_attention
-from cpumoe.integrations.transformers.step_call import call_for, positions_for
+from cpumoe.integrations.transformers.step_caches import StepCaches
+from cpumoe.integrations.transformers.step_call import OwnCode, call_for, positions_for
 from cpumoe.integrations.transformers.watched_modules import Entry, kind_of, kind_of_owner
-from cpumoe.layers.experts import Experts
 from cpumoe.ops.decoder import Decoder
 from cpumoe.steps import cache as paged_cache
 
@@ -41,38 +42,60 @@ FIRST_POSITIONS = 4096
 
 _LEFT_OUT = "hooks, other forwards or attention that is not causal are in the model"
 
-#: The module of transformers whose hooks stay where hidden states or attentions have been asked for once.
-_CAPTURING = "transformers.utils.output_capturing"
+
+@dataclass
+class Attached:
+    """What is known of a base model with packed experts: ``_cpumoe`` of the base model and of the model around it.
+
+    Attributes:
+        path: of the base model.
+        recognized: the model as the native decoder was built from it; None if it has none now.
+        native: runs steps in one call of the core; None if the model never had a native decoder.
+        reason: why there is no native decoder now; None if there is one. Calls may run the model's own code in spite of
+            it: see :meth:`NativeDecoder.reason_now`.
+    """
+
+    path: str
+    recognized: Recognized | None = None
+    native: NativeDecoder | None = None
+    reason: str | None = None
 
 
-def run_natively(model: nn.Module) -> None:
-    """Gives the decoders inside of a model their one-call form; where there is none, the reason is kept and logged.
+def attached_to(module: nn.Module) -> Attached | None:
+    """Return what is known of a base model, or of the one inside a model; None for other modules."""
+    found = vars(module).get("_cpumoe")
+    return found if isinstance(found, Attached) else None
+
+
+def install_native_decoder(model: nn.Module) -> None:
+    """Give the base models with packed experts in a model their native decoder; log the reason where there is none.
 
     ``CPUMOE_STEPS=0`` in the environment leaves models as they are.
     """
-    wanted = settings.NATIVE_DECODER.is_on()
-    for name, base in model.named_modules():
-        layers = getattr(base, "layers", None)
-        if not isinstance(layers, nn.ModuleList) or not any(isinstance(m, Experts) for m in layers.modules()):
-            continue
-        if not wanted:
-            base._cpumoe_reason = f"{settings.NATIVE_DECODER.name}=0"
+    found = [(name, base) for name, base in model.named_modules() if is_decoder(base, packed=True)]
+    for number, (name, base) in enumerate(found):
+        record = Attached(name)
+        for module in (base, *([model] if number == 0 else [])):
+            module._cpumoe = record
+        if not settings.NATIVE_DECODER.is_on():
+            record.reason = f"{settings.NATIVE_DECODER.name}=0"
             continue
         try:
-            native = NativeDecoder(base)
-        except NotDescribed as reason:
-            base._cpumoe_reason = str(reason)
+            native = NativeDecoder(record, base)
+        except UnsupportedDecoder as reason:
+            record.reason = str(reason)
             _log.info("%s (%s) runs layer by layer: %s", name or "the model", type(base).__name__, reason)
             continue
         except RankError:  # another rank has gone, or does something else
             raise
         except Exception as error:  # whatever another release of transformers does differently
-            base._cpumoe_reason = _unexpected(error)
-            _log.warning("%s (%s) runs layer by layer: %s", name, type(base).__name__, base._cpumoe_reason)
+            record.reason = _unexpected(error)
+            _log.warning("%s (%s) runs layer by layer: %s", name, type(base).__name__, record.reason)
             continue
-        base.forward = _with_signature(partial(forward, base, native), base)
+        record.native = native
+        base.forward = _with_signature(partial(forward, base), base)
         if getattr(model, "model", None) is base and (output := native.take_head(model)) is not None:
-            model.forward = _with_signature(partial(forward_to_logits, model, native, output), model)
+            model.forward = _with_signature(partial(forward_to_logits, model, output), model)
 
 
 def _unexpected(error: Exception) -> str:
@@ -89,82 +112,95 @@ def _with_signature(replacement: Any, module: nn.Module) -> Any:
 def explanation(model: nn.Module) -> str:
     """Whether a model that has been loaded runs in one call for a step, and if not, why."""
     for base in model.modules():
-        if (native := _installed(vars(base).get("forward"), forward)) is not None:
-            owners = (m for m in model.modules() if _installed(vars(m).get("forward"), forward_to_logits) is native)
-            reason = native.reason_now(base, next(owners, None))
-            if reason is None:
-                return "every step is one call of the core"
-        else:
-            reason = vars(base).get("_cpumoe_reason")
-        if reason is not None:
-            return f"a step goes through transformers, layer by layer: {reason}"
+        if (record := attached_to(base)) is None or not is_decoder(base, packed=True):
+            continue
+        reason = record.reason if record.native is None else record.native.reason_now(base, _owner_in(model, base))
+        if reason is None:
+            return "every step is one call of the core"
+        return f"a step goes through transformers, layer by layer: {reason}"
     return "a step goes through transformers, layer by layer: no decoder with packed experts was found in it"
 
 
 def native_of(base: nn.Module) -> NativeDecoder | None:
-    """What runs a base model in one call, if something does."""
-    return _in_use(vars(base).get("forward"), forward)
+    """Return the native decoder that runs a base model; None if its own code does."""
+    native = _native_in(base)
+    if native is None or not _calls(base, forward) or native.reason_now(base, None) is not None:
+        return None
+    return native
 
 
 def native_with_head(model: Any) -> NativeDecoder | None:
-    """What takes a model's tokens to logits in one call, if something does."""
-    return _in_use(vars(model).get("forward"), forward_to_logits)
+    """Return the native decoder that takes a model's tokens to logits; None if its own code does."""
+    if not _calls(model, forward_to_logits) or not _calls(model.model, forward):
+        return None
+    native = _native_in(model.model, owner=model)
+    return None if native is None or native.reason_now(model.model, model) is not None else native
 
 
-def _in_use(found: Any, function: Any) -> NativeDecoder | None:
-    native = _installed(found, function)
-    return native if native is not None and native.reason is None else None
+def _owner_in(model: nn.Module, base: nn.Module) -> nn.Module | None:
+    """Return the module in a model that goes through a base model to logits; None without one."""
+    return next(
+        (m for m in model.modules() if _calls(m, forward_to_logits) and getattr(m, "model", None) is base), None
+    )
 
 
-def _installed(found: Any, function: Any) -> NativeDecoder | None:
-    """Return the native decoder that a module's forward calls, also one that cannot run the model as it is now."""
-    return found.args[1] if isinstance(found, partial) and found.func is function else None
+def _calls(module: nn.Module, function: Any) -> bool:
+    """Return whether a module's forward is one of the functions below."""
+    found = vars(module).get("forward")
+    return isinstance(found, partial) and found.func is function
 
 
-def forward(base: Any, native: NativeDecoder, *arguments: Any, **options: Any) -> Any:
+def _native_in(base: nn.Module, *, owner: nn.Module | None = None) -> NativeDecoder | None:
+    """Return the native decoder of a base model, with ``owner`` if it was installed for that model around it."""
+    record = attached_to(base)
+    native = None if record is None else record.native
+    return None if native is None or (owner is not None and not native.is_owned_by(owner)) else native
+
+
+def forward(base: Any, *arguments: Any, **options: Any) -> Any:
     """The forward of a base model, to hidden states behind the last norm."""
+    native = _native_in(base)
+    if native is None:
+        return type(base).forward(base, *arguments, **options)
     found = native.run(base, arguments, options)
     if found is None:
-        native.refuse_own_heads(arguments, options)
-        refused = native.refused_model()
-        own = type(base).forward(base, *arguments, **options)
-        native.pass_over_own_changes(refused, base)
-        return own
+        return native.run_own_code(base, base, arguments, options)
     result = native.output(last_hidden_state=found[0], past_key_values=found[1])
     return result if native.returns_dict(base, arguments, options) else result.to_tuple()
 
 
-def forward_to_logits(model: Any, native: NativeDecoder, output: type[Any], *arguments: Any, **options: Any) -> Any:
+def forward_to_logits(model: Any, output: type[Any], *arguments: Any, **options: Any) -> Any:
     """The forward of a model that is a base model and a head."""
+    native = _native_in(model.model, owner=model)
+    if native is None:  # the base model of another model was put in
+        return type(model).forward(model, *arguments, **options)
     found = native.run(model.model, arguments, options, head=model)
     if found is None:
-        native.refuse_own_heads(arguments, options, head=model)
-        refused = native.refused_model()
-        own = type(model).forward(model, *arguments, **options)
-        native.pass_over_own_changes(refused, model.model, model)
-        return own
+        return native.run_own_code(model, model.model, arguments, options, head=model)
     result = output(logits=found[0], past_key_values=found[1])
     return result if native.returns_dict(model, arguments, options, head=model) else result.to_tuple()
 
 
 class NativeDecoder:
-    """A base model's decoder in the core. Raises NotDescribed if there is none."""
+    """A base model's decoder in the core. Raises UnsupportedDecoder if there is none."""
 
-    def __init__(self, base: Any) -> None:
-        refuse_other_parts(base)
-        self._choices: dict[str, Choices] = {}  # by the kind of a layer
+    def __init__(self, record: Attached, base: Any) -> None:
+        self._record = record
+        self._variants: dict[str, LayerVariant] = {}  # by the kind of a layer
         self._heads: dict[str, bool] = {}  # by the kind of a model: whether it does no more than call its head
-        self.output = output_class(base)
-        self.reason: str | None = None  # why it cannot run the model as it is now
+        with probing():
+            self.output = output_class(base)
         self._refused: tuple[Entry, ...] | None = None  # the model for which that holds; None: any
+        self._told: set[str] = set()  # reasons for layer-by-layer calls that the log has
         self.records = False  # whether caches are held in int8
-        self._arguments = [tuple(inspect.signature(type(base).forward).parameters)[1:]]  # and those of the model
+        self._arguments = [tuple(inspect.signature(type(base).forward).parameters)[1:]]  # and those of its owner
+        self._owner: weakref.ref[Any] | None = None  # the model with the head; unknown in a copy before its first call
         self._lock = threading.Lock()
         self._built: BuiltDecoder | None = self._build(base, None, FIRST_POSITIONS)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or what is read from a file, builds its decoder of the model that it finds itself in."""
-        return {**vars(self), "_built": None, "_refused": None, "_lock": None}
+        return {**vars(self), "_built": None, "_refused": None, "_lock": None, "_owner": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _lock=threading.Lock())
@@ -177,6 +213,7 @@ class NativeDecoder:
         self._arguments.append(tuple(inspect.signature(type(model).forward).parameters)[1:])
         if not self._calls_its_head(model):
             return None
+        self._owner = weakref.ref(model)
         self._built = self._build(model.model, model, FIRST_POSITIONS)
         return type(results_of(model, self.output))
 
@@ -186,9 +223,20 @@ class NativeDecoder:
             self._heads[key] = calls_its_head(model, self.output)
         return self._heads[key]
 
+    def is_owned_by(self, model: Any) -> bool:
+        """Return whether it was installed for this model around the base model."""
+        if self._owner is None and len(self._arguments) > 1:
+            self._owner = weakref.ref(model)  # the copy of its owner, which was copied with it
+        return self._owner is not None and self._owner() is model
+
+    @property
+    def reason(self) -> str | None:
+        """Why it cannot run the model as it is now."""
+        return self._record.reason
+
     @property
     def decoder(self) -> Decoder:
-        """What computes steps; of a model that has been copied, not before the first of them."""
+        """What computes steps."""
         return self._last.decoder
 
     @property
@@ -198,20 +246,24 @@ class NativeDecoder:
 
     def _build(self, base: Any, owner: Any, positions: int) -> BuiltDecoder:
         """Build the decoder of a model as it is; ``owner`` has the head that steps may go on to."""
-        head = owner.get_output_embeddings() if owner is not None and self._calls_its_head(owner) else None
-        return build_decoder(base, owner, head, self._choices_of, positions, is_int8=self.records)
+        with probing():
+            head = owner.get_output_embeddings() if owner is not None and self._calls_its_head(owner) else None
+            built = build_decoder(base, owner, head, self._variants_of, positions, is_int8=self.records)
+        path = None if head is None else head_path(owner, base)
+        self._record.recognized = Recognized(self._record.path, built.recognized, path)
+        return built
 
-    def _choices_of(self, base: Any) -> tuple[Choices, ...]:
-        """Return the choices of each layer. Layers of the same type, parts and settings are tried once."""
+    def _variants_of(self, base: Any) -> tuple[LayerVariant, ...]:
+        """Return the variant of each layer. Layers of the same type, parts and settings are tried once."""
         out, of_base = [], kind_of_owner(base)
         for index, layer in enumerate(base.layers):
             key = repr((of_base, layer_type(base, index), kind_of(layer, index)))
-            if key not in self._choices:
-                self._choices[key] = find_choices(base, index)
-            out.append(self._choices[key])
+            if key not in self._variants:
+                self._variants[key] = find_variant(base, index)
+            out.append(self._variants[key])
         return tuple(out)
 
-    def describe_anew(self, model: Any) -> None:
+    def build_again(self, model: Any) -> None:
         """Follows what has been put into ``model``, which has the head, without waiting for the next longer call."""
         with self._lock:
             self._built = self._build(model.model, model, self._last.positions)
@@ -221,7 +273,7 @@ class NativeDecoder:
         """Holds keys and values of caches in int8 from here on."""
         with self._lock:
             self.records = True
-            self._built = replace(self._last, caches=self._last.caches.in_records())
+            self._built = replace(self._last, caches=StepCaches(self.decoder, is_int8=True))
 
     def run(
         self, base: Any, arguments: tuple[Any, ...], options: dict[str, Any], head: Any = None
@@ -230,28 +282,37 @@ class NativeDecoder:
 
         Results are hidden states [B, T, H] or, with a model that has the ``head``, logits [B, tokens to keep, V].
         """
-        if torch.is_grad_enabled() or base.training or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return None
+        try:
+            return self._run(base, self._named(arguments, options, head), head)
+        except OwnCode as reason:
+            if (text := str(reason)) not in self._told:
+                self._told.add(text)
+                _log.info("a call of %s runs its own code: %s", type(head or base).__name__, text)
+            return None
+
+    def _run(self, base: Any, given: dict[str, Any], head: Any) -> tuple[Tensor, Any]:
+        if torch.is_grad_enabled() or base.training:
+            raise OwnCode("gradients are enabled, or the model is in training mode")
         built = self._ready(base, 0, head)
-        if built is None or self._is_left(built, base, head):
-            return None
+        if built is None:
+            raise OwnCode(self.reason or "the model with the head has no native decoder")
         if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") != built.dtype:
-            return None
-        given = self._named(arguments, options, head)
+            raise OwnCode(f"autocast to {torch.get_autocast_dtype('cpu')}")
+        if self._is_left(built, base, head):
+            raise OwnCode(_LEFT_OUT)
         call = call_for(given, base.config, head, built.dtype, built.known_options[head is not None])
-        if call is None or (past := built.caches.past(call.cache, call.x.shape[0])) is None:
-            return None
-        where = positions_for(call, past)
-        if where is None:
-            return None
-        if where.last >= built.positions:
-            built = self._ready(base, where.last, head)
-            if built is None:
-                return None
         batch, count = call.x.shape[:2]
+        past = built.caches.past(call.cache, batch)
+        if past is None:
+            raise OwnCode("its past_key_values are of another kind than the decoder writes")
+        where = positions_for(call, past)
+        if where.last >= built.positions and (built := self._ready(base, where.last, head)) is None:
+            raise OwnCode(self.reason or _LEFT_OUT)
         room = built.caches.reserve(call.cache, batch, count)
         if room is None:
-            return None
+            raise OwnCode("its past_key_values hold states of another form")
         out = built.decoder.step(
             call.x.contiguous(),
             room,
@@ -276,7 +337,21 @@ class NativeDecoder:
             return True
         if head is None:
             return False
-        return has_hooks((base._forward_hooks, base._forward_pre_hooks)) or native_of(base) is not self
+        return has_hooks((base._forward_hooks, base._forward_pre_hooks)) or not _calls(base, forward)
+
+    def run_own_code(
+        self, module: Any, base: Any, arguments: tuple[Any, ...], options: dict[str, Any], head: Any = None
+    ) -> Any:
+        """Return what the own code of ``module`` gives, which is the base model or has the ``head`` around it."""
+        self._refuse_own_heads(arguments, options, head)
+        refused = None if torch.compiler.is_compiling() else self._refused
+        if refused is not None and _core.has_changed(refused):
+            refused = None
+        result = type(module).forward(module, *arguments, **options)
+        # What the model's own code has changed in a call, such as a counter, is no reason to build the decoder again.
+        if refused is not None and self._refused is refused and _core.has_changed(refused):
+            self._refused = entries_of(base, head)
+        return result
 
     def returns_dict(self, module: Any, arguments: tuple[Any, ...], options: dict[str, Any], head: Any = None) -> bool:
         """Return whether a call of ``module`` gives an object with names, and not a tuple."""
@@ -291,7 +366,7 @@ class NativeDecoder:
             return options
         return dict(zip(self._arguments[head is not None], arguments, strict=False)) | options
 
-    def refuse_own_heads(self, arguments: tuple[Any, ...], options: dict[str, Any], head: Any = None) -> None:
+    def _refuse_own_heads(self, arguments: tuple[Any, ...], options: dict[str, Any], head: Any) -> None:
         """Refuses to leave a call to the model's own code whose cache has the keys and values of one rank's heads."""
         cache = self._named(arguments, options, head).get("past_key_values")
         built = self._built
@@ -336,14 +411,15 @@ class NativeDecoder:
 
         The arguments are those of :meth:`cpumoe.ops.decoder.Decoder.step_rows`. Where groups of ranks have rows of
         their own, a rank takes part in the steps of others by computing no tokens.
-        Raises NotDescribed if the model has become another one.
+        Raises UnsupportedDecoder if the model has become another one.
         """
         built = self._ready(model.model, int(places.max()) if len(places) else 0, model)
         if built is None:
-            raise NotDescribed(self.reason)
+            raise UnsupportedDecoder(self.reason)
         hooks = (model._forward_hooks, model._forward_pre_hooks)
-        if self._is_left(built, model.model, model) or has_hooks(hooks) or native_with_head(model) is not self:
-            raise NotDescribed(_LEFT_OUT)
+        is_own = _calls(model, forward_to_logits) and _native_in(model.model, owner=model) is self
+        if not is_own or self._is_left(built, model.model, model) or has_hooks(hooks):
+            raise UnsupportedDecoder(_LEFT_OUT)
         return built.decoder.step_rows(tokens, sequences, places, pages, page_tokens, caches, wanted)
 
     def _ready(self, base: Any, last: int, head: Any) -> BuiltDecoder | None:
@@ -373,13 +449,13 @@ class NativeDecoder:
             except RankError:
                 raise
             except Exception as problem:  # a part that was put into the model may be anything
-                reason = problem if isinstance(problem, NotDescribed) else _unexpected(problem)
+                reason = problem if isinstance(problem, UnsupportedDecoder) else _unexpected(problem)
                 if self.records:
                     raise ValueError(
                         f"keys and values in int8 are for steps in one call of the core; {reason}"
                     ) from None
                 _log.warning("%s runs layer by layer from here on: %s", type(base).__name__, reason)
-                self.reason = base._cpumoe_reason = str(reason)
+                self._record.reason, self._record.recognized = str(reason), None
                 self._refused = entries
                 return None
             self._accept(base)
@@ -389,21 +465,12 @@ class NativeDecoder:
         """Note that the decoder runs the model as it is."""
         if self.reason is not None:
             _log.info("%s has its native decoder again", type(base).__name__)
-        self.reason = self._refused = None
-        vars(base).pop("_cpumoe_reason", None)
-
-    def refused_model(self) -> tuple[Entry, ...] | None:
-        """Return the entries of the model for which no decoder could be built, None if it has changed since then."""
-        refused = None if torch.compiler.is_compiling() else self._refused
-        return None if refused is None or _core.has_changed(refused) else refused
-
-    def pass_over_own_changes(self, refused: tuple[Entry, ...] | None, base: Any, owner: Any = None) -> None:
-        """Follow what the model's own code has changed in a call, such as a counter: no reason to try again."""
-        if refused is not None and self._refused is refused and _core.has_changed(refused):
-            self._refused = entries_of(base, owner)
+        self._record.reason = self._refused = None
 
     def reason_now(self, base: Any, owner: Any) -> str | None:
         """Return why the model's own code runs the steps, None if the decoder does; ``owner`` has the head, if any."""
+        if owner is not None and not self.is_owned_by(owner):
+            return "its base model is that of another model"
         try:
             built = self._ready(base, 0, owner)
         except ValueError as problem:  # it holds keys and values in int8

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from cpumoe.integrations.transformers.native_decoder import NativeDecoder
-from cpumoe.integrations.transformers.recognition.parts import NotDescribed
+from cpumoe.integrations.transformers.recognition.values import UnsupportedDecoder
 from cpumoe.parallel.experts import ParallelExperts
 from cpumoe.steps.runner import ModelChanged, Rows
 
@@ -45,8 +45,8 @@ class PagedDecoder:
         where = rows.lines, rows.places, rows.table, page_tokens, caches
         try:
             return self._native.step_rows(self._model, rows.tokens, *where, rows.wanted)
-        except NotDescribed as problem:
+        except UnsupportedDecoder as problem:
             raise ModelChanged(str(problem)) from None
 
     def refresh(self) -> None:
-        self._native.describe_anew(self._model)
+        self._native.build_again(self._model)

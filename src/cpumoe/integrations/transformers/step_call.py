@@ -27,6 +27,10 @@ _MORE_RESULTS = ("output_hidden_states", "output_attentions", "output_router_log
 _FEW_ROWS = 16  # up to here our product with a head in float is faster than PyTorch's
 
 
+class OwnCode(Exception):
+    """Why a call is computed by the model's own code, layer by layer."""
+
+
 @dataclass(frozen=True)
 class StepCall:
     """A call that a step may compute.
@@ -55,8 +59,8 @@ class Positions:
 
 def call_for(
     given: Mapping[str, Any], config: Any, head: Any, dtype: torch.dtype, known_options: frozenset[str]
-) -> StepCall | None:
-    """Return the call as a step computes it, None if it is left to the model's own code.
+) -> StepCall:
+    """Return the call as a step computes it. Raise OwnCode if the model's own code has to compute it.
 
     Args:
         given: the arguments by name.
@@ -72,21 +76,22 @@ def call_for(
         if name == "logits_to_keep" and head is not None:
             continue
         if option is False and name == "is_causal":
-            return None
+            raise OwnCode("is_causal=False")
         if option is None or option is False:
             continue
         if name in _PACKED or name in known_options or name in names_of_attention_functions():
-            return None
-    if any(given.get(name, getattr(config, name, False)) for name in _MORE_RESULTS):
-        return None
+            raise OwnCode(f"it has the argument {name}")
+    for name in _MORE_RESULTS:
+        if given.get(name, getattr(config, name, False)):
+            raise OwnCode(f"{name}=True")
     tokens, embeds, cache = given.get("input_ids"), given.get("inputs_embeds"), given.get("past_key_values")
     if (tokens is None) == (embeds is None):
-        return None
+        raise OwnCode("it needs either input_ids or inputs_embeds")
     x: Any = tokens if embeds is None else embeds
     if not x.is_cpu or x.dim() != (2 if embeds is None else 3) or x.numel() == 0:
-        return None
+        raise OwnCode("its tokens are not [batch, tokens] on the CPU")
     if x.dtype != (torch.int64 if embeds is None else dtype):
-        return None
+        raise OwnCode(f"its tokens are {x.dtype}")
     use_cache = given.get("use_cache")
     if use_cache is None:
         use_cache = getattr(config, "use_cache", True)
@@ -96,7 +101,7 @@ def call_for(
 
         cache = DynamicCache(config=config)
     if head is not None and not _keeps(head, x, keep):
-        return None
+        raise OwnCode("PyTorch is faster at so many logits of a float head")
     return StepCall(x, cache, returns_cache, given.get("attention_mask"), given.get("position_ids"), keep)
 
 
@@ -108,24 +113,24 @@ def _keeps(head: Any, x: Tensor, keep: Any) -> bool:
     return isinstance(head.get_output_embeddings(), QuantizedLinear) or x.shape[0] * kept <= _FEW_ROWS
 
 
-def positions_for(call: StepCall, past: int) -> Positions | None:
-    """Return where the tokens of a call are after ``past`` tokens, None if the model's own code has to compute it."""
+def positions_for(call: StepCall, past: int) -> Positions:
+    """Return where the tokens of a call are after ``past`` tokens. Raise OwnCode for positions that no step has."""
     batch, count = call.x.shape[:2]
     mask, positions = call.mask, call.positions
     padding = None
     if mask is not None:
         if mask.dim() != 2 or mask.shape != (batch, past + count):
-            return None
+            raise OwnCode("its attention_mask is not [batch, tokens]")
         if not bool(mask.all()) and (padding := _left_padding(mask)) is None:
-            return None
+            raise OwnCode("its attention_mask has more than padding on the left")
     if positions is None:
         return Positions(None, padding, past + count - 1)
     if positions.dim() == 3 and bool((positions == positions[:1]).all()):
         positions = positions[0]  # of text all axes have the same
     if positions.dim() != 2 or positions.shape[1] != count or positions.shape[0] not in (1, batch):
-        return None
+        raise OwnCode("its position_ids are not [batch, tokens]")
     if mask is None and bool((positions.diff() != 1).any()):
-        return None  # packed sequences: transformers keeps them apart
+        raise OwnCode("its position_ids are those of packed sequences")  # transformers keeps them apart
     positions = positions.to(torch.int64)
     if mask is not None and padding is not None:  # positions of padding may be anything, -1 for one
         positions = positions.where(mask[:, past:].bool(), 0)

@@ -97,17 +97,28 @@ def _in_table(table: str, config: PreTrainedConfig) -> type[PreTrainedModel] | N
 
 
 def empty_model(
-    config: PreTrainedConfig, of_class: type[PreTrainedModel] | None = None, *, real_buffers: bool = False
+    config: PreTrainedConfig,
+    of_class: type[PreTrainedModel] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    real_buffers: bool = False,
 ) -> PreTrainedModel:
-    """A model without weights: its parameters are on the meta device, and so are its buffers unless they are wanted."""
+    """Return a model without weights: its parameters and, unless ``real_buffers``, its buffers are on the meta device.
+
+    ``dtype``: of the weights; None for PyTorch's default.
+    """
     made_by = of_class or model_class(config)
     if made_by.config_class is type(config).sub_configs.get("text_config"):
         config = config.get_text_config()
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(default if dtype is None else dtype)
     try:
         with no_init_weights(), _meta_parameters() if real_buffers else torch.device("meta"):
             return made_by(config).eval()
     except Exception as problem:  # only transformers' own code runs here
         raise CheckpointError(f"transformers cannot make a model of config.json: {problem!r:.500}") from problem
+    finally:
+        torch.set_default_dtype(default)
 
 
 @contextmanager

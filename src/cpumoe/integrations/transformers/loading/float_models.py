@@ -22,26 +22,27 @@ from cpumoe.integrations.transformers.layout.model_description import packable_l
 from cpumoe.integrations.transformers.loading.install import speed_up
 from cpumoe.integrations.transformers.loading.module_sources import pack_float_linear
 from cpumoe.integrations.transformers.loading.packed_modules import forget_ties, refuse_other_scheme
-from cpumoe.integrations.transformers.loading.plugin import DEFAULT_SCHEME, PackedConfig, PackedQuantizer
+from cpumoe.integrations.transformers.loading.plugin import PackedConfig, PackedQuantizer
 from cpumoe.integrations.transformers.loading.special_experts import experts_name, put_packed, wrapped
 from cpumoe.layers.backends import select_backend
 from cpumoe.layers.config import MoEConfig
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.quantized_experts import QuantizedExperts
 from cpumoe.layers.rounding import check_floats, quantize_weight, scale_dtype_of
-from cpumoe.layers.scheme import Scheme
+from cpumoe.layers.scheme import DEFAULT_SCHEME, FLOAT, Scheme, named_scheme
 
 _log = logging.getLogger("cpumoe")
 
 
 def accelerate(
-    model: PreTrainedModel, scheme: Scheme | str = DEFAULT_SCHEME, *, linears: Scheme | str | None = None
+    model: PreTrainedModel, scheme: Scheme | str | None = None, *, linears: Scheme | str | None = None
 ) -> PreTrainedModel:
     """Quantises the experts of a float model in place, layer by layer, freeing the float weights as it goes.
 
     Args:
         model: a transformers model.
-        scheme: the scheme to quantise the experts to.
+        scheme: the scheme to quantise the experts to. The default is the value of ``CPUMOE_SCHEME``, and without one
+            ``w4a8-g128``.
         linears: the scheme to quantise the other linears to; None leaves them in float.
 
     Returns:
@@ -51,11 +52,10 @@ def accelerate(
     asks for an int8 KV cache that the model cannot have. The model is unchanged then; if only its packed experts show
     that, the message says that they are packed.
     """
-    scheme, packed_linears = Scheme.parse(scheme), None if linears is None else Scheme.parse(linears)
-    for one in (scheme, packed_linears):
-        if one is not None:
-            refuse_stored_input_scales(one)
     kinds = {name: describe_experts(module) for name, module in expert_modules(model)}
+    scheme = Scheme.parse(_scheme_to_pack(scheme) if kinds or scheme is not None else DEFAULT_SCHEME)
+    packed_linears = None if linears is None else Scheme.parse(linears)
+    refuse_stored_input_scales(scheme, packed_linears)
     if not kinds and packed_linears is None:
         raise ValueError("this model has no float experts to accelerate; linears='w8a8' quantises its other linears")
     chosen = [] if packed_linears is None else list(_fitting_linears(model, packed_linears))
@@ -82,6 +82,17 @@ def accelerate(
         if quantized:
             _finish_acceleration(model)
     return model
+
+
+def _scheme_to_pack(scheme: Scheme | str | None) -> Scheme | str:
+    """Return the scheme of experts that are packed in any case. Raise ValueError if the environment leaves them."""
+    named = named_scheme(scheme, DEFAULT_SCHEME)
+    if scheme is None and named == FLOAT:
+        raise ValueError(
+            f"{settings.SCHEME.name}={FLOAT} leaves experts to transformers, and here they are packed; name a scheme, "
+            f"or unset {settings.SCHEME.name}"
+        )
+    return named
 
 
 def _tensors_of(module: nn.Module, kind: ExpertsModule) -> tuple[int, ...]:
@@ -189,9 +200,7 @@ def experts_forward(
             "experts_implementation='cpumoe' is for inference, and this model is in training mode; call model.eval(), "
             "or train with model.set_experts_implementation('eager')"
         )
-    wanted = scheme or settings.SCHEME.get()
-    if wanted is None:
-        wanted = DEFAULT_SCHEME
+    wanted = _scheme_to_pack(scheme)
     # Tensors that were made in inference mode do not count their changes.
     versions = ((p.data_ptr(), 0 if p.is_inference() else p._version) for p in module.parameters())
     state = (wanted, *versions)

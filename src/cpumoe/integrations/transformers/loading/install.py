@@ -10,7 +10,8 @@ from __future__ import annotations
 from torch import nn
 
 from cpumoe.integrations.transformers.loading.packed_head import refuse_resizing
-from cpumoe.integrations.transformers.native_decoder import run_natively
+from cpumoe.integrations.transformers.native_decoder import install_native_decoder
+from cpumoe.integrations.transformers.recognition.probe import probing
 from cpumoe.integrations.transformers.replacements.lightning import speed_up_lightning_attention
 from cpumoe.integrations.transformers.replacements.mla import absorb_latents
 from cpumoe.integrations.transformers.replacements.norms import speed_up_norms
@@ -18,14 +19,21 @@ from cpumoe.integrations.transformers.replacements.recurrent import speed_up_lin
 from cpumoe.integrations.transformers.replacements.routers import speed_up_routers
 from cpumoe.integrations.transformers.replacements.state_space import speed_up_state_spaces
 
+#: What is installed in a model, in any order: each compares what it replaces with the code of the class.
+INSTALLED = (
+    speed_up_state_spaces,
+    speed_up_lightning_attention,
+    speed_up_linear_attention,
+    absorb_latents,
+    speed_up_norms,
+    speed_up_routers,
+    install_native_decoder,
+)
+
 
 def speed_up(model: nn.Module) -> None:
-    """Replaces the forward of a model's parts by forms with few operators, where these compute the same."""
-    speed_up_state_spaces(model)
-    speed_up_lightning_attention(model)
-    speed_up_linear_attention(model)
-    absorb_latents(model)
-    speed_up_norms(model)
-    speed_up_routers(model)
-    run_natively(model)
+    """Install the native decoder of a model, and fused operators for models and calls that run layer by layer."""
+    with probing():
+        for install in INSTALLED:
+            install(model)
     refuse_resizing(model)

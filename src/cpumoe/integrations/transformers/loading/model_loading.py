@@ -16,21 +16,20 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from cpumoe import cpu, settings
+from cpumoe import cpu
 from cpumoe.checkpoints.checkpoint import Checkpoint, check_activations, read_json, text_config
 from cpumoe.checkpoints.hub import find_model
 from cpumoe.errors import CheckpointError, CpumoeError, UnsupportedScheme
 from cpumoe.integrations.transformers.hook import own_reader
 from cpumoe.integrations.transformers.layout.model_classes import auto_class_for, config_of
 from cpumoe.integrations.transformers.loading.plugin import (
-    FLOAT,
     LoadOptions,
     PackedConfig,
     PackedQuantizer,
     load_options,
 )
 from cpumoe.integrations.transformers.loading.stock_quantizer import CURE
-from cpumoe.layers.scheme import Scheme
+from cpumoe.layers.scheme import FLOAT, Scheme, named_scheme
 from cpumoe.ops.cache_records import check_kv_cache
 from cpumoe.parallel.ranks import Ranks
 
@@ -123,7 +122,7 @@ class _Found:
     model_class: Any
 
     def _scheme_name(self, asked: Scheme | str | None) -> Scheme | str | None:
-        return asked if asked is not None else (None if self.quantized else settings.SCHEME.get())
+        return asked if self.quantized else named_scheme(asked, None)
 
     def experts_scheme(self, asked: Scheme | str | None, activations: str | None) -> Scheme | None:
         """What float experts are quantised to; None: nothing. Refuses what contradicts the files."""

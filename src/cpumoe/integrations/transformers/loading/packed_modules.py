@@ -80,9 +80,7 @@ def find_packed_modules(
 
     Returns what the model has and where, and the replacements by the names of the modules.
     """
-    for one in (scheme, linears):
-        if one is not None:
-            refuse_stored_input_scales(one)
+    refuse_stored_input_scales(scheme, linears)
     layout = describe_model(model, checkpoint)
     check = TensorCheck(checkpoint)
     quantized = quantized_linears(checkpoint, layout)

@@ -37,11 +37,7 @@ from cpumoe.integrations.transformers.layout.model_classes import has_plain_atte
 from cpumoe.integrations.transformers.loading.install import speed_up
 from cpumoe.integrations.transformers.loading.load_memory import WeightBytes, refuse_too_large, weight_bytes
 from cpumoe.integrations.transformers.loading.module_sources import PackedModule
-from cpumoe.integrations.transformers.loading.packed_modules import (
-    PendingModule,
-    find_packed_modules,
-    forget_ties,
-)
+from cpumoe.integrations.transformers.loading.packed_modules import PendingModule, find_packed_modules, forget_ties
 from cpumoe.integrations.transformers.loading.saving import (
     keep_names_when_saved,
     quantization_section,
@@ -54,16 +50,11 @@ from cpumoe.integrations.transformers.native_decoder import explanation
 from cpumoe.integrations.transformers.replacements.attention import ATTENTION, register_attention
 from cpumoe.layers.backends import NativeBackend
 from cpumoe.layers.experts import Experts
-from cpumoe.layers.scheme import Scheme
+from cpumoe.layers.scheme import FLOAT, Scheme
 from cpumoe.ops.cache_records import check_kv_cache
 from cpumoe.parallel.ranks import Ranks
 
 _log = logging.getLogger("cpumoe")
-
-#: The value of ``load_model(scheme=...)`` that leaves the experts of a float checkpoint to transformers.
-FLOAT = "float"
-
-DEFAULT_SCHEME = "w4a8-g128"
 
 
 @dataclass(frozen=True)

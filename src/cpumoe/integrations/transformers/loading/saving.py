@@ -10,12 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    PrefixChange,
-    WeightRenaming,
-    apply_renamings,
-    revert_weight_conversion,
-)
+from transformers.core_model_loading import PrefixChange, WeightRenaming, apply_renamings, revert_weight_conversion
 
 from cpumoe.checkpoints.formats import parse_quantization
 from cpumoe.checkpoints.formats.compressed_storages import storage_for

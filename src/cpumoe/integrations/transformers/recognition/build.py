@@ -1,60 +1,67 @@
-"""Build the native decoder of a base model: recognise each layer's parts by the names that transformers uses.
-
-Every tensor of a layer must be used. Whether the parts mean what their names say is for ``check.py`` to find out, by
-running both.
-"""
+"""Build a decoder from a recognised one: take the tensors of a base model where sources name them."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from dataclasses import fields, is_dataclass, replace
+from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from cpumoe.integrations.transformers.recognition.block import describe_block
-from cpumoe.integrations.transformers.recognition.mixers.kinds import describe_mixer, mixer_of
-from cpumoe.integrations.transformers.recognition.mixers.variants import Choices
-from cpumoe.integrations.transformers.recognition.parts import (
-    NotDescribed,
-    Parts,
-    describe_norm,
-    first_of,
-    refuse_widening_norms,
+from cpumoe.integrations.transformers.recognition.parts import matrix_of
+from cpumoe.integrations.transformers.recognition.values import (
+    BuildContext,
+    LinearWeight,
+    Source,
+    Stored,
+    UnsupportedDecoder,
 )
-from cpumoe.integrations.transformers.recognition.rotary import ROTARY, RotaryTables
+from cpumoe.layers.backends import NativeBackend
+from cpumoe.layers.experts import Experts
 from cpumoe.ops import decoder
 from cpumoe.ops.exchange import RankExchange
 from cpumoe.parallel.experts import ParallelExperts
 from cpumoe.parallel.linear import SplitLinear
 
-_NORMS = ("norm", "embedding_norm")
-_BLOCKS = ("mlp", "feed_forward", "block_sparse_moe")
 
+def build(base: Any, recognized: decoder.DecoderModel[Source], positions: Tensor) -> decoder.DecoderModel[Tensor]:
+    """Build the decoder of a base model. Raise UnsupportedDecoder if a part of it cannot be used.
 
-def describe_decoder(base: Any, choices: tuple[Choices, ...], positions: Tensor) -> decoder.DecoderModel:
-    """Return the decoder of a base model (embeddings, layers, norm), each layer with its choices. Raises NotDescribed.
-
-    ``positions``: int64 [P]; position p of a step is position ``positions[p]`` of the model.
+    Args:
+        positions: int64 [P]; position p of a step is position ``positions[p]`` of the model.
     """
-    if type(base.embed_tokens) is not nn.Embedding:
-        raise NotDescribed(f"its embedding is a {type(base.embed_tokens).__name__}")
-    embedding = base.embed_tokens.weight.detach()
-    refuse_widening_norms(base, embedding.dtype)
-    tables = RotaryTables(base, positions)
-    layers = tuple(_layer(base, index, chosen, tables) for index, chosen in enumerate(choices))
-    return decoder.DecoderModel(
-        embedding.contiguous(),
-        float(getattr(base, "embedding_multiplier", 1.0)),
-        tables.made(),
-        layers,
-        describe_norm(norm_of(base), "norm"),
-        None,
-        *_exchanges_of(base),
-    )
+    model = cast(decoder.DecoderModel[Tensor], _built(recognized, BuildContext(base, positions)))
+    exchange, group = _exchanges_of(base)
+    return replace(model, exchange=exchange, group=group)
+
+
+def _built(part: Any, context: BuildContext) -> Any:
+    if isinstance(part, Source):
+        return part.tensor(context)
+    if isinstance(part, tuple):
+        return tuple(_built(item, context) for item in part)
+    if isinstance(part, decoder.Matrix) and isinstance(part.weight, LinearWeight):
+        return matrix_of(context.module(part.weight.module))
+    if isinstance(part, decoder.RoutedExperts):
+        return _built_experts(part, context)
+    if not is_dataclass(part) or isinstance(part, type):
+        return part
+    return replace(part, **{f.name: _built(getattr(part, f.name), context) for f in fields(part)})
+
+
+def _built_experts(part: decoder.RoutedExperts[Source], context: BuildContext) -> decoder.RoutedExperts[Tensor]:
+    assert isinstance(part.gate_up, Stored)
+    experts = context.module(part.gate_up.module)
+    if not (
+        isinstance(experts, Experts)
+        and isinstance(experts.backend, NativeBackend)
+        and experts.config.held_experts is None
+    ):
+        raise UnsupportedDecoder("its experts are not all here, or not served by the native kernels")
+    return decoder.RoutedExperts[Tensor](router=_built(part.router, context), **vars(experts.for_core(context.dtype)))
 
 
 def _exchanges_of(base: Any) -> tuple[RankExchange | None, RankExchange | None]:
-    """Those of the ranks that a model's experts are spread over, and of the group that shares its linears."""
+    """Return the exchanges of the ranks that share a model's experts, and of the group that shares its linears."""
     modules = list(base.modules())
     if (experts := next((m for m in modules if isinstance(m, ParallelExperts)), None)) is not None:
         return experts.ranks.exchange, experts.ranks.group.exchange
@@ -63,14 +70,14 @@ def _exchanges_of(base: Any) -> tuple[RankExchange | None, RankExchange | None]:
     return (None, None) if linear is None else (linear.ranks.exchange, linear.ranks.exchange)
 
 
-def with_own_heads(model: decoder.DecoderModel, rank: int, ranks: int) -> decoder.DecoderModel:
-    """The same decoder with the heads of one rank in every attention whose projections are split.
+def with_own_heads(model: decoder.DecoderModel[Tensor], rank: int, ranks: int) -> decoder.DecoderModel[Tensor]:
+    """Return the same decoder with the heads of one rank in every attention whose projections are split.
 
     Results are the same; keys and values are those of a rank's own heads. Attention whose heads do not divide, or are
     normed together, stays whole: what its projections give is gathered.
     """
 
-    def own(mixer: decoder.Mixer) -> decoder.Mixer:
+    def own(mixer: decoder.Mixer[Tensor]) -> decoder.Mixer[Tensor]:
         if not isinstance(mixer, decoder.Attention):
             return mixer
         names = ("query", "gate") if isinstance(mixer, decoder.Mla) else ("query", "key", "value", "gate")
@@ -88,64 +95,3 @@ def with_own_heads(model: decoder.DecoderModel, rank: int, ranks: int) -> decode
         return replace(mixer, **local, heads=heads, kv_heads=mixer.kv_heads // ranks, sinks=sinks, ranks=ranks)
 
     return replace(model, layers=tuple(replace(layer, mixer=own(layer.mixer)) for layer in model.layers))
-
-
-def refuse_other_parts(base: Any) -> None:
-    """Raises NotDescribed for a base model that is more than an embedding, layers, a norm and a rotary embedding."""
-    for name in ("embed_tokens", "layers"):
-        if not isinstance(getattr(base, name, None), nn.Module):
-            raise NotDescribed(f"{type(base).__name__} has no {name}")
-    norm_of(base)
-    for name, child in base.named_children():
-        known = name in ("embed_tokens", "layers", *_NORMS, *ROTARY)
-        if not known and (any(True for _ in child.parameters()) or any(True for _ in child.buffers())):
-            raise NotDescribed(f"{type(base).__name__} has {name}, which has no place in a described decoder")
-
-
-def norm_of(base: Any) -> nn.Module:
-    """The norm behind all layers. Raises NotDescribed if there is none."""
-    if (norm := first_of(base, _NORMS)) is None:
-        raise NotDescribed(f"{type(base).__name__} has no {_NORMS[0]}")
-    return norm
-
-
-def _layer(base: Any, index: int, chosen: Choices, tables: RotaryTables) -> decoder.Layer:
-    layer = base.layers[index]
-    parts = Parts(type(layer).__name__, layer)
-    mixer: Any = mixer_of(layer)
-    described = describe_mixer(base, index, mixer, chosen, tables, parts)
-    block_name = next((name for name in _BLOCKS if isinstance(getattr(layer, name, None), nn.Module)), None)
-    if block_name is None:
-        raise NotDescribed(f"{type(layer).__name__} has no block behind its attention")
-    experts, dense = describe_block(getattr(layer, block_name), layer, parts, base.embed_tokens.weight.dtype)
-    factor = float(getattr(layer, "residual_multiplier", 1.0))
-    found = _layer_norms(layer, parts)
-    parts.refuse_rest()
-    return decoder.Layer(described, experts, dense, **found, residual_factor=factor)
-
-
-def _layer_norms(layer: Any, parts: Parts) -> dict[str, decoder.Norm]:
-    """The norms of a layer, by where they stand.
-
-    transformers calls the norm before the block post_attention_layernorm, unless there is another one for that: then
-    it is behind attention.
-    """
-    before_block = next(
-        (n for n in ("pre_feedforward_layernorm", "pre_mlp_layernorm", "ffn_norm") if hasattr(layer, n)), None
-    )
-    after_block = next((n for n in ("post_feedforward_layernorm", "post_mlp_layernorm") if hasattr(layer, n)), None)
-    names = {
-        "before_mixer": next((n for n in ("input_layernorm", "operator_norm") if hasattr(layer, n)), None),
-        "before_block": before_block,
-        "after_block": after_block,
-    }
-    if hasattr(layer, "post_attention_layernorm"):
-        behind = before_block is not None or after_block is not None
-        names["after_mixer" if behind else "before_block"] = "post_attention_layernorm"
-    found = {}
-    for place, name in names.items():
-        if name is not None:
-            module = getattr(layer, name)
-            found[place] = describe_norm(module, name)
-            parts.take(module.weight)
-    return found

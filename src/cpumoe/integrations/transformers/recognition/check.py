@@ -1,9 +1,9 @@
-"""Checks that a described decoder computes what the model's own code computes.
+"""Check that a recognised decoder computes what the model's own code computes.
 
-Both run on a copy of the model with one layer: its own classes, its own packed weights, everything else in fp32, where
-rounding hides no difference, and an embedding of a few made-up tokens. Four sequences are read in chunks and then token
-by token: one with left padding, one from position 0 on, one at the borders of rotary scaling and of the context, and
-one whose positions start again. A sliding window is short enough to matter.
+Both run on a reduced copy of the model with one layer: its own classes, its own packed weights, everything else in
+fp32, where rounding hides no difference, and an embedding of a few made-up tokens. Four sequences are read in chunks,
+then token by token: one with left padding, one from position 0 on, one at the borders of RoPE scaling and of the
+context, and one whose positions start again. A sliding window is short enough to matter.
 
 Every row must agree, except for those whose experts hang in the balance: a little noise on the input of the MoE block
 makes its own router choose others, so that rounding may do so too.
@@ -15,7 +15,6 @@ import copy
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -23,15 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from cpumoe.errors import RankError
-from cpumoe.integrations.transformers.recognition.build import describe_decoder, norm_of
-from cpumoe.integrations.transformers.recognition.mixers.kinds import cache_form, choices_for, mixer_of
-from cpumoe.integrations.transformers.recognition.mixers.variants import Choices
-from cpumoe.integrations.transformers.recognition.parts import NotDescribed
+from cpumoe.integrations.transformers.recognition.build import build
+from cpumoe.integrations.transformers.recognition.mixers.kinds import mixer_of, state_form, variants_for
+from cpumoe.integrations.transformers.recognition.mixers.mla import expansion_of
+from cpumoe.integrations.transformers.recognition.probe import copy_of
+from cpumoe.integrations.transformers.recognition.recognize import norm_of, recognize_decoder, refuse_other_parts
 from cpumoe.integrations.transformers.recognition.rotary import layer_type
-from cpumoe.integrations.transformers.replacements.mla import absorbed
-from cpumoe.integrations.transformers.replacements.recurrent import state_form
-from cpumoe.integrations.transformers.replacements.replaced_forward import ReplacedForward
-from cpumoe.integrations.transformers.replacements.replacement_check import copy_of
+from cpumoe.integrations.transformers.recognition.values import LayerVariant, UnsupportedDecoder
 from cpumoe.integrations.transformers.step_caches import StepCaches
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.linear import QuantizedLinear
@@ -51,25 +48,29 @@ _ROUNDING, _DRAWS_OF_ROUNDING = 1e-5, 6  # relative noise on inputs, larger than
 _MOST_MOVED = 0.25  # of the rows that may differ because a rounding error moves an activation by a step
 
 
-def find_choices(base: Any, index: int) -> Choices:
-    """Find what cannot be seen of a layer by trying all that it may be. Raises NotDescribed if nothing fits."""
-    twin = _twin(base, index)
+def find_variant(base: Any, index: int) -> LayerVariant:
+    """Find what the parts of a layer do not tell by trying all variants. Raise UnsupportedDecoder if none fits."""
+    reduced = _reduced_copy(base, index)
     cases = _Cases(base.config)
-    describe_decoder(twin, (next(choices_for(twin, 0)),), cases.table)  # raises for unsupported parts before any runs
-    own = _OwnCode(twin, cases)
+
+    def built(variant: LayerVariant) -> decoder.DecoderModel[Tensor]:
+        return build(reduced, recognize_decoder(reduced, [variant]), cases.table)
+
+    built(next(variants_for(reduced, 0)))  # raises for unsupported parts before any runs
+    own = _OwnCode(reduced, cases)
     best = _Difference(own.problem)
-    for choices in () if own.problem else choices_for(twin, 0):
-        found = _difference(twin, describe_decoder(twin, (choices,), cases.table), cases, own)
+    for variant in () if own.problem else variants_for(reduced, 0):
+        found = _difference(reduced, built(variant), cases, own)
         if found is None:
-            return choices
+            return variant
         if found.near >= best.near:
             best = found
-    raise NotDescribed(f"{type(base.layers[index]).__name__} in one call {best.reason}")
+    raise UnsupportedDecoder(f"{type(base.layers[index]).__name__} in one call {best.reason}")
 
 
 @dataclass(frozen=True)
 class _Difference:
-    """What a described decoder does differently, in words; ``near``: how many rows agree nevertheless."""
+    """What a built decoder does differently, in words; ``near``: how many rows agree nevertheless."""
 
     reason: str
     near: int = -1
@@ -77,9 +78,9 @@ class _Difference:
 
 def output_class(base: Any) -> type[Any]:
     """The class of what the model's own code gives."""
-    twin = _twin(base, 0)
+    reduced = _reduced_copy(base, 0)
     with torch.no_grad():
-        return type(twin(input_ids=torch.zeros((1, 1), dtype=torch.long), use_cache=True))
+        return type(reduced(input_ids=torch.zeros((1, 1), dtype=torch.long), use_cache=True))
 
 
 class _Cases:
@@ -121,14 +122,14 @@ class _OwnCode:
     ``problem`` says why it could not run, or is empty.
     """
 
-    def __init__(self, twin: Any, cases: _Cases) -> None:
-        self._twin, self._cases = twin, cases
+    def __init__(self, reduced: Any, cases: _Cases) -> None:
+        self._reduced, self._cases = reduced, cases
         self._moved: list[tuple[list[Tensor], Any]] = []
         self.hidden: list[Tensor] = []
         self.compared: list[Tensor] = []
         self.problem = ""
         try:
-            with torch.no_grad(), _Balance(twin.layers[0]) as balance:
+            with torch.no_grad(), _Balance(reduced.layers[0]) as balance:
                 for new, hidden in self._run():
                     self.hidden.append(hidden)
                     real = cases.mask[:, new].bool()
@@ -145,9 +146,9 @@ class _OwnCode:
         """Yield the tokens of each call and the hidden states that it gives."""
         from transformers import DynamicCache
 
-        self.cache = DynamicCache(config=self._twin.config)
+        self.cache = DynamicCache(config=self._reduced.config)
         for new in self._cases.chunks():
-            out = self._twin(
+            out = self._reduced(
                 input_ids=self._cases.ids[:, new],
                 attention_mask=self._cases.mask[:, : new.stop],
                 position_ids=self._cases.positions[:, new],
@@ -160,7 +161,7 @@ class _OwnCode:
 
         A rounding error may move a quantised activation by a step, and with it a row by more than the tolerance.
         """
-        weight, cache = self._twin.embed_tokens.weight, self.cache
+        weight, cache = self._reduced.embed_tokens.weight, self.cache
         exact = weight.data
         for draw in range(_DRAWS_OF_ROUNDING):
             if draw == len(self._moved):
@@ -234,16 +235,16 @@ class _Balance:
         return found
 
 
-def _difference(twin: Any, model: decoder.DecoderModel, cases: _Cases, own: _OwnCode) -> _Difference | None:
-    """Return what the described decoder does differently; None if nothing."""
+def _difference(reduced: Any, model: decoder.DecoderModel[Tensor], cases: _Cases, own: _OwnCode) -> _Difference | None:
+    """Return what the built decoder does differently; None if nothing."""
     from transformers import DynamicCache
 
     try:
         core = decoder.Decoder(model)
-    except ValueError as problem:  # parts that do not go together: the next choice may
+    except ValueError as problem:  # parts that do not go together: the next variant may
         return _Difference(f"is refused: {problem}")
-    cache = DynamicCache(config=twin.config)
-    caches = StepCaches([cache_form(twin.layers[0], model.layers[0], torch.float32)], torch.float32)
+    cache = DynamicCache(config=reduced.config)
+    caches = StepCaches(core)
     found_rows: list[Tensor] = []
     for new in cases.chunks():
         caches.past(cache, len(cases.ids))  # gives its layers room
@@ -317,9 +318,10 @@ def _near(found: Tensor, expected: Tensor) -> Tensor:
     return near
 
 
-def _twin(base: Any, index: int) -> Any:
-    """A base model with one layer of ``base``, in fp32, and a small embedding."""
-    twin = copy_of(base)
+def _reduced_copy(base: Any, index: int) -> Any:
+    """Return a base model with one layer of ``base``, in fp32, and a small embedding. Raise UnsupportedDecoder."""
+    refuse_other_parts(base)
+    reduced = copy_of(base)
     config = copy.copy(base.config)
     config.num_hidden_layers = 1
     config.return_dict = True
@@ -332,52 +334,44 @@ def _twin(base: Any, index: int) -> Any:
             config.num_hidden_layers = 2
     if isinstance(getattr(config, "sliding_window", None), int):
         config.sliding_window = _WINDOW
-    twin.config = config
+    reduced.config = config
     layer = in_fp32(base.layers[index])
     for module in layer.modules():
         if isinstance(getattr(module, "layer_idx", None), int):
             module.layer_idx = 0
-        if isinstance(getattr(module, "kv_b_proj", None), QuantizedLinear):
-            module.kv_b_proj = _unpacked(module)
+        if isinstance(expansion := getattr(module, "kv_b_proj", None), QuantizedLinear):
+            module.kv_b_proj = _unpacked(expansion)
     embedding = nn.Embedding(_TOKENS, base.embed_tokens.weight.shape[1], dtype=torch.float32, device="cpu")
     generator = torch.Generator().manual_seed(1)
     embedding.weight.data = torch.randn(embedding.weight.shape, generator=generator) * 0.05
-    twin._modules = {
+    reduced._modules = {
         **base._modules,
         "embed_tokens": embedding,
         "layers": nn.ModuleList([layer]),
         **{name: in_fp32(module) for name, module in base._modules.items() if module is norm_of(base)},
     }
-    return twin
+    return reduced
 
 
-def _unpacked(attention: Any) -> nn.Linear:
-    """The expansion of latents in fp32, as the core has it, where rounded activations meet the packed one."""
-    view = absorbed(attention)
-    if view is None:
-        raise NotDescribed(f"its latent attention ({type(attention).__name__}) is none that we know")
-    weight = view.weight(torch.float32)
+def _unpacked(expansion: QuantizedLinear) -> nn.Linear:
+    """Return a kv_b_proj in fp32: the core multiplies its unpacked weight with activations that are not rounded."""
+    weight = expansion_of(expansion, torch.float32)
     linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     linear.weight = nn.Parameter(weight, requires_grad=False)
     return linear
 
 
 def in_fp32(module: Any) -> Any:
-    """A copy of a module with its floats in fp32 and everything else shared, forms with one operator included."""
-    twin = copy_of(module)
+    """Return a copy of a module with its own code, its floats in fp32 and everything else shared."""
+    copied = copy_of(module)
 
     def as_fp32(tensor: Tensor) -> Tensor:
         return tensor.detach().float() if tensor.is_floating_point() else tensor
 
-    twin._parameters = {
+    copied._parameters = {
         name: None if parameter is None else nn.Parameter(as_fp32(parameter), requires_grad=False)
         for name, parameter in module._parameters.items()
     }
-    twin._buffers = {name: None if buffer is None else as_fp32(buffer) for name, buffer in module._buffers.items()}
-    twin._modules = {name: None if child is None else in_fp32(child) for name, child in module._modules.items()}
-    forward = vars(module).get("forward")
-    if isinstance(forward, ReplacedForward) and forward.is_current():
-        twin.forward = forward.on(twin)
-    elif isinstance(forward, partial) and forward.args == (module,):  # a linear of latent attention
-        twin.forward = partial(forward.func, twin)
-    return twin
+    copied._buffers = {name: None if buffer is None else as_fp32(buffer) for name, buffer in module._buffers.items()}
+    copied._modules = {name: None if child is None else in_fp32(child) for name, child in module._modules.items()}
+    return copied

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpumoe.integrations.transformers.recognition.parts import describe_matrix
-from cpumoe.integrations.transformers.replacements.replacement_check import copy_of
+from cpumoe.integrations.transformers.recognition.parts import check_linear
+from cpumoe.integrations.transformers.recognition.probe import copy_of
 
 
 def calls_its_head(model: Any, output: type[Any]) -> bool:
@@ -19,7 +19,7 @@ def calls_its_head(model: Any, output: type[Any]) -> bool:
     """
     head = model.get_output_embeddings()
     try:
-        describe_matrix(head, "head")
+        check_linear(head, "head")
         with torch.no_grad():
             expected = head(_made_up_hidden(model.model.embed_tokens))
         return torch.equal(results_of(model, output).logits, expected)

@@ -1,14 +1,21 @@
-"""Rotary embeddings: tables of cosines and sines, layer types and sliding windows."""
+"""RoPE: tables of cosines and sines, layer types and sliding windows."""
 
 from __future__ import annotations
 
 import inspect
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cpumoe.integrations.transformers.recognition.parts import NotDescribed, first_of
+from cpumoe.integrations.transformers.recognition.values import (
+    BuildContext,
+    LayerVariant,
+    Source,
+    UnsupportedDecoder,
+    first_of,
+)
 from cpumoe.ops import decoder
 
 #: Kinds of rotary embeddings whose angles depend on the length of a sequence.
@@ -28,7 +35,7 @@ def layer_type(base: Any, index: int) -> str | None:
 
 
 def window_of(base: Any, index: int) -> int:
-    """Return the sliding window of a layer in tokens; 0 for none. Raise NotDescribed for another kind of layer."""
+    """Return the sliding window of a layer in tokens; 0 for none. Raise UnsupportedDecoder for other kinds."""
     config, kind = base.config, layer_type(base, index)
     window = getattr(config, "sliding_window", None)
     if kind is None:
@@ -36,55 +43,106 @@ def window_of(base: Any, index: int) -> int:
     if kind == "full_attention":
         return 0
     if kind != "sliding_attention" or not isinstance(window, int):
-        raise NotDescribed(f"its layers have {kind}")
+        raise UnsupportedDecoder(f"its layers have {kind}")
     return window
 
 
-class RotaryTables:
-    """The cosines and sines of a model's rotary embedding, one table for each type of layers that has its own."""
+class RopeTables:
+    """The RoPE tables of a model: one for each type of layers that has its own, and for each order of pairs."""
 
-    def __init__(self, base: Any, positions: Tensor) -> None:
+    def __init__(self, base: Any) -> None:
         self._base = base
-        self.positions = positions
         self._module = module = rotary_of(base)
         rope_type = getattr(module, "rope_type", None)
         kinds = rope_type.values() if isinstance(rope_type, dict) else (rope_type,)
         if changing := [kind for kind in kinds if kind in _CHANGING_ROTARY]:
-            raise NotDescribed(f"its rotary embedding ({changing[0]}) depends on the length of a sequence")
+            raise UnsupportedDecoder(f"its rotary embedding ({changing[0]}) depends on the length of a sequence")
         self._by_type = module is not None and "layer_type" in inspect.signature(type(module).forward).parameters
-        self._tables: list[tuple[str | None, bool]] = []
+        self._tables: list[decoder.RopeTable[Source]] = []
 
-    def number(self, index: int, interleaved: bool) -> int:
-        """The number of a layer's table."""
-        key = (layer_type(self._base, index) if self._by_type else None, interleaved)
-        if key not in self._tables:
-            self._tables.append(key)
-        return self._tables.index(key)
+    def rope(self, index: int, variant: LayerVariant) -> decoder.Rope:
+        """Return how a layer applies RoPE; its table is listed if no other layer has the same."""
+        if not variant.rotates:
+            return decoder.Rope()
+        kind = layer_type(self._base, index) if self._by_type else None
+        name = next(name for name in ROTARY if getattr(self._base, name, None) is self._module)
+        table = decoder.RopeTable[Source](
+            *(RopeAngles(name, part, kind, variant.interleaved) for part in ("cos", "sin"))
+        )
+        if table not in self._tables:
+            self._tables.append(table)
+        return decoder.Rope(self._tables.index(table), variant.interleaved, variant.separated)
 
-    def made(self) -> tuple[decoder.RopeTable, ...]:
-        """Return the tables for all positions, with values as the model has them in its dtype."""
-        x = torch.empty(1, dtype=self._base.embed_tokens.weight.dtype)
-        where = self.positions.unsqueeze(0)
-        return tuple(self._table(x, where, *key) for key in self._tables)
+    def listed(self) -> tuple[decoder.RopeTable[Source], ...]:
+        return tuple(self._tables)
 
-    def _table(self, x: Tensor, where: Tensor, kind: str | None, interleaved: bool) -> decoder.RopeTable:
-        assert self._module is not None  # or no layer would have asked for a table
-        options = {} if kind is None else {"layer_type": kind}
+
+@dataclass(frozen=True)
+class RopeAngles(Source):
+    """Cosines or sines [positions, width] as a rotary embedding gives them in the dtype of hidden states.
+
+    Attributes:
+        part: "cos" or "sin".
+        layer_type: type of the layers that they are for; None if all layers have the same.
+        interleaved: order of pairs; see :class:`cpumoe.ops.decoder.Rope`.
+    """
+
+    module: str
+    part: str
+    layer_type: str | None
+    interleaved: bool
+
+    def tensor(self, context: BuildContext) -> Tensor:
+        key = self.module, self.layer_type
+        if key not in context.cache:
+            context.cache[key] = self._halves(context)
+        angles: Tensor = context.cache[key][self.part == "sin"]
+        return angles.repeat_interleave(2, 1) if self.interleaved else torch.cat((angles, angles), 1)
+
+    def _halves(self, context: BuildContext) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines of one angle for each pair of values."""
+        x = torch.empty(1, dtype=context.dtype)
+        options = {} if self.layer_type is None else {"layer_type": self.layer_type}
         try:
             with torch.no_grad():
-                given = self._module(x, where, **options)
+                given = context.module(self.module)(x, context.positions.unsqueeze(0), **options)
                 cos, sin = (given.real, given.imag) if isinstance(given, Tensor) else given  # complex numbers, or both
         except Exception as problem:  # one that is called in another way
-            raise NotDescribed(f"its rotary embedding is called in another way ({type(problem).__name__})") from None
+            raise UnsupportedDecoder(
+                f"its rotary embedding is called in another way ({type(problem).__name__})"
+            ) from None
         if not isinstance(cos, Tensor) or cos.is_complex() or cos.dim() != 3 or cos.shape != sin.shape:
-            raise NotDescribed("its rotary embedding gives no cosines and sines")
+            raise UnsupportedDecoder("its rotary embedding gives no cosines and sines")
         cos, sin = cos[0].float().contiguous(), sin[0].float().contiguous()
-        # Every pair of values has one angle. Models hold each once, or twice: in both halves, or side by side.
+        # Models hold each angle once, or twice: in both halves, or next to each other.
         half = cos.shape[1] // 2
         if torch.equal(cos[:, :half], cos[:, half:]) and torch.equal(sin[:, :half], sin[:, half:]):
-            cos, sin = cos[:, :half], sin[:, :half]
-        elif torch.equal(cos[:, ::2], cos[:, 1::2]) and torch.equal(sin[:, ::2], sin[:, 1::2]):
-            cos, sin = cos[:, ::2], sin[:, ::2]
-        if interleaved:
-            return decoder.RopeTable(cos.repeat_interleave(2, 1), sin.repeat_interleave(2, 1))
-        return decoder.RopeTable(torch.cat((cos, cos), 1), torch.cat((sin, sin), 1))
+            return cos[:, :half], sin[:, :half]
+        if torch.equal(cos[:, ::2], cos[:, 1::2]) and torch.equal(sin[:, ::2], sin[:, 1::2]):
+            return cos[:, ::2], sin[:, ::2]
+        return cos, sin
+
+    def __str__(self) -> str:
+        return " ".join(filter(None, (f"{self.module}.{self.part}", self.layer_type)))
+
+
+@dataclass(frozen=True)
+class QueryFactors(Source):
+    """Factors of queries [positions] that grow with the position beyond the original context length (Llama 4)."""
+
+    beta: float
+    length: int
+
+    def tensor(self, context: BuildContext) -> Tensor:
+        factors: Tensor = 1 + self.beta * torch.log(1 + torch.floor(context.positions / self.length))
+        return factors
+
+    def __str__(self) -> str:
+        return f"beta {self.beta:g}, length {self.length}"
+
+
+def query_factors_of(base: Any) -> QueryFactors | None:
+    """Return the factors of queries that a configuration asks for."""
+    rope = getattr(base.config, "rope_parameters", None) or {}
+    beta, length = (rope.get(name) for name in ("llama_4_scaling_beta", "original_max_position_embeddings"))
+    return QueryFactors(beta, length) if beta and length else None

@@ -7,38 +7,40 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from torch import Tensor
-
+from cpumoe.integrations.transformers.recognition.values import LinearWeight, Source, Stored
+from cpumoe.layers.activation import KINDS
 from cpumoe.ops import SCORING, decoder
 
 _SCORING = {number: name for name, number in SCORING.items()}
-# Parts that `cpumoe explain` has stand-ins for: their sizes are not those of the model.
-_STAND_INS = ("gate_up", "down", "activation")
-
+_ACTIVATIONS = {number: name for name, number in KINDS.items()}
 
 _OPTIONAL_PARTS = ("gate", "query_norm", "key_norm", "sinks", "query_factors", "query_down", "correction_bias")
 
 
 def as_values(part: Any) -> Any:
-    """Return a part of a decoder as JSON values: tensors by dtype and shape, without what a part does not have."""
-    if isinstance(part, Tensor):
-        return f"{str(part.dtype).removeprefix('torch.')} {list(part.shape)}"
+    """Return a part of a decoder as JSON values: tensors by module and shape, without what a part does not have."""
+    if isinstance(part, Source):
+        return str(part)
+    if isinstance(part, decoder.Matrix) and isinstance(part.weight, LinearWeight):
+        return str(part.weight)
     if isinstance(part, Enum):
         return part.name.lower()
     if isinstance(part, tuple):
         return [as_values(item) for item in part]
     if not is_dataclass(part):
         return part
-    skipped = _STAND_INS if isinstance(part, decoder.RoutedExperts) else ()
-    found = {f.name: as_values(getattr(part, f.name)) for f in fields(part) if f.name not in skipped}
+    found = {f.name: as_values(getattr(part, f.name)) for f in fields(part)}
     if isinstance(part, decoder.Router):
         found["scoring"] = _SCORING[part.scoring]
-    kind = {"kind": type(part).__name__} if isinstance(part, decoder.Mixer) else {}
+    if isinstance(part, decoder.Activation):
+        found["kind"] = _ACTIVATIONS[part.kind]
+    kind = {"kind": type(part).__name__} if isinstance(part, decoder.MIXERS) else {}
     return kind | {name: value for name, value in found.items() if value is not None}
 
 
-def as_lines(model: decoder.DecoderModel) -> Iterator[str]:
+def as_lines(model: decoder.DecoderModel[Source]) -> Iterator[str]:
     """Yield lines that show a decoder as one would write it down, equal layers once."""
+    assert isinstance(model.embedding, Stored)
     vocabulary, hidden = model.embedding.shape
     yield f"decoder: {len(model.layers)} layers, hidden size {hidden}, vocabulary {vocabulary}"
     first = 0
@@ -51,13 +53,15 @@ def as_lines(model: decoder.DecoderModel) -> Iterator[str]:
         first = index + 1
 
 
-def _layer_lines(layer: decoder.Layer) -> Iterator[str]:
+def _layer_lines(layer: decoder.Layer[Source]) -> Iterator[str]:
     norms = [n.name for n in fields(layer) if isinstance(getattr(layer, n.name), decoder.Norm)]
     yield f"norms: {', '.join(norms)}"
     yield f"mixer: {type(layer.mixer).__name__} {_facts(layer.mixer)}".rstrip()
     if (experts := layer.experts) is not None:
+        assert isinstance(experts.router.weight.weight, Stored)
         facts = _facts(experts.router, {"scoring": _SCORING[experts.router.scoring]})
-        yield f"experts: {len(experts.router.weight.weight)}, router {facts}"
+        activation = _ACTIVATIONS[experts.activation.kind]
+        yield f"experts: {experts.router.weight.weight.shape[0]}, {activation}, router {facts}"
     if (dense := layer.dense) is not None:
         gate = " and a gate of their own" if dense.share is not None else ""
         yield f"{'shared experts' if experts is not None else 'dense block'}{gate}"

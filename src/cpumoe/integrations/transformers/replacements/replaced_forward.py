@@ -42,10 +42,6 @@ class ReplacedForward:
             self._look()
         return self._is_same and not any(self._hooks)
 
-    def on(self, module: nn.Module) -> ReplacedForward:
-        """Return the same for another module with these facts."""
-        return ReplacedForward(self.function, module, self.facts, self._called)
-
     def __getstate__(self) -> dict[str, Any]:
         """A copy looks at the module that it finds itself in."""
         return {**vars(self), "_entries": None, "_hooks": ()}
@@ -77,9 +73,3 @@ class ReplacedForward:
             tuple(settings_of(part) for part in parts),
             tuple(id(forward) if is_foreign(forward) else None for forward in forwards),
         )
-
-
-def replaced_forward(module: Any, function: Callable[..., Any]) -> ReplacedForward | None:
-    """Return the forward of a module if it was replaced by this function."""
-    forward = vars(module).get("forward")
-    return forward if isinstance(forward, ReplacedForward) and forward.function is function else None

@@ -7,16 +7,15 @@ parameters that happen to be all ones can hide a difference.
 
 from __future__ import annotations
 
-import copy
 import functools
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from cpumoe.integrations.transformers.recognition.probe import random_copy
 from cpumoe.integrations.transformers.replacements.replaced_forward import ReplacedForward
 from cpumoe.ops import wants_gradient
 
@@ -90,7 +89,7 @@ def twin_of(module: nn.Module, projections: Mapping[str, tuple[int, int]], **att
 
     ``attributes`` are set on the twin.
     """
-    twin = _with_random_parameters(module)
+    twin = random_copy(module, torch.float32)
     for name, (inputs, outputs) in projections.items():
         linear = nn.Linear(inputs, outputs, dtype=torch.float32, device="cpu")
         linear.weight.normal_(std=inputs**-0.5)
@@ -98,34 +97,6 @@ def twin_of(module: nn.Module, projections: Mapping[str, tuple[int, int]], **att
     for name, value in attributes.items():
         setattr(twin, name, value)
     return twin.eval()
-
-
-#: Attributes of a module that hold hooks.
-_HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
-
-
-def copy_of(module: Any) -> Any:
-    """Return a copy of a module that shares its tensors and children, with its class's forward and without hooks.
-
-    Hooks that transformers installs while the copy runs, to capture hidden states, must not land in the module.
-    """
-    twin = copy.copy(module)
-    vars(twin).pop("forward", None)
-    vars(twin).update({name: OrderedDict() for name in _HOOKS})
-    return twin
-
-
-def _with_random_parameters(module: Any) -> Any:
-    twin = copy_of(module)
-    twin._parameters = {
-        name: None if parameter is None else nn.Parameter(torch.randn(parameter.shape) * 0.5)
-        for name, parameter in module._parameters.items()
-    }
-    twin._buffers = {name: None if buffer is None else buffer.float() for name, buffer in module._buffers.items()}
-    twin._modules = {
-        name: None if child is None else _with_random_parameters(child) for name, child in module._modules.items()
-    }
-    return twin
 
 
 def left_padding(tokens: int) -> Tensor:

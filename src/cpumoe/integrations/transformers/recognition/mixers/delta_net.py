@@ -2,13 +2,93 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor
 
-from cpumoe.integrations.transformers.recognition.parts import Parts, describe_matrix, plain
-from cpumoe.integrations.transformers.replacements.recurrent import DeltaForm
+from cpumoe.integrations.transformers.recognition.mixers.short_conv import is_depthwise
+from cpumoe.integrations.transformers.recognition.parts import Parts
+from cpumoe.integrations.transformers.recognition.values import Source
 from cpumoe.ops import decoder
+
+_GATES = {"silu": False, "swish": False, "sigmoid": True}
+
+
+@dataclass(frozen=True)
+class DeltaForm:
+    """A gated delta net (a decay for each head) or Kimi delta attention (one for each channel)."""
+
+    projections: str  # the arrangement of its projections: grouped, joined or apart
+    key_heads: int
+    heads: int
+    key_depth: int
+    value_depth: int
+    taps: int
+    norm: str
+    out: str
+    sigmoid_gate: bool
+    decay_bound: float
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_heads * self.key_depth + self.heads * self.value_depth
+
+
+def delta_form(module: Any) -> DeltaForm | None:
+    """Return what a module is, if it looks like a layer with the delta rule."""
+    conv: Any = getattr(module, "conv1d", None)
+    decay: Any = getattr(module, "forget_gate", module)
+    norm = "norm" if hasattr(module, "norm") else "o_norm"
+    rates: Any = getattr(decay, "A_log", None)
+    bias: Any = getattr(decay, "dt_bias", None)
+    weight: Any = getattr(getattr(module, norm, None), "weight", None)
+    depth = getattr(module, "head_k_dim", getattr(module, "head_dim", None))
+    has_tensors = all(isinstance(tensor, Tensor) for tensor in (rates, bias, weight))
+    if not (is_depthwise(conv) and has_tensors and isinstance(depth, int)):
+        return None
+    gate = _GATES.get(getattr(getattr(module, norm), "activation", ""))
+    silu = getattr(module, "activation", None) in ("silu", "swish")
+    heads, value_depth = rates.numel(), weight.numel()
+    key_heads = (conv.in_channels - heads * value_depth) // (2 * depth)
+    projections = next((p for p, found in _found(module).items() if found), None)
+    if gate is None or not silu or key_heads < 1 or heads % key_heads or projections is None:
+        return None
+    form = DeltaForm(
+        projections=projections,
+        key_heads=key_heads,
+        heads=heads,
+        key_depth=depth,
+        value_depth=value_depth,
+        taps=conv.kernel_size[0],
+        norm=norm,
+        out="out_proj" if hasattr(module, "out_proj") else "o_proj",
+        sigmoid_gate=gate,
+        decay_bound=_bound(decay),
+    )
+    per_head = depth if projections == "apart" else 1
+    fits = form.channels == conv.in_channels and bias.numel() == heads * per_head and form.decay_bound <= 0
+    return form if fits and hasattr(module, form.out) and hasattr(module, "layer_idx") else None
+
+
+def _found(module: Any) -> dict[str, bool]:
+    """The arrangements of projections, and whether a module has all parts of them."""
+    names = {
+        "grouped": ("in_proj_qkvz", "in_proj_ba"),
+        "joined": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+        "apart": ("q_proj", "k_proj", "v_proj", "b_proj", "forget_gate"),
+    }
+    found = {key: all(hasattr(module, name) for name in parts) for key, parts in names.items()}
+    gated = hasattr(module, "g_proj") or (hasattr(module, "g_a_proj") and hasattr(module, "g_b_proj"))
+    return {**found, "apart": found["apart"] and gated}
+
+
+def _bound(decay: Any) -> float:
+    """The lower bound of the decay's logarithm, or 0 for none."""
+    if getattr(decay, "safe_gate", False):
+        return float(decay.lower_bound)
+    bound = getattr(decay, "safe_gate_lower_bound", None)
+    return 0.0 if bound is None else float(bound)
 
 
 class _Row:
@@ -18,16 +98,16 @@ class _Row:
         self._module = module
         self._parts = parts
         self._narrow: list[tuple[str, str]] = []  # linears whose results are expanded, and those that do it
-        self.projections: list[decoder.Matrix] = []
-        self.expansions: list[decoder.Expansion] = []
+        self.projections: list[decoder.Matrix[Source]] = []
+        self.expansions: list[decoder.Expansion[Source]] = []
         self._first: dict[str, int] = {}
         self._width = 0
 
     def add(self, *names: str) -> None:
         """Linears of hidden states, by their names in the module."""
         for name in names:
-            linear = self._linear(name)
-            self.projections.append(describe_matrix(linear, name))
+            linear = self._module.get_submodule(name)
+            self.projections.append(self._parts.matrix(linear, name))
             self._place(name, linear)
 
     def add_one_or_two(self, whole: str, narrow: str, wide: str) -> str:
@@ -42,8 +122,8 @@ class _Row:
     def expand(self) -> None:
         """Places what is expanded, behind all else."""
         for narrow, wide in self._narrow:
-            linear = self._linear(wide)
-            self.expansions.append(decoder.Expansion(describe_matrix(linear, wide), self._first[narrow]))
+            linear = self._module.get_submodule(wide)
+            self.expansions.append(decoder.Expansion(self._parts.matrix(linear, wide), self._first[narrow]))
             self._place(wide, linear)
 
     def columns(
@@ -52,26 +132,18 @@ class _Row:
         """Where heads stand that begin ``offset`` columns behind the first one of a linear."""
         return decoder.HeadColumns(self._first[name] + offset, group_stride, group, head_stride)
 
-    def _linear(self, name: str) -> Any:
-        linear = self._module.get_submodule(name)
-        self._parts.take_all_of(linear)
-        return linear
-
     def _place(self, name: str, linear: Any) -> None:
         self._first[name] = self._width
         self._width += linear.out_features
 
 
-def describe_delta_net(module: Any, form: DeltaForm, parts: Parts) -> decoder.DeltaNet:
-    """A layer of the given form. Raises NotDescribed if a linear of it is none."""
+def recognize_delta_net(module: Any, form: DeltaForm, parts: Parts) -> decoder.DeltaNet[Source]:
+    """Return a layer of the given form. Raise UnsupportedDecoder if a linear of it is none."""
     row = _Row(module, parts)
     columns = _COLUMNS[form.projections](form, row)  # before the projections are read off it
     decay: Any = getattr(module, "forget_gate", module)
-    norm, out = getattr(module, form.norm), getattr(module, form.out)
-    conv: nn.Conv1d = module.conv1d
-    parts.take(decay.A_log, decay.dt_bias, norm.weight, conv.weight, conv.bias)
-    parts.take_all_of(out)
-    return decoder.DeltaNet(
+    norm: Any = getattr(module, form.norm)
+    return decoder.DeltaNet[Source](
         projections=tuple(row.projections),
         expansions=tuple(row.expansions),
         **columns,
@@ -79,15 +151,15 @@ def describe_delta_net(module: Any, form: DeltaForm, parts: Parts) -> decoder.De
         heads=form.heads,
         key_dim=form.key_depth,
         value_dim=form.value_depth,
-        log_rates=plain(decay.A_log).flatten(),
-        decay_bias=plain(decay.dt_bias).flatten(),
+        log_rates=parts.tensor(decay, "A_log", flat_from=0),
+        decay_bias=parts.tensor(decay, "dt_bias", flat_from=0),
         decay_bound=form.decay_bound,
-        conv_weight=plain(conv.weight).flatten(1),
-        conv_bias=None if conv.bias is None else plain(conv.bias),
-        norm_weight=plain(norm.weight),
+        conv_weight=parts.tensor(module.conv1d, "weight", flat_from=1),
+        conv_bias=parts.optional(module.conv1d, "bias"),
+        norm_weight=parts.tensor(norm, "weight"),
         norm_epsilon=float(norm.variance_epsilon),
         sigmoid_gate=form.sigmoid_gate,
-        out=describe_matrix(out, form.out),
+        out=parts.matrix(getattr(module, form.out), form.out),
     )
 
 

@@ -1,0 +1,106 @@
+"""Copies of modules that recognition may call: with random parameters, whatever was replaced in the model itself."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from cpumoe.integrations.transformers.watched_modules import settings_of
+
+T = TypeVar("T")
+
+#: What was found of modules in the current block of :func:`probing`.
+_found: ContextVar[dict[Hashable, Any] | None] = ContextVar("found", default=None)
+
+#: Attributes of a module that hold hooks.
+_HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
+
+
+def copy_of(module: Any) -> Any:
+    """Return a copy of a module that shares its tensors and children, with its class's forward and without hooks.
+
+    Hooks that transformers installs while the copy runs, to capture hidden states, must not land in the module.
+    """
+    copied = copy.copy(module)
+    vars(copied).pop("forward", None)
+    vars(copied).update({name: OrderedDict() for name in _HOOKS})
+    return copied
+
+
+@contextmanager
+def probing() -> Iterator[None]:
+    """Call copies of modules in the same modes whatever the caller's are, and remember what is found of them.
+
+    Blocks inside of a block remember together. Random numbers come from generators of their own.
+    """
+    found = _found.get()
+    token = _found.set({} if found is None else found)
+    try:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
+            yield
+    finally:
+        _found.reset(token)
+
+
+def remembered(key: Hashable, find: Callable[[], T]) -> T:
+    """Return the result of ``find``, which is called in :func:`probing` once for each key."""
+    with probing():
+        found = _found.get()
+        assert found is not None
+        if key not in found:
+            found[key] = find()
+        result: T = found[key]
+        return result
+
+
+def code_of(module: nn.Module) -> Hashable:
+    """Return a value that modules have in common which compute the same of the same tensors."""
+    return tuple((name, type(m).forward, settings_of(m), _private(m)) for name, m in module.named_modules())
+
+
+def _private(module: nn.Module) -> Hashable:
+    """Return the private attributes of a module, and which configuration it has."""
+    plain = (bool, int, float, str, type(None))
+    held = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
+    private = ((name, repr(v) if isinstance(v, plain) else id(v)) for name, v in held.items() if name.startswith("_"))
+    return *sorted(private), id(held.get("config"))
+
+
+_OF_TORCH = frozenset(vars(nn.Module()))
+
+
+def random_copy(module: Any, dtype: torch.dtype | None = None, random: torch.Generator | None = None) -> Any:
+    """Return a copy of a module in CPU memory with random parameters: trained ones may be all ones or on no device.
+
+    ``dtype``: of parameters and floating-point buffers; None for the module's own. The copy does not train.
+    """
+    random = torch.Generator().manual_seed(0) if random is None else random
+    copied = copy_of(module)
+    copied.training = False
+    copied._parameters = {
+        name: None if tensor is None else nn.Parameter(_random(tensor, dtype, random), requires_grad=False)
+        for name, tensor in module._parameters.items()
+    }
+    copied._buffers = {
+        name: tensor if tensor is None else _random(tensor, dtype, random) if tensor.is_meta else _as(tensor, dtype)
+        for name, tensor in module._buffers.items()
+    }
+    copied._modules = {
+        name: None if child is None else random_copy(child, dtype, random) for name, child in module._modules.items()
+    }
+    return copied
+
+
+def _random(tensor: Tensor, dtype: torch.dtype | None, random: torch.Generator) -> Tensor:
+    return (torch.randn(tensor.shape, generator=random) * 0.5).to(tensor.dtype if dtype is None else dtype)
+
+
+def _as(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return tensor.to(dtype, copy=True) if dtype is not None and tensor.is_floating_point() else tensor.clone()

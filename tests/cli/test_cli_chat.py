@@ -276,7 +276,7 @@ def test_the_oldest_turns_are_dropped(folder: Path) -> None:
         assert [f"question {n} " in text for n in range(turn + 1)] == [n >= dropped for n in range(turn + 1)]
         conversation.add(question, "y" * 10)
     assert dropped >= 2
-    with pytest.raises(ValueError, match="this message has .* tokens; the model's context is 400"):
+    with pytest.raises(ValueError, match="this message has .* tokens; there is room for 400 with its answer"):
         conversation.ask("x" * 400)
     assert conversation.ask("?")[2] == 0  # what was refused has not cost a turn
     assert "question 5 " in tokenizer.decode(conversation.ask("?")[0])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,17 @@ from tiny_models import write_tiny_model, write_tiny_tokenizer
 
 pytest.importorskip("transformers")
 
+import cpumoe
+from cpumoe.chat_template import ChatTemplate
 from cpumoe.cli import main
-from cpumoe.generation.model_folder import prepare_transformers, render_chat
+from cpumoe.generation.model_folder import prepare_transformers
 from cpumoe.generation.session import Session
 from cpumoe.generation.text import TextPieces
 from cpumoe.integrations.transformers.layout.tokenizer import load_tokenizer
+from cpumoe.integrations.transformers.native_decoder import native_with_head
+from cpumoe.steps.sampling import Sampling
 
-GREEDY = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+GREEDY = Sampling()
 
 
 @pytest.fixture(scope="module")
@@ -95,13 +101,12 @@ def test_sampling(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert text("--seed", "1") != text("--seed", "1", "--top-k", "2") != text("--seed", "1", "--top-p", "0.01")
 
 
-def test_sampling_from_the_best_is_greedy(folder: Path) -> None:
-    counting = Counting(folder)
+def test_sampling_from_the_best_is_greedy(counting_on: CountingOn) -> None:
+    counting = counting_on("qwen3_moe", "float")
     prompt = counting.tokenizer.encode("The")
-    sampled = {"do_sample": True, "temperature": 1.0}
-    for options in ({**sampled, "top_k": 1}, {**sampled, "top_p": 1e-6}, {**sampled, "temperature": 1e-6}):
-        session = Session(counting.model, counting.tokenizer, options)
-        assert session.answer(prompt, 16, lambda piece: None).tokens == counting.fresh(prompt)
+    for sampling in (Sampling(1.0, top_k=1), Sampling(1.0, top_p=1e-6), Sampling(1e-6)):
+        with Session(counting.model, counting.tokenizer, sampling) as session:
+            assert session.answer(prompt, 16, lambda piece: None).tokens == counting.fresh(prompt)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +137,7 @@ def test_refuses(
         (["--top-p", "1.5"], "above 0 and up to 1"),
         (["--top-k", "x"], "a whole number from 1"),
         (["--min-p", "0"], "above 0 and up to 1"),
-        (["--seed", str(2**64)], "a whole number from 0 to 2**64 - 1"),
+        (["--seed", str(2**64)], f"a whole number from 0 to {2**64 - 1}"),
         (["--stop", ""], "a text of a character or more"),
     ],
 )
@@ -200,73 +205,151 @@ def test_pieces_where_bytes_are_tokens_of_their_own() -> None:
 
 
 class Counting:
-    """A session on a float model, and the tokens that each of its forward passes computed."""
+    """A session on a model in fp32, and the tokens that each of its steps or forward passes computed."""
 
-    def __init__(self, folder: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    def __init__(self, folder: Path, scheme: str) -> None:
+        self.model = cpumoe.load_model(folder, scheme=scheme, dtype=torch.float32)
         self.tokenizer = load_tokenizer(folder)
         self.session = Session(self.model, self.tokenizer, GREEDY)
         self.computed: list[int] = []
-        self.model.register_forward_pre_hook(
-            lambda module, positional, named: self.computed.append(named["input_ids"].shape[1]), with_kwargs=True
-        )
+        if (native := native_with_head(self.model)) is None:
+            self.model.register_forward_pre_hook(
+                lambda module, positional, named: self.computed.append(named["input_ids"].shape[1]), with_kwargs=True
+            )
+            return
+        compute = native.step_rows
+
+        def count(model: Any, tokens: torch.Tensor, *others: Any) -> torch.Tensor:
+            self.computed.append(len(tokens))
+            return compute(model, tokens, *others)
+
+        native.step_rows = count
 
     def fresh(self, prompt: list[int]) -> list[int]:
-        return Session(self.model, self.tokenizer, GREEDY).answer(prompt, 16, lambda piece: None).tokens
+        with Session(self.model, self.tokenizer, GREEDY) as session:
+            return session.answer(prompt, 16, lambda piece: None).tokens
 
 
-def test_a_prompt_that_begins_alike_is_not_read_twice(folder: Path) -> None:
-    counting = Counting(folder)
-    prompt = render_chat(counting.tokenizer, [{"role": "user", "content": "Which experts?"}])
+CountingOn = Callable[[str, str], Counting]
+
+
+@pytest.fixture
+def counting_on(tmp_path: Path) -> Iterator[CountingOn]:
+    """Makes sessions on tiny models of an architecture with a scheme."""
+    with ExitStack() as sessions:
+
+        def make(architecture: str, scheme: str) -> Counting:
+            counting = Counting(write_tiny_model(tmp_path, architecture), scheme)
+            sessions.enter_context(counting.session)
+            return counting
+
+        yield make
+
+
+@pytest.mark.parametrize(
+    ("architecture", "scheme", "unit"),
+    [
+        ("qwen3_moe", "float", 1),
+        ("qwen3_moe", "w4a8-g32", 16),
+        ("qwen3_next", "float", 1),
+        ("qwen3_next", "w4a8-g32", 1),
+    ],
+)
+def test_a_prompt_that_begins_alike_is_not_read_twice(
+    architecture: str, scheme: str, unit: int, counting_on: CountingOn
+) -> None:
+    """With a KV cache in pages, the last of which is computed again, or with states; without a native decoder too."""
+    counting = counting_on(architecture, scheme)
+    prompt = ChatTemplate(counting.tokenizer).prompt([{"role": "user", "content": "Which experts?"}])
     question: list[int] = []
     for turn in range(3):
         expected = counting.fresh(prompt)
         counting.computed.clear()
         answer = counting.session.answer(prompt, 16, lambda piece: None)
         assert answer.tokens == expected
-        new = len(prompt) if turn == 0 else 1 + len(question)  # the last token of an answer was not read yet
-        assert answer.prefilled == new and counting.computed == [new] + [1] * 15
+        known = 0 if turn == 0 else (len(prompt) - len(question) - 1) // unit * unit  # without an answer's last token
+        assert answer.prefilled == len(prompt) - known and counting.computed[-16:] == [answer.prefilled] + [1] * 15
+        tries_caches = scheme == "float" and turn == 1  # whether the model continues them
+        assert len(counting.computed) == 16 + 3 * tries_caches
         question = counting.tokenizer.encode(f" And {turn}?")
         prompt = [*prompt, *answer.tokens, *question]
-    # A conversation that took another way shares its beginning only.
+    # A conversation that took another way shares its beginning only; states are those of the end.
     other = [*prompt[:20], 7, 8, 9]
     expected = counting.fresh(other)
     answer = counting.session.answer(other, 16, lambda piece: None)
-    assert answer.tokens == expected and answer.prefilled == 3
+    assert answer.tokens == expected
+    assert answer.prefilled == (23 if architecture == "qwen3_next" else 23 - 20 // unit * unit)
 
 
+@pytest.mark.parametrize("scheme", ["float", "w4a8-g32"])
 @pytest.mark.parametrize("architecture", ["gpt_oss", "deepseek_v3"])
-def test_reuse_with_other_kinds_of_attention(architecture: str, tmp_path: Path) -> None:
+def test_reuse_with_other_kinds_of_attention(architecture: str, scheme: str, counting_on: CountingOn) -> None:
     """gpt-oss forgets what has left its window (16 tokens here), and cannot go back behind it."""
-    counting = Counting(write_tiny_model(tmp_path, architecture))
+    counting = counting_on(architecture, scheme)
     prompt = counting.tokenizer.encode("A router reads the token and names the experts")
     answer = counting.session.answer(prompt, 16, lambda piece: None)
     for following in ([*prompt, *answer.tokens, 40, 41], [*prompt[:-3], 40, 41, 42]):
         assert counting.session.answer(following, 16, lambda piece: None).tokens == counting.fresh(following)
 
 
-@pytest.mark.parametrize("between_layers", [False, True])
-def test_reuse_after_an_interrupt(between_layers: bool, folder: Path) -> None:
-    counting = Counting(folder)
-    prompt = counting.tokenizer.encode("A router reads the token")
+@pytest.mark.parametrize("scheme", ["float", "w4a8-g32"])
+def test_reuse_after_an_interrupt(scheme: str, counting_on: CountingOn) -> None:
+    counting = counting_on("qwen3_moe", scheme)
+    prompt = counting.tokenizer.encode("A router reads the token " * 4)
     pieces: list[str] = []
 
-    def interrupt(*_: Any) -> None:
-        if len(counting.computed) == 6:
+    def interrupt(piece: str) -> None:
+        pieces.append(piece)
+        if len(pieces) == 6:
             raise KeyboardInterrupt
 
-    hook = counting.model.model.layers[1].self_attn.register_forward_pre_hook(interrupt) if between_layers else None
-    answer = counting.session.answer(prompt, 16, pieces.append if between_layers else interrupt)
-    if hook is not None:
-        hook.remove()
-        assert "".join(pieces) == answer.text
-    assert answer.finish == "interrupt" and 1 <= len(answer.tokens) <= 7
-    following = [*prompt, *answer.tokens, 40, 41]
+    answer = counting.session.answer(prompt, 1000, interrupt)
+    assert "".join(pieces).startswith(answer.text[:5])
+    assert answer.finish == "interrupt" and 6 <= len(answer.tokens) < 1000
+    following = [*prompt, *answer.tokens[:4], 40, 41]
     expected = counting.fresh(following)
     answer = counting.session.answer(following, 16, lambda piece: None)
-    assert answer.tokens == expected and answer.prefilled <= 4
+    assert answer.tokens == expected and answer.prefilled <= 2 + 16
+
+
+def test_an_engine_that_fails(counting_on: CountingOn) -> None:
+    counting = counting_on("qwen3_moe", "w4a8-g32")
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a broken step")
+
+    native_with_head(counting.model).step_rows = fail
+    with pytest.raises(RuntimeError, match="could not compute this request"):
+        counting.session.answer([5], 4, lambda piece: None)
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_the_cache_takes_memory_for_the_tokens_that_there_are(counting_on: CountingOn) -> None:
+    counting = counting_on("qwen3_moe", "w4a8-g32")
+    assert counting.session.token_limit == 2048  # the model's context
+    before = resident_bytes()
+    with Session(counting.model, counting.tokenizer, GREEDY, tokens=999_999) as session:
+        native = native_with_head(counting.model)
+        assert session.token_limit == 1_000_000 and native.token_bytes * 1_000_000 > 500e6
+        assert session.answer([5] * 100, 16, lambda piece: None).tokens
+        assert resident_bytes() - before < 100e6
+    with (
+        Session(counting.model, counting.tokenizer, GREEDY, tokens=20) as session,
+        pytest.raises(RuntimeError, match="1 tokens and 100 for the answer; there is room for 32 in all"),
+    ):
+        session.answer([5], 100, lambda piece: None)
+
+
+def test_conversations_that_are_over_take_no_memory(counting_on: CountingOn) -> None:
+    counting = counting_on("qwen3_moe", "w4a8-g32")
+    with Session(counting.model, counting.tokenizer, GREEDY) as session:
+        for first in range(5, 25):
+            assert session.answer([first] * 100, 4, lambda piece: None).tokens
+        pool = session._engine._schedules.groups[0].pool
+        assert len(pool._holders) - len(pool._blank) <= -(-104 // 16)
 
 
 def test_transformers_stays_off_the_network() -> None:

@@ -392,6 +392,11 @@ def options_of(command: str) -> set[str]:
     return {names[-1] for action in actions if (names := action.option_strings) and action.dest != "help"}
 
 
+def test_the_table_has_all_commands() -> None:
+    named = {module.__name__.rpartition(".")[2] for module in cli._COMMANDS}
+    assert set(MEANING) == named - {"serve"}  # whose options are those of tests/cli/test_cli_serve.py
+
+
 @pytest.mark.parametrize("command", MEANING)
 def test_the_table_has_all_options(command: str) -> None:
     assert options_of(command) == set(MEANING[command])

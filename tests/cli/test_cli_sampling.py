@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from cpumoe.cli import main
 from cpumoe.generation.session import Session
 from cpumoe.generation.stop_strings import StopAutomaton, StopStrings
 from cpumoe.integrations.transformers.layout.tokenizer import load_tokenizer
+from cpumoe.steps.sampling import Sampling
 
 PROMPT = "The experts"
 LENGTH = 24
@@ -58,36 +60,53 @@ def generated(capsys: pytest.CaptureFixture[str]) -> Generated:
     return run
 
 
-def by_transformers(folder: Path, seed: int | None = None, **options: Any) -> str:
+def by_transformers(folder: Path, **options: Any) -> str:
     """What ``generate`` of transformers makes of it, with nothing of the command line between."""
     model, tokenizer = cpumoe.load_model(folder, scheme="float"), load_tokenizer(folder)
     ids = torch.tensor([tokenizer.encode(PROMPT)])
-    if seed is not None:
-        torch.manual_seed(seed)
-    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=LENGTH, **options)
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=LENGTH, do_sample=False, **options)
     return str(tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True))
+
+
+def sampled(folder: Path, sampling: Sampling) -> str:
+    """What the engine makes of it."""
+    model, tokenizer = cpumoe.load_model(folder, scheme="float"), load_tokenizer(folder)
+    with Session(model, tokenizer, sampling) as session:
+        return session.answer(tokenizer.encode(PROMPT), LENGTH, lambda piece: None).text
 
 
 def test_the_model_says_how(greedy_model: Path, sampling_model: Path, generated: Generated) -> None:
     assert generated(greedy_model) == by_transformers(greedy_model) == generated(greedy_model, "--greedy")
+    own = Sampling(temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.3)
     for seed in (5, 6):
-        assert generated(sampling_model, "--seed", str(seed)) == by_transformers(sampling_model, seed)
+        assert generated(sampling_model, "--seed", str(seed)) == sampled(sampling_model, replace(own, seed=seed))
     assert generated(sampling_model, "--seed", "5") != generated(sampling_model, "--seed", "6")
 
 
 def test_the_user_says_how(greedy_model: Path, sampling_model: Path, generated: Generated) -> None:
     # The penalty of its configuration is no sampling and stays.
-    greedy = by_transformers(sampling_model, do_sample=False)
+    greedy = by_transformers(sampling_model)
     assert generated(sampling_model, "--greedy") == greedy == generated(sampling_model, "--temperature", "0")
     assert greedy != by_transformers(greedy_model)
-    assert generated(sampling_model, "--top-k", "3", "--seed", "5") == by_transformers(sampling_model, 5, top_k=3)
+    own = Sampling(temperature=0.8, top_k=3, top_p=0.9, repetition_penalty=1.3, seed=5)
+    assert generated(sampling_model, "--top-k", "3", "--seed", "5") == sampled(sampling_model, own)
     options = ["--temperature", "1.5", "--top-p", "0.7", "--min-p", "0.01", "--top-k", "9", "--seed", "7"]
-    settings = {"do_sample": True, "temperature": 1.5, "top_p": 0.7, "min_p": 0.01, "top_k": 9}
-    assert generated(greedy_model, *options) == by_transformers(greedy_model, 7, **settings)
-    warm = by_transformers(greedy_model, 7, do_sample=True, temperature=1.0)
+    settings = Sampling(temperature=1.5, top_p=0.7, min_p=0.01, top_k=9, seed=7)
+    assert generated(greedy_model, *options) == sampled(greedy_model, settings)
+    warm = sampled(greedy_model, Sampling(temperature=1.0, top_k=50, seed=7))
     assert generated(greedy_model, "--temperature", "1", "--seed", "7") == warm
     # Only the likeliest token is as likely as the likeliest.
     assert generated(greedy_model, "--temperature", "1", "--min-p", "1") == generated(greedy_model)
+
+
+def test_a_seed_is_of_the_first_answer(greedy_model: Path) -> None:
+    """Answers to the same question differ, and a session with the same seed repeats all of them."""
+    model, tokenizer = cpumoe.load_model(greedy_model, scheme="float"), load_tokenizer(greedy_model)
+    answers = []
+    for _ in range(2):
+        with Session(model, tokenizer, Sampling(temperature=1.0, seed=2**64 - 1)) as session:
+            answers.append([session.answer([5, 6], 8, lambda piece: None).tokens for _ in range(3)])
+    assert answers[0] == answers[1] and len(set(map(tuple, answers[0]))) == 3
 
 
 def test_a_configuration_that_cannot_be_used(
@@ -132,18 +151,20 @@ def test_stop_strings_of_the_model(greedy_model: Path, tmp_path: Path, generated
 
 def test_an_answer_goes_on_behind_a_stop(greedy_model: Path) -> None:
     """What was read beyond the stop is no part of the next prompt, and the cache knows that."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(greedy_model, dtype=torch.float32)
-    tokenizer = load_tokenizer(greedy_model)
+    model, tokenizer = cpumoe.load_model(greedy_model, scheme="float"), load_tokenizer(greedy_model)
     prompt = tokenizer.encode(PROMPT)
-    whole = Session(model, tokenizer, {}).answer(prompt, LENGTH, lambda piece: None)
-    session = Session(model, tokenizer, {}, [whole.text[8:10]])
-    answer = session.answer(prompt, LENGTH, lambda piece: None)
-    following = [*prompt, *answer.tokens[:-1], 40, 41]
-    fresh = Session(model, tokenizer, {}, [whole.text[8:10]]).answer(following, 8, lambda piece: None)
-    again = session.answer(following, 8, lambda piece: None)
-    assert again.tokens == fresh.tokens and again.prefilled < fresh.prefilled
+
+    def session(*stops: str) -> Session:
+        return Session(model, tokenizer, Sampling(), stops)
+
+    with session() as whole:
+        text = whole.answer(prompt, LENGTH, lambda piece: None).text
+    with session(text[8:10]) as stopped, session(text[8:10]) as other:
+        answer = stopped.answer(prompt, LENGTH, lambda piece: None)
+        following = [*prompt, *answer.tokens[:-1], 40, 41]
+        fresh = other.answer(following, 8, lambda piece: None)
+        again = stopped.answer(following, 8, lambda piece: None)
+        assert again.tokens == fresh.tokens and again.prefilled < fresh.prefilled
 
 
 SHORT = st.text(alphabet="ab<", max_size=12)

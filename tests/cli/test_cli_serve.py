@@ -25,10 +25,15 @@ pytest.importorskip("transformers")
 pytest.importorskip("starlette")
 from sampling import first_of
 
+import cpumoe
 from cpumoe import cpu
 from cpumoe.cli import main
+from cpumoe.cli.chat import Conversation
 from cpumoe.generation.api_requests import ChatRequest, CompletionRequest, ResponsesRequest, parse_body
 from cpumoe.generation.memory import BATCH_TOKENS, cache_size
+from cpumoe.generation.session import Session
+from cpumoe.integrations.transformers.layout.tokenizer import load_tokenizer
+from cpumoe.steps.sampling import Sampling
 
 # Reasoning in marks that transformers knows of this family, and a variable of its own.
 TEMPLATE = (
@@ -464,6 +469,36 @@ def test_a_client_that_leaves(server: Server) -> None:
     assert server.answer()
 
 
+@pytest.mark.parametrize("options", [["--scheme", "w4a8-g32"], ["--scheme", "float", "--sequential"]])
+def test_generate_and_chat_answer_as_the_server_does(
+    options: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a native decoder, and without one."""
+    messages = [{"role": "user", "content": "Which experts?"}]
+    with serve(str(folder), *options, "--name", "tiny") as server:
+        asked = {"model": "tiny", "messages": messages, "max_tokens": 12, "temperature": 0}
+        _, reply = server.call("/v1/chat/completions", asked)
+        first = reply["choices"][0]["message"]["content"]
+        messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "And now?"}]
+        _, reply = server.call("/v1/chat/completions", asked)
+        second = reply["choices"][0]["message"]["content"]
+        assert server.stop()[0] == 0
+    scheme = options[:2]
+    arguments = ["generate", str(folder), "Which experts?", "--chat", *scheme, "--max-new-tokens", "12", "--greedy"]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out == f"{first}\n"
+    tokenizer = load_tokenizer(folder)
+    conversation = Conversation(tokenizer, 2048, 12)
+    with Session(cpumoe.load_model(folder, scheme=scheme[1]), tokenizer, Sampling()) as session:
+        for question, expected in (("Which experts?", first), ("And now?", second)):
+            prompt, length, _ = conversation.ask(question)
+            answer = session.answer(prompt, length, lambda piece: None, lambda piece: None)
+            assert answer.text == expected
+            conversation.add(question, answer.text)
+    # What the first turn computed, as far as its text has the same tokens again.
+    assert answer.prefilled <= answer.prompt_tokens - 16
+
+
 def test_answers_do_not_begin_with_the_prompt(folder: Path, tmp_path: Path) -> None:
     """A template of another kind than transformers' parser of this family expects."""
     for file in folder.iterdir():
@@ -636,7 +671,11 @@ def test_clients_that_send_anything_do_not_fill_the_log(folder: Path, tmp_path: 
 
 @pytest.mark.parametrize(
     ("option", "value", "message"),
-    [("--port", "70000", "0 to 65535"), ("--port", "x", "0 to 65535"), ("--memory-gb", "-1", "a number above 0")],
+    [
+        ("--port", "70000", "from 0 to 65535"),
+        ("--port", "x", "from 0 to 65535"),
+        ("--memory-gb", "-1", "a number above 0"),
+    ],
 )
 def test_refuses_numbers(option: str, value: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit:

@@ -20,7 +20,7 @@ pytest.importorskip("starlette")
 import transformers
 from served_models import Server, serve
 
-from cpumoe.cli import generate, main
+from cpumoe.cli import main
 from cpumoe.cli.chat import Conversation
 from cpumoe.cli.chat import _turn as take_turn
 from cpumoe.generation import token_text
@@ -28,8 +28,8 @@ from cpumoe.generation.answer_marks import _HARMONY as HARMONY_MARKS
 from cpumoe.generation.answer_marks import AnswerMarks
 from cpumoe.generation.answers import Answering, ChatFormat, CompletionFormat
 from cpumoe.generation.api_requests import ResponsesRequest
+from cpumoe.generation.batch_engine import BatchEngine
 from cpumoe.generation.choice import Choice
-from cpumoe.generation.engine import BatchEngine
 from cpumoe.generation.responses_format import ResponsesFormat
 from cpumoe.generation.session import Session
 from cpumoe.generation.stop_strings import StopAutomaton
@@ -37,7 +37,7 @@ from cpumoe.generation.text import PlainMessage, StructuredMessage
 from cpumoe.generation.token_text import TokenTexts
 from cpumoe.integrations.transformers.layout.tokenizer import load_tokenizer
 from cpumoe.steps.request import Finish, Job
-from cpumoe.steps.sampling import Sampling, Token
+from cpumoe.steps.sampling import Sampling, Token, TokenChooser
 from cpumoe.steps.schedule import Schedule
 
 ASKED = [{"role": "user", "content": "Which experts?"}]
@@ -296,8 +296,8 @@ def test_the_token_that_ends_a_turn_ends_the_answer(server: Server, folder: Path
     asked = server.ask(max_tokens=20, logit_bias={"3": 100})
     _, reply = server.call("/v1/chat/completions", asked)
     assert reply["choices"][0]["finish_reason"] == "stop" and reply["usage"]["completion_tokens"] == 1
-    session = Session(model, load_tokenizer(folder), {"do_sample": False, "sequence_bias": [[[3], 100.0]]})
-    answer = session.answer([5, 6, 7], 20, lambda piece: None)
+    with Session(model, load_tokenizer(folder), Sampling(logit_bias={3: 100.0})) as session:
+        answer = session.answer([5, 6, 7], 20, lambda piece: None)
     assert answer.finish == "stop" and answer.tokens == [3]
 
 
@@ -551,26 +551,22 @@ def test_another_transformers_generates_text_and_reads_no_chats(
         marks.message([1])
 
 
-class Script:
-    """A logits processor that makes a model write what it is given."""
-
-    def __init__(self, tokens: list[int]) -> None:
-        self._tokens = iter(tokens)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        forced = torch.full_like(scores, -torch.inf)
-        forced[:, next(self._tokens)] = 0
-        return forced
+def write(monkeypatch: pytest.MonkeyPatch, tokens: list[int]) -> None:
+    """Lets models write these tokens."""
+    script = iter(tokens)
+    monkeypatch.setattr(TokenChooser, "choose", lambda *_: Token(next(script)))
 
 
-def test_chat_reads_harmony(harmony: tuple[Any, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_chat_reads_harmony(
+    harmony: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What is shown, and what the next prompt has of it: the final channel alone."""
     model, tokenizer = harmony
     written = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello.<|return|>"
-    script = Script(tokenizer.encode(written))
-    session = Session(model, tokenizer, {"do_sample": False, "logits_processor": [script]})
+    write(monkeypatch, tokenizer.encode(written))
     conversation = Conversation(tokenizer, None, 100)
-    take_turn(conversation, session, "Hi?")
+    with Session(model, tokenizer, Sampling()) as session:
+        take_turn(conversation, session, "Hi?")
     assert capsys.readouterr().out == "[reasoning]\nHm.\n[answer]\nHello.\n"
     prompt = tokenizer.decode(conversation.ask("And now?")[0])
     assert "<|start|>assistant<|channel|>final<|message|>Hello.<|end|>" in prompt and "Hm." not in prompt
@@ -587,9 +583,8 @@ def test_generate_reads_harmony(
     written = "<|channel|>analysis<|message|>Hm.<|end|><|start|>assistant<|channel|>final<|message|>Hello.<|return|>"
 
     def answer(*options: str) -> tuple[str, list[str]]:
-        script = {"do_sample": False, "logits_processor": [Script(tokenizer.encode(written))]}
-        monkeypatch.setattr(generate, "sampling_options", lambda *_: script)
-        assert main(["generate", str(tmp_path), "Hi?", "--scheme", "fp32", *options]) == 0
+        write(monkeypatch, tokenizer.encode(written))
+        assert main(["generate", str(tmp_path), "Hi?", "--scheme", "float", *options]) == 0
         shown = capsys.readouterr()
         return shown.out, shown.err.splitlines()
 

@@ -59,6 +59,12 @@ def check(status: int, reply: Any) -> None:
         assert reply.keys() == {"error"} and reply["error"]["message"] and "Traceback" not in str(reply)
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_bodies_without_damage_are_answered(server: Server, path: str) -> None:
+    """Else the fuzzers below would see errors alone."""
+    assert server.call(path, {"model": "tiny", **BODIES[path]})[0] == 200
+
+
 @given(st.sampled_from(sorted(BODIES)), st.dictionaries(st.sampled_from(FIELDS), AWKWARD, min_size=1, max_size=3))
 @BOUNDED
 def test_awkward_fields(server: Server, path: str, changes: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import queue
 import resource
 import select
 import socket
@@ -14,11 +15,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from every_architecture import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import write_tiny_model
@@ -30,11 +34,13 @@ import transformers
 from pydantic import ValidationError
 
 import cpumoe
+from cpumoe.errors import RankError
 from cpumoe.generation import admission, connections
 from cpumoe.generation import http as limits
 from cpumoe.generation.answers import Answering, Choice
 from cpumoe.generation.api_requests import ApiError, ChatRequest, CompletionRequest, parse_body
-from cpumoe.generation.engine import SequentialEngine
+from cpumoe.generation.batch_engine import BatchEngine, CannotBatch
+from cpumoe.generation.engine import SequentialEngine, start_engine
 from cpumoe.generation.server import Server
 from cpumoe.generation.stop_strings import StopAutomaton, StopStrings
 from cpumoe.generation.text import PlainMessage, StructuredMessage, TextPieces
@@ -76,6 +82,30 @@ def test_only_tokens_that_transformers_would_allow(
         probabilities = (scores / temperature).softmax(-1)
         border = float(probabilities[kept].min()) * (1 - 1e-5)
         assert all(probabilities[token] >= border for token in seen), name
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_rules_apply_in_the_order_of_transformers(seed: int) -> None:
+    """The repetition penalty, then temperature, top_k, top_p and min_p, each on what the one before has left."""
+    random = torch.Generator().manual_seed(seed)
+    scores, prompt = torch.randn(24, generator=random) * 2, torch.randint(24, (6,), generator=random).tolist()
+    sampling = Sampling(temperature=0.7, top_k=9, top_p=0.85, min_p=0.06, repetition_penalty=1.4, seed=seed)
+    ids, left = torch.tensor([prompt]), scores[None].clone()
+    for processor in (
+        transformers.RepetitionPenaltyLogitsProcessor(1.4),
+        transformers.TemperatureLogitsWarper(0.7),
+        transformers.TopKLogitsWarper(9),
+        transformers.TopPLogitsWarper(0.85),
+        transformers.MinPLogitsWarper(0.06),
+    ):
+        left = processor(ids, left)
+    chances = left[0].softmax(-1)
+    seen: Counter[int] = Counter()
+    for number in range(1500):
+        seen[TokenChooser(replace(sampling, seed=number), prompt).choose(scores).id] += 1
+    assert set(seen) <= set(chances.nonzero().flatten().tolist())
+    for token, chance in enumerate(chances.tolist()):
+        assert abs(seen[token] / 1500 - chance) < 0.06
 
 
 def test_probabilities() -> None:
@@ -344,11 +374,19 @@ def test_a_model_that_cannot_be_batched_and_a_mistake_of_our_own(
         raise ValueError("no such attention")
 
     monkeypatch.setattr(parts[0], "init_continuous_batching", refuse)
-    with Server(*parts, "tiny", 2048) as served:
-        assert served.start_batching(16, 32, 64) == "no such attention"
-        monkeypatch.setattr(parts[0], "init_continuous_batching", lambda **_: None)  # our code cannot use this
-        with pytest.raises(AttributeError, match="logit_processor"):
-            served.start_batching(16, 32, 64)
+    with pytest.raises(CannotBatch, match="no such attention"):
+        BatchEngine(parts[0], 16, 32, 64)
+    monkeypatch.setattr(parts[0], "init_continuous_batching", lambda **_: None)  # our code cannot use this
+    with pytest.raises(AttributeError, match="logit_processor"):
+        BatchEngine(parts[0], 16, 32, 64)
+
+
+@contextmanager
+def stopping(engine: SequentialEngine | StepEngine) -> Iterator[SequentialEngine | StepEngine]:
+    try:
+        yield engine
+    finally:
+        engine.stop()
 
 
 @contextmanager
@@ -356,14 +394,13 @@ def serving(
     parts: tuple[Any, Any], max_connections: int = 100, send_buffer: int | None = None
 ) -> Iterator[tuple[Server, int]]:
     """The server inside this process, on a thread of its own; ``send_buffer`` is the kernel's for each connection."""
-    with socket.create_server(("127.0.0.1", 0)) as listener, Server(*parts, "tiny", 2048) as served:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        stopping(engine_for(parts[0])) as engine,
+        Server(*parts, "tiny", 2048, engine) as served,
+    ):
         if send_buffer is not None:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-        native = native_with_head(parts[0])
-        if native is None:
-            served.start_sequential()
-        else:
-            assert served.start_steps(native, 512, 32, 64) is None
         ready = threading.Event()
         uvicorn_server = served._uvicorn(max_connections, "warning", ready.set)
         thread = threading.Thread(target=uvicorn_server.run, kwargs={"sockets": [listener]})
@@ -494,6 +531,39 @@ def test_waiting_jobs_are_told_that_the_engine_ends() -> None:
         assert [type(item) for item in items] == [Failure] * 3
     finally:
         release.set()
+
+
+def test_limits_of_the_generation_config_do_not_end_an_answer_early() -> None:
+    model = tiny_model("jamba")  # without a native decoder
+    model.generation_config.max_time = 0.0
+    items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    with stopping(SequentialEngine(model)) as engine:
+        engine.add(Job([5, 6], 3, frozenset(), Sampling(), items.put))
+        assert [type(items.get(timeout=SECONDS)) for _ in range(4)] == [Token] * 3 + [str]
+
+
+def test_a_request_that_transformers_ends_early_fails() -> None:
+    class Short:
+        def generate(self, *_: Any, **__: Any) -> Any:
+            return SimpleNamespace(past_key_values=None, sequences=torch.tensor([[5]]))
+
+    items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    with stopping(SequentialEngine(Short())) as engine:
+        engine.add(Job([5], 2, frozenset(), Sampling(), items.put))
+        assert "ended it early" in items.get(timeout=SECONDS).sentence
+
+
+def test_a_rank_that_is_lost_ends_the_engine() -> None:
+    class Spread:
+        def generate(self, *_: Any, **__: Any) -> None:
+            raise RankError("rank 1 has ended")
+
+    engine = SequentialEngine(Spread())
+    items: list[Any] = []
+    engine.add(Job([5], 2, frozenset(), Sampling(), items.append))
+    until(lambda: items)
+    assert "could not compute" in items[0].sentence and "rank 1 has ended" in str(engine.lost)
+    assert engine.problem is not None and engine.stop()
 
 
 MANY_TOKENS = {"model": "tiny", "prompt": "The", "n": 64, "max_tokens": 20, "logprobs": 20}  # answered by a megabyte
@@ -691,7 +761,7 @@ def test_a_slow_template_does_not_stop_the_others(parts: tuple[Any, Any], monkey
         return [5]
 
     with serving(parts) as (served, port):
-        monkeypatch.setattr(served._prompts, "of_chat", slow)
+        monkeypatch.setattr(served._endpoints._prompts, "of_chat", slow)
         with socket.create_connection(("127.0.0.1", port)) as waiting:
             body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
             post(waiting, "/v1/chat/completions", body)
@@ -703,9 +773,77 @@ def test_a_slow_template_does_not_stop_the_others(parts: tuple[Any, Any], monkey
 
 
 def test_tokens_after_the_end_of_the_loop() -> None:
-    from cpumoe.generation.engine import deliver_to
+    class Engine:
+        def add(self, job: Job) -> None:
+            jobs.append(job)
 
-    loop = asyncio.new_event_loop()
-    deliver = deliver_to(loop, lambda item: None)
-    loop.close()
-    deliver(Token(1))  # nobody is there, and that is all
+    async def begin() -> None:
+        choice = Choice(0, None, StopAutomaton([]), PlainMessage(), frozenset())
+        Answering(Engine(), [choice], [[5]], [1], frozenset(), [Sampling()], n=1, on_end=lambda: None)
+
+    jobs: list[Job] = []
+    asyncio.run(begin())
+    jobs[0].fail("too late")  # nobody is there, and that is all
+
+
+# ---- engines without a native decoder --------------------------------------------------------------------------------
+
+
+def answered(engine: Any, prompt: list[int], count: int) -> tuple[list[int], int]:
+    """Return the tokens of an answer, and how many of the prompt's were in the KV cache."""
+    items: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    job = Job(prompt, count, frozenset({10**6}), Sampling(), items.put)
+    engine.add(job)
+    tokens = []
+    while isinstance(item := items.get(timeout=SECONDS), Token):
+        tokens.append(item.id)
+    assert item == "length", item
+    return tokens, job.cached_tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "continues"), [("qwen3_next", True), ("gpt_oss", True), ("jamba", False), ("minimax", False)]
+)
+def test_the_next_turn_is_answered_as_if_it_were_the_first(name: str, continues: bool) -> None:
+    """transformers' Jamba begins with empty states in each call of several tokens, MiniMax's cache counts wrongly."""
+    model = tiny_model(name)
+    model.generation_config.eos_token_id = None
+    first = torch.randint(4, 90, (20,), generator=torch.Generator().manual_seed(0)).tolist()
+    with stopping(SequentialEngine(model)) as engine:
+        second = [*first, *answered(engine, first, 12)[0], 7, 8, 9]
+        found, cached = answered(engine, second, 12)
+    with stopping(SequentialEngine(model)) as engine:
+        assert answered(engine, second, 12) == (found, 0)
+    assert (cached == len(first) + 11) == continues and (cached == 0) != continues
+
+
+def test_a_cache_that_the_generation_config_names() -> None:
+    model = tiny_model("qwen3_moe")
+    model.generation_config.update(cache_implementation="dynamic", eos_token_id=None)
+    with stopping(SequentialEngine(model)) as engine:
+        assert answered(engine, [5, 6, 7], 4)[0] == answered(engine, [5, 6, 7], 4)[0]
+
+
+def test_a_model_that_cannot_be_batched_is_answered_one_at_a_time() -> None:
+    """transformers had given it a paged attention by then, with which it cannot run alone."""
+    model = cpumoe.accelerate(tiny_model("deepseek_v4"), "w4a8-g32")
+    model.generation_config.eos_token_id = None
+    attention = model.config._attn_implementation
+    with start_engine(model, 10**9) as started:
+        assert isinstance(started.engine, SequentialEngine) and model.config._attn_implementation == attention
+        assert len(answered(started.engine, [5, 6, 7], 4)[0]) == 4
+
+
+def test_rules_that_the_native_decoder_leaves_out_are_named(
+    parts: tuple[Any, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if native_with_head(parts[0]) is None:
+        pytest.skip("without the native decoder transformers computes them")
+    rules = {"no_repeat_ngram_size": 1, "min_new_tokens": 1, "forced_eos_token_id": 0}
+    harmless = {"typical_p": 1.0, "min_length": 0, "bad_words_ids": [], "encoder_repetition_penalty": 1.0}
+    for name, value in (rules | harmless).items():
+        monkeypatch.setattr(parts[0].generation_config, name, value, raising=False)
+    with start_engine(parts[0], 10**9, one_request=True):
+        pass
+    (told,) = [record.getMessage() for record in caplog.records if "leaves out" in record.getMessage()]
+    assert all(name in told for name in rules) and not any(name in told for name in harmless)

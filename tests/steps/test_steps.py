@@ -22,8 +22,8 @@ pytest.importorskip("transformers")
 import cpumoe
 from cpumoe.integrations.transformers.native_decoder import native_with_head
 from cpumoe.integrations.transformers.paged_decoder import PagedDecoder
-from cpumoe.integrations.transformers.recognition.parts import NotDescribed
-from cpumoe.steps import engine as step_engine
+from cpumoe.integrations.transformers.recognition.values import UnsupportedDecoder
+from cpumoe.steps import job_thread
 from cpumoe.steps.engine import StepEngine
 from cpumoe.steps.group_schedules import GroupSchedules
 from cpumoe.steps.page_pool import PagePool, page_name
@@ -264,7 +264,7 @@ def computed(groups: GroupSchedules, prompt_rows: int) -> list[int]:
 
 def test_jobs_go_where_the_least_work_is() -> None:
     groups = grouped(3)
-    assert groups.tokens == 400 and groups.is_idle
+    assert groups.is_idle
     assert [add(groups, [i] * 20) for i in range(3)] == [0, 1, 2]
     assert add(groups, [9] * 3) == 0
     assert computed(groups, 100) == [23, 20, 20]
@@ -528,7 +528,7 @@ def test_a_model_that_has_become_another_one(model: Any, monkeypatch: pytest.Mon
     with engine_of(model) as engine:
 
         def refuse(*_: Any) -> None:
-            raise NotDescribed("a layer was replaced")
+            raise UnsupportedDecoder("a layer was replaced")
 
         monkeypatch.setattr(native_with_head(model), "step_rows", refuse)
         _, items = ask(engine, [5], 2)
@@ -549,7 +549,7 @@ def test_a_model_that_fails_at_once(model: Any, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_end(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step_engine, "STOP_SECONDS", 0.1)
+    monkeypatch.setattr(job_thread, "STOP_SECONDS", 0.1)
     native = native_with_head(model)
     compute = native.step_rows
     release = threading.Event()
@@ -602,3 +602,57 @@ def test_states_are_of_their_sequence_alone(tmp_path: Path) -> None:
             assert [tokens_of(items, 12) for items in answers] == expected
     finally:
         assert engine.stop()
+
+
+def test_a_sequence_with_states_goes_on_where_one_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the next turn of a chat does. Where it begins otherwise, all of it is computed."""
+    folder = write_tiny_model(tmp_path, "qwen3_next")
+    model = cpumoe.load_model(folder, scheme="w4a8-g32", dtype=torch.float32)
+    native = native_with_head(model)
+    compute, steps = native.step_rows, []
+    monkeypatch.setattr(native, "step_rows", lambda *a: steps.append(len(a[1])) or compute(*a))
+    engine = new_engine(model, native, 64, 16, 64, sequences=2)
+    try:
+        assert engine.start() is None
+        for length in (40, 48):  # the last page is full, or not, when 8 tokens more are computed
+            (prompt,) = prompts_of([length])
+            answer = tokens_of(ask(engine, prompt, 9)[1], 9)
+            following = [*prompt, *answer, 7, 8]
+            for turn, computed in ((following, 3), ([*following[:-1], 9], length + 11)):
+                expected = generated(model, turn, 5)
+                steps.clear()
+                job, items = ask(engine, turn, 5)
+                assert tokens_of(items, 5) == expected and sum(steps) == computed + 4
+                assert job.cached_tokens == len(turn) - computed
+    finally:
+        assert engine.stop()
+
+
+@given(st.integers(2, 5), st.integers(1, 3), st.data())
+@settings(max_examples=100, deadline=None)
+def test_slots_have_the_states_of_what_goes_on_in_them(pages: int, slots: int, data: st.DataObject) -> None:
+    """A slot remembers the tokens of its states, and pages those of their places."""
+    size = 4
+    schedule = Schedule(pages, size, 7, slots, shares_pages=False)
+    states: dict[int, list[int]] = {}
+    memory = [[()] * size for _ in range(pages)]
+    text = [data.draw(st.integers(0, 1)) for _ in range(pages * size)]
+    for _ in range(40):
+        if len(schedule.sequences) < 3:
+            length = data.draw(st.integers(1, len(text) - 1))
+            prompt = [*text[: length - 1], data.draw(st.integers(0, 1))]
+            schedule.add(Job(prompt, 1000, frozenset(), Sampling(), lambda _: None))
+        pieces = schedule.next_step(7)
+        for piece in pieces:
+            sequence, first = piece.sequence, piece.sequence.computed
+            assert first == 0 or states[sequence.line] == sequence.tokens[:first]
+            for place in range(first + piece.count):
+                if place >= first:
+                    memory[sequence.pages[place // size]][place % size] = tuple(sequence.tokens[: place + 1])
+                assert memory[sequence.pages[place // size]][place % size] == tuple(sequence.tokens[: place + 1])
+            states[sequence.line] = sequence.tokens[: first + piece.count]
+        schedule.advance(pieces)
+        for sequence in [piece.sequence for piece in pieces if piece.is_last or not piece.sequence.pending]:
+            sequence.tokens.append(text[len(sequence.tokens)] if len(sequence.tokens) < len(text) else 0)
+            sequence.job.over = len(sequence.tokens) >= len(text) or data.draw(st.booleans())
+        schedule.drop_ended()

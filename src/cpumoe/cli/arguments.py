@@ -7,19 +7,17 @@ import math
 import os
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cpumoe import _core, cpu
 from cpumoe.errors import UnsupportedScheme
-from cpumoe.layers.scheme import Scheme
+from cpumoe.layers.scheme import FLOAT, Scheme
 from cpumoe.option_values import INT8_ACTIVATIONS, INT8_CACHE
 
 if TYPE_CHECKING:
     from cpumoe.checkpoints.checkpoint import Checkpoint
-
-#: The value of ``--scheme`` and ``--linears`` that leaves weights in float.
-FLOAT = "float"
 
 _MOST_THREADS = 4096  # the limit of the core
 
@@ -34,10 +32,24 @@ def whole_number(least: int, most: int | None = None, multiple_of: int = 1) -> C
 
     def parse(text: str) -> int:
         # int() alone would accept "1_0" and digits of other scripts, and has its own message for 5000 digits.
-        number = int(text) if text.isascii() and text.isdecimal() and len(text) < 20 else -1
+        number = int(text) if text.isascii() and text.isdecimal() and len(text) <= 20 else -1
         if number < least or (most is not None and number > most) or number % multiple_of:
             raise argparse.ArgumentTypeError(f"{text!r}; {kind} from {least}{up_to} is accepted")
         return number
+
+    return parse
+
+
+def whole_numbers(least: int) -> Callable[[str], list[int]]:
+    """A type for argparse: whole numbers from ``least``, separated by commas."""
+    number = whole_number(least)
+    kind = "positive numbers" if least == 1 else f"whole numbers from {least}"
+
+    def parse(text: str) -> list[int]:
+        try:
+            return [number(part) for part in text.split(",")]
+        except argparse.ArgumentTypeError:
+            raise argparse.ArgumentTypeError(f"{text!r}; {kind} separated by commas are accepted") from None
 
     return parse
 
@@ -54,10 +66,14 @@ def real_number(text: str) -> float:
         return math.nan
 
 
-def seconds(text: str) -> float:
+def number_above_zero(text: str) -> float:
+    return number_from_zero(text, above=True)
+
+
+def number_from_zero(text: str, *, above: bool = False) -> float:
     value = real_number(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}; a number above 0 is accepted")
+    if not 0 <= value < math.inf or (above and value == 0):
+        raise argparse.ArgumentTypeError(f"{text!r}; a number {'above' if above else 'from'} 0 is accepted")
     return value
 
 
@@ -110,6 +126,18 @@ def refuse_given(arguments: argparse.Namespace, reason: str, *names: str) -> Non
         value = getattr(arguments, name)
         if value is not None and value is not False:  # "in (None, False)" would count 0 as False
             raise ValueError(f"--{name.replace('_', '-')} has no effect {reason}")
+
+
+def check_output(option: str, path: Path | None, *, plot: bool = False) -> None:
+    """Refuses a file that could not be written; ``plot``: matplotlib has to draw it."""
+    if path is None:
+        return
+    if plot and find_spec("matplotlib") is None:
+        raise RuntimeError(f"{option} needs matplotlib: pip install 'cpumoe[bench]'")
+    if path.is_dir():
+        raise ValueError(f"{option} {path}: this is a folder; the name of a file is accepted")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"{option} {path}: there is no folder {path.absolute().parent}")
 
 
 def read_text(path: str | Path, name: str) -> str:

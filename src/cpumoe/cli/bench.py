@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cpumoe.bench.shapes import SHAPES
 from cpumoe.cli.arguments import (
-    add_activations,
-    add_download,
-    add_kv_cache,
     instruction_set,
+    number_above_zero,
     positive,
     refuse_given,
-    scheme_name,
     scheme_or_float,
-    seconds,
     size_in_features,
-    whole_number,
+    whole_numbers,
 )
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+from cpumoe.cli.model_arguments import add_loading_options
+from cpumoe.cli.parser import Commands
 
 #: Options that have no meaning with a MODEL.
 _OF_LAYERS = ("shape", "hidden", "intermediate", "experts", "topk", "tokens", "routing", "isa", "dtype", "seconds")
@@ -62,13 +55,9 @@ def _add_model_options(parser: argparse.ArgumentParser) -> None:
         "batch": (1, "sequences that are computed together (1)"),
     }
     for name, (least, text) in counts.items():
-        group.add_argument(f"--{name}", type=_counts(least), metavar="N,N", help=text)
+        group.add_argument(f"--{name}", type=whole_numbers(least), metavar="N,N", help=text)
     group.add_argument("--repetitions", type=positive, metavar="N", help="how often each test is run (5)")
-    group.add_argument("--linears", type=scheme_name, metavar="SCHEME", help="quantise its other linears too")
-    add_activations(group)
-    add_kv_cache(group)
-    group.add_argument("--cache", type=Path, metavar="DIR", help="keep the packed weights here for the next start")
-    add_download(group)
+    add_loading_options(group)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +75,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     sizes = {"hidden": size_in_features, "intermediate": size_in_features, "experts": positive, "topk": positive}
     for name, kind in sizes.items():
         group.add_argument(f"--{name}", type=kind, metavar="N", help="a shape of your own (give all four)")
-    group.add_argument("--tokens", type=_counts(1), metavar="N,N", help="of a call (1,8,64,512,2048)")
+    group.add_argument("--tokens", type=whole_numbers(1), metavar="N,N", help="of a call (1,8,64,512,2048)")
     group.add_argument(
         "--routing",
         choices=["uniform", "demo"],
@@ -96,22 +85,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--isa", type=instruction_set, action="append", help="instruction set; may be repeated (the one in use)"
     )
     group.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], help="of the hidden states (bf16)")
-    group.add_argument("--seconds", type=seconds, metavar="F", help="time for each row (2)")
+    group.add_argument("--seconds", type=number_above_zero, metavar="F", help="time for each row (2)")
     group.add_argument("--plot", type=Path, metavar="FILE", help="write a roofline (PNG) to FILE")
-
-
-def _counts(least: int) -> Callable[[str], list[int]]:
-    """Return a type for argparse: whole numbers from ``least``, separated by commas."""
-    number = whole_number(least)
-    kind = "positive numbers" if least == 1 else f"whole numbers from {least}"
-
-    def parse(text: str) -> list[int]:
-        try:
-            return [number(part) for part in text.split(",")]
-        except argparse.ArgumentTypeError:
-            raise argparse.ArgumentTypeError(f"{text!r}; {kind} separated by commas are accepted") from None
-
-    return parse
 
 
 def run(arguments: argparse.Namespace) -> int:

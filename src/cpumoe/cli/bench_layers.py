@@ -14,11 +14,10 @@ from cpumoe.bench.measure import Row, bench_shape
 from cpumoe.bench.report import plot, table, write_json
 from cpumoe.bench.shapes import SHAPES, Shape
 from cpumoe.bench.workload import fitting_scheme
-from cpumoe.cli.arguments import FLOAT, check_scheme_fits
+from cpumoe.cli.arguments import check_output, check_scheme_fits
 from cpumoe.demo.model import measured_load
-from cpumoe.layers.scheme import Scheme
+from cpumoe.layers.scheme import DEFAULT_SCHEME, FLOAT, Scheme
 
-_DEFAULT_SCHEME = Scheme.parse("w4a8-g128")
 #: Called with a shape, the numbers of tokens, the dtype of the hidden states, the seconds for each row, and a function
 #: that gets a sentence about everything that goes wrong.
 BenchOthers = Callable[[Shape, list[int], torch.dtype, float, Callable[[str], None]], Iterator[Row]]
@@ -59,19 +58,13 @@ def run(arguments: argparse.Namespace, bench_others: BenchOthers | None = None) 
         for scheme in schemes:
             check_scheme_fits(f"--scheme {scheme} for {shape.name}", scheme, shape.hidden, shape.intermediate)
     dtype = _DTYPES[arguments.dtype or "bf16"]
-    if arguments.plot is not None:
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            raise RuntimeError("--plot needs matplotlib: pip install 'cpumoe[bench]'") from None
-    for path in (arguments.json, arguments.plot):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"{path}: there is no folder {path.absolute().parent}")
+    check_output("--json", arguments.json)
+    check_output("--plot", arguments.plot, plot=True)
     rows: list[Row] = []
     for isa in arguments.isa or [""]:
         _core.use_isa(isa)
         for shape in shapes:
-            for scheme in schemes or [fitting_scheme(_DEFAULT_SCHEME, shape)]:
+            for scheme in schemes or [fitting_scheme(Scheme.parse(DEFAULT_SCHEME), shape)]:
                 for row in bench_shape(shape, scheme, tokens, dtype, seconds):
                     rows.append(row)
                     _note(f"{row.shape} {row.scheme} {row.isa} T={row.tokens}: {row.ms_median:.3f} ms")

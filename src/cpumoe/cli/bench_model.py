@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from cpumoe import _core, cpu
 from cpumoe.bench.machine_load import MachineLoad, is_busy
 from cpumoe.bench.model_rates import ModelRow, Workload, list_tests, measure_model
-from cpumoe.cli.arguments import find_models
+from cpumoe.cli.arguments import check_output, find_models
 from cpumoe.cli.model_arguments import check_schemes, load_chosen_model
 from cpumoe.generation.memory import model_bytes
 from cpumoe.generation.model_folder import check_config, context_length, prepare_transformers
@@ -24,8 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     if len(arguments.scheme or ()) > 1:
         raise ValueError("--scheme is given more than once; a MODEL is loaded with one")
     arguments.scheme = None if arguments.scheme is None else arguments.scheme[0]
-    if arguments.json is not None and not arguments.json.absolute().parent.is_dir():
-        raise ValueError(f"--json {arguments.json}: there is no folder {arguments.json.absolute().parent}")
+    check_output("--json", arguments.json)
     name = str(arguments.model)
     find_models(arguments, "model")
     check_config(arguments.model)

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cpumoe.chat_template import ChatTemplate
 from cpumoe.cli.arguments import find_models
 from cpumoe.cli.line_input import LineInput, state_folder
 from cpumoe.cli.model_arguments import add_model_arguments, load_chosen_model
@@ -15,10 +16,11 @@ from cpumoe.cli.sampling_arguments import (
     add_sampling_arguments,
     check_sampling_arguments,
     generation_config,
-    sampling_options,
+    sampling_of,
 )
 from cpumoe.cli.screen import Screen
-from cpumoe.generation.model_folder import check_folder, context_length, prepare_transformers, render_chat
+from cpumoe.free_memory import available_bytes
+from cpumoe.generation.model_folder import check_folder, context_length, prepare_transformers
 from cpumoe.integrations.transformers.layout.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -61,8 +63,8 @@ class Conversation:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context: int | None, max_new_tokens: int) -> None:
-        self._tokenizer = tokenizer
-        self._context = context
+        self._template = ChatTemplate(tokenizer)
+        self.context = context
         self._max_new_tokens = max_new_tokens
         self._turns: list[tuple[str, str]] = []  # question and answer
         self._system = ""
@@ -83,15 +85,15 @@ class Conversation:
         """The prompt, how long its answer may be, and how many turns were dropped for it."""
         turns = self._turns
         prompt = self._render(turns, question)
-        if self._context is None:
+        if self.context is None:
             return prompt, self._max_new_tokens, 0
-        reserve = min(self._max_new_tokens, self._context // 4)
-        while turns and len(prompt) + reserve > self._context:
+        reserve = min(self._max_new_tokens, self.context // 4)
+        while turns and len(prompt) + reserve > self.context:
             turns = turns[1:]
             prompt = self._render(turns, question)
-        room = self._context - len(prompt)
+        room = self.context - len(prompt)
         if room < 1:
-            raise ValueError(f"this message has {len(prompt)} tokens; the model's context is {self._context}")
+            raise ValueError(f"this message has {len(prompt)} tokens; there is room for {self.context} with its answer")
         dropped = len(self._turns) - len(turns)
         self._turns = turns
         return prompt, min(self._max_new_tokens, room), dropped
@@ -110,7 +112,7 @@ class Conversation:
         messages = [{"role": "system", "content": self._system}] if self._system else []
         for asked, answered in turns:
             messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answered}]
-        return render_chat(self._tokenizer, [*messages, {"role": "user", "content": question}])
+        return self._template.prompt([*messages, {"role": "user", "content": question}])
 
 
 def _note(line: str) -> None:
@@ -118,20 +120,26 @@ def _note(line: str) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from cpumoe.generation.session import Session
-
     check_sampling_arguments(arguments)
     find_models(arguments, "model")
     check_folder(arguments.model)
     prepare_transformers()
-    options = sampling_options(arguments, generation_config(arguments.model))
+    from cpumoe.generation.memory import free_bytes_with
+    from cpumoe.generation.session import Session
+
+    sampling = sampling_of(arguments, generation_config(arguments.model))
     tokenizer = load_tokenizer(arguments.model)
     conversation = Conversation(tokenizer, context_length(arguments.model), arguments.max_new_tokens)
     conversation.set_system(arguments.system)  # also finds a missing chat template before the model is loaded
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that is not UTF-8 gets "?"
     folder = None if arguments.no_history else state_folder()
     history = None if folder is None else folder / "chat_history"
-    _talk(Session(load_chosen_model(arguments), tokenizer, options, arguments.stop or ()), conversation, history)
+    available = available_bytes()
+    model = load_chosen_model(arguments)
+    free = free_bytes_with(model, available)
+    with Session(model, tokenizer, sampling, arguments.stop or (), free_bytes=free) as session:
+        conversation.context = min(filter(None, (conversation.context, session.token_limit)), default=None)
+        _talk(session, conversation, history)
     return 0
 
 

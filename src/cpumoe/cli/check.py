@@ -9,15 +9,14 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from cpumoe import cpu
-from cpumoe.cli.arguments import add_download, add_model, find_models, instruction_set, scheme_name
+from cpumoe.cli.arguments import add_download, add_model, find_models, instruction_set, scheme_name, whole_numbers
+from cpumoe.cli.parser import Commands
 from cpumoe.errors import printable
 from cpumoe.layers.scheme import Scheme
 from cpumoe.option_values import EXPERTS_TOLERANCE, LINEAR_TOLERANCE
 
 if TYPE_CHECKING:
     from cpumoe.checkpoints.verification import Result
-
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _MAX_LISTED = 8  # problems of a module that are printed; JSON has all of them
 
@@ -36,7 +35,7 @@ def add_command(commands: Commands) -> None:
     )
     add_download(parser)
     parser.add_argument("--tokens", type=int, metavar="N", help="tokens per layer (enough for every expert)")
-    parser.add_argument("--layers", type=_layer_list, metavar="LIST", help="only these, such as 0,5 (all)")
+    parser.add_argument("--layers", type=whole_numbers(0), metavar="LIST", help="only these, such as 0,5 (all)")
     parser.add_argument(
         "--tolerance",
         type=float,
@@ -47,13 +46,6 @@ def add_command(commands: Commands) -> None:
     parser.add_argument("--isa", type=instruction_set, help="instruction set (the one in use)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run)
-
-
-def _layer_list(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}; numbers of layers separated by commas are accepted") from None
 
 
 def run(arguments: argparse.Namespace) -> int:

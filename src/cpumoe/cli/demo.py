@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import argparse
 import time
-from typing import TYPE_CHECKING
 
 from cpumoe import cpu
 from cpumoe.cli import demo_layer
 from cpumoe.cli.arguments import positive, refuse_given
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
+from cpumoe.cli.parser import Commands
 
 _TOKENS = 64
 
@@ -43,15 +40,16 @@ def run(arguments: argparse.Namespace) -> int:
 def _complete(tokens: int) -> int:
     import torch
 
-    from cpumoe.bench.decoding import decode_times
-    from cpumoe.bench.machine_load import MachineLoad, doubt
-    from cpumoe.demo import model as demo_model
-    from cpumoe.demo.completions import PROMPTS, complete, float_model
-    from cpumoe.evaluation.expert_load import count_expert_load
-    from cpumoe.generation.memory import model_bytes
     from cpumoe.generation.model_folder import prepare_transformers
 
     prepare_transformers()
+    from cpumoe.bench.decoding import decode_times
+    from cpumoe.bench.machine_load import MachineLoad, doubt
+    from cpumoe.demo import model as demo_model
+    from cpumoe.demo.completions import PROMPTS, SAMPLING, float_model
+    from cpumoe.evaluation.expert_load import count_expert_load
+    from cpumoe.generation.memory import model_bytes
+    from cpumoe.generation.session import Session
     from cpumoe.integrations.transformers.layout.tokenizer import load_tokenizer
     from cpumoe.integrations.transformers.loading.model_loading import load_model
 
@@ -65,14 +63,15 @@ def _complete(tokens: int) -> int:
         f"{config.num_experts_per_tok} per token, trained on the Python standard library.\n"
         f"Loaded in {seconds:.1f} s; {cpu.isa()} kernels, {cpu.get_num_threads()} threads."
     )
-    torch.manual_seed(3)
     rates: list[float] = []
     texts: list[list[int]] = []
     for prompt in PROMPTS:
         print(f"\n{'-' * 100}\n{prompt}", end="")
-        answer = complete(model, tokenizer, prompt, tokens, lambda piece: print(piece, end="", flush=True))
+        ids = tokenizer.encode(prompt)
+        with Session(model, tokenizer, SAMPLING, tokens=len(ids) + tokens) as session:
+            answer = session.answer(ids, tokens, lambda piece: print(piece, end="", flush=True))
         rates.append(answer.decode_rate or 0.0)
-        texts.append(tokenizer.encode(prompt) + answer.tokens)
+        texts.append(ids + answer.tokens)
         print()
     print("-" * 100)
     # Counted afterwards: while somebody looks at the experts, a model runs layer by layer.
@@ -83,14 +82,14 @@ def _complete(tokens: int) -> int:
     every = sum(len(counts) for counts in load.counts.values())
     print(f"\n{max(rates):.0f} tokens per second; {used} of {every} experts were used.")
 
-    ids = torch.tensor([tokenizer.encode(PROMPTS[0])])
+    first = torch.tensor([tokenizer.encode(PROMPTS[0])])
     load_of_others = MachineLoad()
-    packed_times = decode_times(model, ids, 32)
+    packed_times = decode_times(model, first, 32)
     parts = ", ".join(f"{kind} {share:.0%}" for kind, share in packed_times.shares.items() if share >= 0.01)
     print(f"Where a token's {packed_times.seconds * 1e3:.1f} ms go: {parts}.")
 
     plain = float_model(model)
-    plain_times = decode_times(plain, ids, 8)
+    plain_times = decode_times(plain, first, 8)
     print(
         f"The same model in {str(plain.dtype).removeprefix('torch.')} with transformers alone: "
         f"{plain_times.seconds * 1e3:.1f} ms a token, {model_bytes(plain) * 1e-6:.0f} MB of weights instead of "

@@ -7,16 +7,14 @@ import json
 import platform
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import cpumoe
 from cpumoe import _core, cpu, numa
+from cpumoe.cli.parser import Commands
 from cpumoe.errors import printable
 from cpumoe.free_memory import available_bytes, memory_bytes
 from cpumoe.tables import aligned
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def add_command(commands: Commands) -> None:

@@ -9,10 +9,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpumoe.cli.arguments import FLOAT, find_models, positive, read_text
+from cpumoe.cli.arguments import check_output, find_models, positive, read_text
 from cpumoe.cli.model_arguments import add_model_arguments, check_schemes, is_quantized, load_chosen_model
+from cpumoe.cli.parser import Commands
 from cpumoe.generation.model_folder import check_folder, context_length, prepare_transformers
 from cpumoe.integrations.transformers.layout.tokenizer import load_tokenizer
+from cpumoe.layers.scheme import FLOAT
 from cpumoe.option_values import DEFAULT_WINDOW
 from cpumoe.tables import aligned
 
@@ -20,8 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from cpumoe.evaluation.perplexity import Comparison, Evaluation, Progress
-
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def add_command(commands: Commands) -> None:
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     # Everything that can be refused is refused before the model is loaded, because loading may take minutes.
     text = _read_text(arguments.text, arguments.limit)
-    _check_picture(arguments.heatmap)
+    check_output("--heatmap", arguments.heatmap, plot=True)
     find_models(arguments, "model", "against")
     check_folder(arguments.model)
     check_schemes(arguments)
@@ -142,19 +142,6 @@ def _check_windows(arguments: argparse.Namespace, tokens: int) -> None:
         raise ValueError(f"--stride {arguments.stride}; 1 to {window} (the window) are accepted")
     if tokens <= window:
         raise ValueError(f"--stride has no effect: the {tokens} tokens of the text are seen in one window of {window}")
-
-
-def _check_picture(path: Path | None) -> None:
-    if path is None:
-        return
-    try:
-        import matplotlib  # noqa: F401
-    except ImportError:
-        raise RuntimeError("--heatmap needs matplotlib: pip install 'cpumoe[bench]'") from None
-    if path.is_dir():
-        raise ValueError(f"--heatmap {path}: this is a folder; the name of a file is accepted")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"--heatmap {path}: there is no folder {path.absolute().parent}")
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from cpumoe.cli.arguments import (
     refuse_given,
     size_in_features,
 )
+from cpumoe.cli.parser import Commands
 from cpumoe.errors import NoBackend
 from cpumoe.layers.activation import KINDS, Activation
 from cpumoe.layers.routing_methods import RoutingMethod
@@ -28,8 +29,6 @@ from cpumoe.tables import aligned
 if TYPE_CHECKING:
     from cpumoe.integrations.transformers.recognition.explain import Explanation
     from cpumoe.layers.config import MoEConfig
-
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # by PyTorch's names
@@ -67,8 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
         refuse_given(arguments, "without a MODEL or SCHEME", "download", "activations", *_LAYER_OPTIONS)
         return _explain_all(arguments.json)
     layers, steps = _layers(arguments)
-    told = {} if steps is None else {"steps": steps.sentence, "decoder": steps.values}
-    answers = [_answer(config, count) | told for config, count in layers.items()]
+    answers = [_answer(config, count) for config, count in layers.items()]
+    if steps is not None:
+        answers[0] |= {"steps": steps.sentence, "decoder": steps.values}
     if arguments.json:
         print(json.dumps(answers[0] if len(answers) == 1 else answers, indent=1))
     else:

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import secrets
+import signal
 import sys
 import time
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
+from cpumoe.chat_template import ChatTemplate
 from cpumoe.cli.arguments import find_models, read_text, refuse_given
 from cpumoe.cli.model_arguments import add_model_arguments, is_decoded, load_chosen_model
 from cpumoe.cli.node_ranks import add_ranks, run_on_nodes
@@ -16,10 +20,10 @@ from cpumoe.cli.sampling_arguments import (
     add_sampling_arguments,
     check_sampling_arguments,
     generation_config,
-    sampling_options,
+    sampling_of,
 )
 from cpumoe.cli.screen import Screen
-from cpumoe.generation.model_folder import check_folder, context_length, prepare_transformers, render_chat
+from cpumoe.generation.model_folder import check_folder, context_length, prepare_transformers
 from cpumoe.integrations.transformers.layout.tokenizer import load_tokenizer
 from cpumoe_command import INTERRUPTED, interrupted
 
@@ -27,6 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from cpumoe.parallel.ranks import Ranks
+    from cpumoe.steps.sampling import Sampling
 
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -84,9 +89,13 @@ def run(arguments: argparse.Namespace) -> int:
     find_models(arguments, "model")
     check_folder(arguments.model)
     prepare_transformers()
-    options = sampling_options(arguments, generation_config(arguments.model))
+    sampling = sampling_of(arguments, generation_config(arguments.model))
     tokenizer = load_tokenizer(arguments.model)
-    prompt = render_chat(tokenizer, [{"role": "user", "content": text}]) if arguments.chat else tokenizer.encode(text)
+    prompt = (
+        ChatTemplate(tokenizer).prompt([{"role": "user", "content": text}])
+        if arguments.chat
+        else tokenizer.encode(text)
+    )
     if not prompt:
         raise ValueError("the prompt is empty for this tokenizer; there is nothing to continue")
     context = context_length(arguments.model)
@@ -97,29 +106,35 @@ def run(arguments: argparse.Namespace) -> int:
         )
     ranks = join_ranks(arguments)
     with ranks.together():
-        return _answer(arguments, prompt, tokenizer, options, ranks)
+        return _answer(arguments, prompt, tokenizer, sampling, ranks)
 
 
 def _answer(
     arguments: argparse.Namespace,
     prompt: list[int],
     tokenizer: PreTrainedTokenizerBase,
-    options: dict[str, Any],
+    sampling: Sampling,
     ranks: Ranks,
 ) -> int:
-    """Loads the model and answers; all ranks do, and the first one prints."""
-    import torch
-
+    """Loads the model and answers, as the first rank; the others follow its steps, or do the same if there are none."""
     from cpumoe.generation.session import Session, peak_memory_bytes
+    from cpumoe.integrations.transformers.native_decoder import native_with_head
+    from cpumoe.integrations.transformers.paged_decoder import PagedDecoder
+    from cpumoe.steps.rank_runner import follow_steps
 
-    ranks.agree("prompt", f"{prompt} {options} {arguments.max_new_tokens} {arguments.stop}")
-    torch.manual_seed(ranks.gather_numbers([torch.initial_seed() % 2**63])[0][0])  # all choose the same tokens
+    ranks.agree("prompt", f"{prompt} {sampling} {arguments.max_new_tokens} {arguments.stop}")
+    if sampling.seed is None:  # all ranks choose the same tokens
+        sampling = replace(sampling, seed=ranks.gather_numbers([secrets.randbits(63)])[0][0])
     started = time.perf_counter()
     model = load_chosen_model(arguments, ranks=ranks)
     load_seconds = time.perf_counter() - started
+    prints = ranks.rank == 0
+    if not prints and (native := native_with_head(model)) is not None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # it comes to all ranks, and the first one ends the steps
+        follow_steps(PagedDecoder(model, native), ranks)
+        return 0
 
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal that is not UTF-8 gets "?"
-    prints = ranks.rank == 0
     streams = prints and not (arguments.no_stream or arguments.json)
 
     def pass_by(piece: str) -> None:
@@ -127,8 +142,9 @@ def _answer(
 
     screen = Screen(sys.stderr)
     show_answer, show_reasoning = (screen.show_answer, screen.show_reasoning) if streams else (pass_by, pass_by)
-    session = Session(model, tokenizer, options, arguments.stop or ())
-    answer = session.answer(prompt, arguments.max_new_tokens, show_answer, show_reasoning if arguments.chat else None)
+    length = arguments.max_new_tokens
+    with Session(model, tokenizer, sampling, arguments.stop or (), tokens=len(prompt) + length, ranks=ranks) as session:
+        answer = session.answer(prompt, length, show_answer, show_reasoning if arguments.chat else None)
     remarks = [interrupted("generate")] if answer.finish == "interrupt" else []
     status = INTERRUPTED if answer.finish == "interrupt" else 0
     if not prints:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cpumoe.cli.arguments import add_download, add_model, find_models, scheme_name
+from cpumoe.cli.parser import Commands
 from cpumoe.errors import printable
 from cpumoe.layers.scheme import Scheme
 from cpumoe.tables import aligned, size_text
-
-if TYPE_CHECKING:
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _MAX_LISTED = 20  # problems of one kind that are printed; JSON has all of them
 _TITLES = {"missing": "missing", "wrong": "of another kind", "unexpected": "unexpected", "other": "refused"}

@@ -6,9 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cpumoe import settings
 from cpumoe.cli.arguments import (
-    FLOAT,
     add_activations,
     add_download,
     add_kv_cache,
@@ -18,7 +16,7 @@ from cpumoe.cli.arguments import (
     scheme_or_float,
 )
 from cpumoe.errors import UnsupportedScheme
-from cpumoe.layers.scheme import Scheme
+from cpumoe.layers.scheme import FLOAT, Scheme, named_scheme
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -31,6 +29,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         type=scheme_or_float,
         help=f"quantise the experts of a float checkpoint (w4a8-g128, ...; {FLOAT}: do not)",
     )
+    add_loading_options(parser)
+
+
+def add_loading_options(parser: argparse._ActionsContainer) -> None:
+    """Add the options of loading that a model has besides the scheme of its experts."""
     parser.add_argument("--linears", type=scheme_name, metavar="SCHEME", help="quantise its other linears too")
     add_activations(parser)
     add_kv_cache(parser)
@@ -69,12 +72,13 @@ def check_schemes(arguments: argparse.Namespace) -> None:
             f"--activations {arguments.activations}: {model} is a float checkpoint; let the scheme say it: "
             "--scheme w4a16-g32+int8"
         )
-    if scheme is None and settings.SCHEME.get() is None:
+    named = named_scheme(scheme, None)
+    if named is None:
         raise UnsupportedScheme(
             f"{model} is a float checkpoint: add --scheme w4a8-g128 (or another) to quantise its experts while they "
             f"are read, --scheme bf16 to run them as they are, or --scheme {FLOAT} to leave them to transformers"
         )
-    if (scheme or settings.SCHEME.get()) == FLOAT:
+    if named == FLOAT:
         if arguments.linears is None and arguments.cache is not None:
             raise ValueError(f"--cache has no effect with --scheme {FLOAT}, which packs nothing")
         if arguments.kv_cache is not None:

@@ -7,7 +7,10 @@ import difflib
 import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
+
+#: What ``add_command`` of a command's module gets.
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 _NEGATIVE_NUMBER = re.compile(r"-\d+|-\d*\.\d+")  # as argparse has it
 

@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 from cpumoe.cli.arguments import add_download, add_model, find_models, positive, scheme_name
+from cpumoe.cli.parser import Commands
 from cpumoe.cli.rank_arguments import add_layout_arguments, layout_of
 from cpumoe.errors import printable
 from cpumoe.layers.scheme import Scheme
@@ -14,8 +15,6 @@ from cpumoe.tables import aligned, size_text
 
 if TYPE_CHECKING:
     from cpumoe.parallel.rank_plan import ModelPlan
-
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def add_command(commands: Commands) -> None:

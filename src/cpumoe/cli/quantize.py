@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cpumoe.cli.arguments import (
-    FLOAT,
     add_download,
     add_model,
     check_scheme_fits_model,
@@ -21,12 +20,12 @@ from cpumoe.cli.arguments import (
     scheme_or_float,
     whole_number,
 )
+from cpumoe.cli.parser import Commands
+from cpumoe.layers.scheme import FLOAT
 from cpumoe.option_values import INTEGER_FORMATS, PACK_QUANTIZED
 
 if TYPE_CHECKING:
     from cpumoe.quantization.quantization_plan import QuantizationReport
-
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _MAX_LAYERS = 8  # layers whose uncovered experts are printed
 _CALIBRATION_SAMPLES = 128

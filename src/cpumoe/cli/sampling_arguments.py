@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from cpumoe.cli.arguments import positive, real_number, refuse_given
+from cpumoe.cli.arguments import number_from_zero, positive, real_number, refuse_given, whole_number
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
+    from cpumoe.steps.sampling import Sampling
+
 _FILE = "generation_config.json"
+_TOP_K = 50  # transformers' default
 _SHAPING = ("top_p", "top_k", "min_p")  # options that limit which tokens are sampled
 
 
@@ -31,25 +34,21 @@ def add_sampling_arguments(parser: argparse.ArgumentParser, *, max_new_tokens: i
         "with its temperature, top_p, top_k and penalties, or the likeliest one where it does not ask for sampling.",
     )
     group.add_argument("--greedy", action="store_true", help="always the likeliest token")
-    group.add_argument("--temperature", type=_temperature, metavar="F", help="above 0: sample; 0: as --greedy")
+    group.add_argument("--temperature", type=number_from_zero, metavar="F", help="above 0: sample; 0: as --greedy")
     group.add_argument("--top-p", type=_share, metavar="F", help="sample from the likeliest with this probability")
     group.add_argument(
-        "--top-k", type=positive, metavar="N", help="sample from the likeliest N (where the model does not say: 50)"
+        "--top-k",
+        type=positive,
+        metavar="N",
+        help=f"sample from the likeliest N (if the model does not say: {_TOP_K})",
     )
     group.add_argument(
         "--min-p", type=_share, metavar="F", help="sample from those at least F times as likely as the likeliest"
     )
-    group.add_argument("--seed", type=_seed, metavar="N", help="of the sampling: the same again")
+    group.add_argument("--seed", type=whole_number(0, 2**64 - 1), metavar="N", help="of the sampling: the same again")
     parser.add_argument(
         "--stop", type=_stop, action="append", metavar="TEXT", help="end before this text; may be repeated"
     )
-
-
-def _temperature(text: str) -> float:
-    value = real_number(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}; a number from 0 is accepted")
-    return value
 
 
 def _share(text: str) -> float:
@@ -57,13 +56,6 @@ def _share(text: str) -> float:
     if not 0 < value <= 1:
         raise argparse.ArgumentTypeError(f"{text!r}; a number above 0 and up to 1 is accepted")
     return value
-
-
-def _seed(text: str) -> int:
-    number = int(text) if text.isascii() and text.isdecimal() and len(text) <= 20 else -1
-    if not 0 <= number < 2**64:
-        raise argparse.ArgumentTypeError(f"{text!r}; a whole number from 0 to 2**64 - 1 is accepted")
-    return number
 
 
 def _stop(text: str) -> str:
@@ -101,21 +93,17 @@ def generation_config(folder: Path) -> GenerationConfig:
     return own
 
 
-def sampling_options(arguments: argparse.Namespace, own: GenerationConfig) -> dict[str, Any]:
-    """The arguments as options of ``generate``, for a model whose own configuration is ``own``. Also seeds torch.
+def sampling_of(arguments: argparse.Namespace, own: GenerationConfig) -> Sampling:
+    """The sampling that the arguments ask for, with what they leave open from the model's configuration ``own``."""
+    from cpumoe.steps.sampling import Sampling
 
-    For options that are not in the result, ``generate`` uses the values in ``own``.
-    """
-    check_sampling_arguments(arguments)
     if arguments.greedy or arguments.temperature == 0:
-        return {"do_sample": False, "temperature": None} | dict.fromkeys(_SHAPING)
-    given = {name: value for name in ("temperature", *_SHAPING) if (value := getattr(arguments, name)) is not None}
+        return Sampling.of_model(own, samples=False)
     if arguments.temperature is None and not own.do_sample:
         reason = f"for a model whose {_FILE} does not ask for sampling; add --temperature 1"
         refuse_given(arguments, reason, *_SHAPING, "seed")
-        return {}
-    if arguments.seed is not None:
-        import torch
-
-        torch.manual_seed(arguments.seed)
-    return {"do_sample": True, **given}
+        return Sampling.of_model(own)
+    asked = {name: getattr(arguments, name) for name in _SHAPING}
+    if own.top_k is None and arguments.top_k is None:
+        asked["top_k"] = _TOP_K
+    return replace(Sampling.of_model(own, samples=True).asked(arguments.temperature, **asked), seed=arguments.seed)

@@ -10,7 +10,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cpumoe.bench.shapes import Shape
-from cpumoe.cli.arguments import check_scheme_fits, positive, real_number, refuse_given, scheme_name, seconds
+from cpumoe.cli.arguments import (
+    check_output,
+    check_scheme_fits,
+    number_above_zero,
+    number_from_zero,
+    positive,
+    real_number,
+    refuse_given,
+    scheme_name,
+    whole_number,
+    whole_numbers,
+)
+from cpumoe.cli.parser import Commands
 from cpumoe.layers.parallel_layout import Exchange
 from cpumoe.layers.scheme import Scheme
 from cpumoe.option_values import LAYOUTS
@@ -22,8 +34,6 @@ if TYPE_CHECKING:
     from cpumoe.simulation.kernel_costs import KernelCosts
     from cpumoe.simulation.routing_trace import RoutingTrace
     from cpumoe.simulation.scaling import Outcome
-
-    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _RANKS = (8, 16, 32, 64, 128, 256, 512, 1024)
 _DRAWN = ("uniform", "zipf", "demo")
@@ -46,7 +56,9 @@ def add_command(commands: Commands) -> None:
         help=f"{', '.join(MODELS)}, or H,I,E,K,LAYERS (qwen3-30b-a3b)",
     )
     parser.add_argument("--scheme", type=scheme_name, help="of the weights, where they are measured (w4a8-g128)")
-    parser.add_argument("--ranks", type=_numbers, default=_RANKS, metavar="N,N", help="such as 8,16,32 (8 to 1024)")
+    parser.add_argument(
+        "--ranks", type=whole_numbers(1), default=_RANKS, metavar="N,N", help="such as 8,16,32 (8 to 1024)"
+    )
     parser.add_argument(
         "--layout",
         choices=LAYOUTS,
@@ -59,7 +71,7 @@ def add_command(commands: Commands) -> None:
         choices=[Exchange.ALLGATHER_REDUCESCATTER.value, Exchange.ALL_TO_ALL.value],
         help="how tokens travel to whole experts (all_to_all)",
     )
-    parser.add_argument("--spare", type=_spare, metavar="N", help="slots a rank for copies, in ep-balanced (1)")
+    parser.add_argument("--spare", type=whole_number(0), metavar="N", help="slots a rank for copies in ep-balanced (1)")
     network = parser.add_argument_group("the machines")
     network.add_argument(
         "--network",
@@ -68,8 +80,8 @@ def add_command(commands: Commands) -> None:
         help="latency and rate of a node's connection, and of two ranks of a node (20,12.5 for both)",
     )
     network.add_argument("--ranks-per-node", type=positive, default=1, metavar="N", help="ranks of a machine (1)")
-    network.add_argument("--message-us", type=_from_zero, metavar="F", help="of a rank's time per message (measured)")
-    network.add_argument("--speed", type=seconds, default=1.0, metavar="F", help="a rank's, of that measured here (1)")
+    network.add_argument("--message-us", type=number_from_zero, metavar="F", help="of a rank per message (measured)")
+    network.add_argument("--speed", type=number_above_zero, default=1.0, metavar="F", help="a rank's, of that here (1)")
     parser.add_argument(
         "--routing",
         default="uniform",
@@ -78,7 +90,7 @@ def add_command(commands: Commands) -> None:
     )
     parser.add_argument("--costs", type=Path, metavar="FILE", help="costs that were measured before")
     parser.add_argument("--save-costs", type=Path, metavar="FILE", help="write measured costs to FILE")
-    parser.add_argument("--seconds", type=seconds, metavar="F", help="for each point that is measured (0.5)")
+    parser.add_argument("--seconds", type=number_above_zero, metavar="F", help="for each point that is measured (0.5)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="write a plot (PNG or SVG) to FILE")
     parser.set_defaults(run=run)
@@ -101,29 +113,9 @@ def _model(text: str) -> ModelShape:
     return ModelShape(text, hidden, intermediate, experts, topk, layers, layers, other)
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    numbers = _split(text)
-    if not numbers or min(numbers) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r}; positive numbers separated by commas are accepted")
-    return tuple(numbers)
-
-
 def _split(text: str) -> list[int]:
     parts = text.split(",")
     return [int(part) for part in parts] if all(part.isascii() and part.isdecimal() for part in parts) else []
-
-
-def _spare(text: str) -> int:
-    if not text.isdecimal() or not text.isascii():
-        raise argparse.ArgumentTypeError(f"{text!r}; a whole number from 0 is accepted")
-    return int(text)
-
-
-def _from_zero(text: str) -> float:
-    value = real_number(text)
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r}; a number from 0 is accepted")
-    return value
 
 
 def _links(text: str) -> tuple[Link, Link]:
@@ -179,14 +171,8 @@ def _check(arguments: argparse.Namespace, layouts: tuple[str, ...]) -> None:
         refuse_given(arguments, "without whole experts on ranks", "exchange")
     if "ep-balanced" not in layouts:
         refuse_given(arguments, "without --layout ep-balanced", "spare")
-    if arguments.plot is not None:
-        try:
-            import matplotlib  # noqa: F401
-        except ImportError:
-            raise RuntimeError("--plot needs matplotlib: pip install 'cpumoe[bench]'") from None
-    for path in (arguments.plot, arguments.save_costs):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"{path}: there is no folder {path.absolute().parent}")
+    check_output("--plot", arguments.plot, plot=True)
+    check_output("--save-costs", arguments.save_costs)
 
 
 def _costs(arguments: argparse.Namespace) -> KernelCosts:

@@ -1,18 +1,17 @@
-"""Lets the model that comes with the package complete Python code, and makes the same model in float to compare."""
+"""Completions of the model that comes with the package, and the same model in float for comparison."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from cpumoe.generation.session import Answer, Session
 from cpumoe.layers import reference
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.layers.packed_weights import unpack_weight
+from cpumoe.steps.sampling import Sampling
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 PROMPTS = (
     'def read_lines(path):\n    """Return the lines of a file without their ends."""\n',
@@ -20,15 +19,7 @@ PROMPTS = (
     "import os\nimport sys\n\n\ndef main(argv=None):\n",
 )
 
-_SAMPLING = {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 0, "repetition_penalty": 1.1}
-
-
-def complete(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int, write: Callable[[str], None]
-) -> Answer:
-    """Completes a prompt; ``write`` gets the pieces of text as they come."""
-    session = Session(model, tokenizer, _SAMPLING)
-    return session.answer(tokenizer.encode(prompt), tokens, write)
+SAMPLING = Sampling(temperature=0.7, top_p=0.9, repetition_penalty=1.1, seed=3)
 
 
 def float_model(model: PreTrainedModel) -> PreTrainedModel:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from cpumoe.bench.machine_load import MachineLoad, doubt
+from cpumoe.bench.measure import time_calls
 from cpumoe.bench.shapes import Shape
 from cpumoe.cpu import instruction_sets, isa
 from cpumoe.evaluation.selftest import using_isa
@@ -22,21 +22,6 @@ from cpumoe.layers.routing import select_experts
 from cpumoe.layers.scheme import Scheme
 
 Inputs = tuple[Tensor, Tensor, Tensor]  # hidden states, ids, weights
-
-
-def _seconds(
-    call: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: list[Inputs], budget: float = 1.0
-) -> list[float]:
-    """Seconds of each call. Inputs with different experts are taken in turn, so that weights come from memory."""
-    call(*inputs[0])
-    times: list[float] = []
-    end = time.perf_counter() + budget
-    while time.perf_counter() < end or len(times) < 3:
-        arguments = inputs[len(times) % len(inputs)]
-        start = time.perf_counter()
-        call(*arguments)
-        times.append(time.perf_counter() - start)
-    return times
 
 
 def _relative_error(value: Tensor, truth: Tensor) -> float:
@@ -95,7 +80,8 @@ class DemoLayer:
     def times(self, tokens: int) -> Times:
         inputs = [(x.bfloat16(), ids, weights) for x, ids, weights in (self._routed(tokens) for _ in range(8))]
         load_of_others = MachineLoad()
-        times = _seconds(self.experts, inputs), _seconds(self._torch_layer, inputs)
+        # Inputs with different experts are taken in turn, so that weights come from memory.
+        times = [time_calls([call], inputs, 1.0, lambda _: None) for call in (self.experts, self._torch_layer)]
         own, torch_ms = (statistics.median(each) * 1e3 for each in times)
         return Times(own, torch_ms, doubt(load_of_others.taken_by_others(), *times))
 

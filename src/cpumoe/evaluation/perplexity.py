@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -74,13 +74,8 @@ class Evaluation:
             "perplexity": self.perplexity if math.isfinite(self.perplexity) else None,  # JSON has no infinity
             "bits_per_byte": self.bits_per_byte,
             "bits_per_token": self.bits_per_token,
-            "nats": self.nats,
-            "tokens": self.tokens,
-            "bytes": self.bytes,
-            "seconds": self.seconds,
             "tokens_per_second": self.tokens_per_second,
-            "window": self.window,
-            "stride": self.stride,
+            **asdict(self),
         }
 
 
@@ -120,10 +115,7 @@ class Comparison:
             "float_model": self.float_model.to_json(),
             "kl": self.kl,
             "top1_agreement": self.top1_agreement,
-            "routing": [
-                {"layer": layer, "shared": agreement.shared, "exact": agreement.exact}
-                for layer, agreement in self.routing.items()
-            ],
+            "routing": [{"layer": layer, **asdict(agreement)} for layer, agreement in self.routing.items()],
         }
 
 

@@ -15,7 +15,7 @@ from cpumoe.generation.answers import Answering
 from cpumoe.generation.api_requests import ApiError, ChatRequest, CompletionRequest
 from cpumoe.generation.choice import Choice
 from cpumoe.generation.engine import Engine
-from cpumoe.generation.stop_strings import StopAutomaton
+from cpumoe.generation.stop_strings import StopAutomaton, own_stop_strings
 from cpumoe.generation.text import PlainMessage, StructuredMessage
 from cpumoe.steps.request import ENDING
 from cpumoe.steps.sampling import Sampling
@@ -48,15 +48,13 @@ class Admission:
         token_limit: int | None,
         ends: frozenset[int],
     ) -> None:
-        own = model.generation_config or GenerationConfig()
         self.token_limit = token_limit
         self._tokenizer = tokenizer
         self._engine = engine
         self._renderer = renderer
-        self._defaults = Sampling.of_model(own)
+        self._defaults = Sampling.of_model(model.generation_config or GenerationConfig())
         self._ends = ends
-        stops = own.stop_strings or []
-        self._stops = (stops,) if isinstance(stops, str) else tuple(stops)
+        self._stops = own_stop_strings(model)
         self._own_stops = StopAutomaton(self._stops)  # for the requests that have none of their own
         self._vocabulary = model.config.get_text_config().vocab_size
         self._answers = 0
@@ -110,13 +108,7 @@ class Admission:
 
     def chosen_sampling(self, temperature: float | None, top_p: float | None, **others: float | None) -> Sampling:
         """The model's own settings, replaced by those that the request has."""
-        asked = {"top_p": top_p, **others}
-        given = {name: value for name, value in asked.items() if value is not None}
-        if temperature is None and self._defaults.temperature == 0 and given:
-            temperature = 1.0  # top_p and the like only mean something if tokens are sampled
-        if temperature is not None:
-            given["temperature"] = temperature
-        return replace(self._defaults, **given)  # type: ignore[arg-type]  # the fields' own types were checked
+        return self._defaults.asked(temperature, top_p=top_p, **others)
 
     def completion_sampling(self, body: ChatRequest | CompletionRequest, logprobs: int | None) -> Sampling:
         """The sampling of a chat or text completion, with its penalties and biases."""

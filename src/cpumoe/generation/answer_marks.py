@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from cpumoe.chat_template import ChatTemplate
 from cpumoe.generation.text import PlainMessage, StructuredMessage
 
 if TYPE_CHECKING:
@@ -90,7 +91,8 @@ class AnswerMarks:
         The tokenizer's own comes first, then what the chat template shows, then transformers' for the model's family.
         """
         has_own = getattr(self._tokenizer, "response_template", None) is not None
-        if not has_own and all(mark in self._chat_template() for mark in ("<|start|>", "<|channel|>", "<|message|>")):
+        source = ChatTemplate(self._tokenizer).source()
+        if not has_own and all(mark in source for mark in ("<|start|>", "<|channel|>", "<|message|>")):
             return _HARMONY
         try:
             from transformers.cli.serving.utils import get_response_template
@@ -110,25 +112,20 @@ class AnswerMarks:
         marks = _HARMONY_MARKS if self.template is _HARMONY else ()
         return StructuredMessage(self.template, text, tools, marks)
 
-    def _chat_template(self) -> str:
-        """Return the default chat template, or nothing if there is none."""
-        templates = self._tokenizer.chat_template
-        chosen = templates.get("default") if isinstance(templates, dict) else templates
-        return chosen if isinstance(chosen, str) else ""
-
     def _turn_end(self) -> int | None:
         """Return the special token that the chat template writes directly after an answer, if it writes one."""
-        if not self._chat_template():
+        template = ChatTemplate(self._tokenizer)
+        if not template.source():
             return None
         special = {
             str(token): number for number, token in self._tokenizer.added_tokens_decoder.items() if token.special
         }
         for messages in _CONVERSATIONS:
             try:
-                text = self._rendered(messages)
+                text = template.text(messages)
                 asked = messages[: messages.index(_QUESTION) + 1]
-                begin = self._rendered(asked, add_generation_prompt=True).removeprefix(self._rendered(asked))
-            except Exception as problem:  # a template is a program that comes with the model and may raise anything
+                begin = template.text(asked, add_generation_prompt=True).removeprefix(template.text(asked))
+            except ValueError as problem:
                 _log.debug("the chat template does not show how an answer ends: %s", problem)
                 continue
             _, found, rest = text.lower().rpartition(_ANSWER)
@@ -137,13 +134,6 @@ class AnswerMarks:
             if (end := max(candidates, key=len, default=None)) is not None:
                 return special[end] if self._ends_answers(end) else None
         return None
-
-    def _rendered(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = False) -> str:
-        text = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-        assert isinstance(text, str)
-        return text
 
     def _ends_answers(self, token: str) -> bool:
         """Return whether a token ends the whole answer, not only a part of it."""

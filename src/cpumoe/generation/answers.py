@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from cpumoe.generation.api_requests import ApiError
 from cpumoe.generation.choice import Choice
-from cpumoe.generation.engine import Engine, deliver_to
+from cpumoe.generation.engine import Engine
 from cpumoe.generation.text import Delta, ToolCall
 from cpumoe.generation.token_text import TokenText, TokenTexts
 from cpumoe.steps.request import ENDING, Failure, Finish, Job
@@ -49,10 +50,11 @@ class Answering:
         self._jobs = []
         for index, (prompt, length, sampling) in enumerate(zip(prompts, lengths, samplings, strict=True)):
 
-            def put(item: Token | Finish | Failure, index: int = index) -> None:
-                self._queue.put_nowait((index, item))
+            def deliver(item: Token | Finish | Failure, index: int = index) -> None:
+                with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits for the token
+                    loop.call_soon_threadsafe(self._queue.put_nowait, (index, item))
 
-            self._jobs.append(Job(prompt, length, ends, sampling, deliver_to(loop, put)))
+            self._jobs.append(Job(prompt, length, ends, sampling, deliver))
         for job in self._jobs:
             engine.add(job)
 
@@ -123,13 +125,33 @@ class Usage:
         }
 
 
-class ChatFormat:
-    """Bodies of /v1/chat/completions."""
+class _Bodies:
+    """Bodies of one of the two APIs: what they have in common."""
+
+    id_prefix: ClassVar[str]
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
 
     def __init__(self, model: str, texts: TokenTexts, *, logprobs: bool) -> None:
-        self._head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
+        self._head = {"id": f"{self.id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
         self._texts = texts
         self._logprobs = logprobs
+
+    def usage(self, answering: Answering) -> dict[str, Any]:
+        return {**self._chunk_of([]), "usage": answering.usage().to_json()}
+
+    def _whole_of(self, choices: list[dict[str, Any]], answering: Answering) -> dict[str, Any]:
+        usage = answering.usage().to_json()
+        return {**self._head, "object": self.whole_object, "choices": choices, "usage": usage}
+
+    def _chunk_of(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {**self._head, "object": self.chunk_object, "choices": choices}
+
+
+class ChatFormat(_Bodies):
+    """Bodies of /v1/chat/completions."""
+
+    id_prefix, whole_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def whole(self, answering: Answering) -> dict[str, Any]:
         choices = []
@@ -149,7 +171,7 @@ class ChatFormat:
                     "logprobs": self._logprobs_of(choice.tokens),
                 }
             )
-        return {**self._head, "object": "chat.completion", "choices": choices, "usage": answering.usage().to_json()}
+        return self._whole_of(choices, answering)
 
     def beginning(self, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
         for choice in choices:
@@ -168,9 +190,6 @@ class ChatFormat:
             ]
         return self._chunk(choice, out, tokens)
 
-    def usage(self, answering: Answering) -> dict[str, Any]:
-        return {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": answering.usage().to_json()}
-
     def _chunk(self, choice: Choice, delta: dict[str, Any], tokens: list[Token]) -> dict[str, Any]:
         entry = {
             "index": choice.index,
@@ -178,7 +197,7 @@ class ChatFormat:
             "finish_reason": choice.finish,
             "logprobs": self._logprobs_of(tokens),
         }
-        return {**self._head, "object": "chat.completion.chunk", "choices": [entry]}
+        return self._chunk_of([entry])
 
     def _logprobs_of(self, tokens: Sequence[Token]) -> dict[str, Any] | None:
         if not self._logprobs:
@@ -204,13 +223,13 @@ def _tool_call_json(call: ToolCall) -> dict[str, Any]:
     return {"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function}
 
 
-class CompletionFormat:
+class CompletionFormat(_Bodies):
     """Bodies of /v1/completions."""
 
+    id_prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+
     def __init__(self, model: str, texts: TokenTexts, *, logprobs: bool, echoes: Sequence[str]) -> None:
-        self._head = {"id": f"cmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
-        self._texts = texts
-        self._logprobs = logprobs
+        super().__init__(model, texts, logprobs=logprobs)
         self._echoes = echoes  # the text that each choice begins with
         self._lengths: dict[int, int] = {}  # of the text of each choice up to the next token
         self._held: dict[int, bytes] = {}  # what follows it: the unfinished characters that each choice holds back
@@ -220,7 +239,7 @@ class CompletionFormat:
             self._entry(choice, self._echoes[choice.index] + choice.content, choice.tokens)
             for choice in answering.choices
         ]
-        return {**self._head, "object": "text_completion", "choices": choices, "usage": answering.usage().to_json()}
+        return self._whole_of(choices, answering)
 
     def beginning(self, choices: Sequence[Choice]) -> Iterator[dict[str, Any]]:
         for choice in choices:
@@ -230,11 +249,8 @@ class CompletionFormat:
     def piece(self, choice: Choice, tokens: list[Token], delta: Delta) -> dict[str, Any]:
         return self._chunk(choice, delta.content, tokens)
 
-    def usage(self, answering: Answering) -> dict[str, Any]:
-        return {**self._head, "object": "text_completion", "choices": [], "usage": answering.usage().to_json()}
-
     def _chunk(self, choice: Choice, text: str, tokens: list[Token]) -> dict[str, Any]:
-        return {**self._head, "object": "text_completion", "choices": [self._entry(choice, text, tokens)]}
+        return self._chunk_of([self._entry(choice, text, tokens)])
 
     def _entry(self, choice: Choice, text: str, tokens: Sequence[Token]) -> dict[str, Any]:
         return {

@@ -11,13 +11,7 @@ from starlette.routing import Route
 
 from cpumoe.generation.admission import Admission
 from cpumoe.generation.answers import ChatFormat, CompletionFormat
-from cpumoe.generation.api_requests import (
-    ApiError,
-    ChatRequest,
-    CompletionRequest,
-    ResponsesRequest,
-    parse_body,
-)
+from cpumoe.generation.api_requests import ApiError, Body, ChatRequest, CompletionRequest, ResponsesRequest, parse_body
 from cpumoe.generation.http import read_body
 from cpumoe.generation.http_answers import EXCEPTION_HANDLERS, completion_response, responses_response
 from cpumoe.generation.prompts import Prompts
@@ -66,8 +60,7 @@ class Endpoints:
         return JSONResponse(_model_entry(name))
 
     async def _chat(self, request: Request) -> Response:
-        body = parse_body(ChatRequest, await self._body(request))
-        self._check_model(body.model)
+        body = await self._body(ChatRequest, request)
 
         def render() -> tuple[list[int], list[PlainMessage | StructuredMessage]]:
             prompt = self._prompts.of_chat(body.messages, body.tools, body.chat_template_kwargs)
@@ -84,8 +77,7 @@ class Endpoints:
         )
 
     async def _complete(self, request: Request) -> Response:
-        body = parse_body(CompletionRequest, await self._body(request))
-        self._check_model(body.model)
+        body = await self._body(CompletionRequest, request)
 
         def render() -> tuple[list[list[int]], list[str]]:
             names = ["prompt"] if body.has_one_prompt else [f"prompt.{i}" for i in range(len(body.prompts))]
@@ -113,8 +105,7 @@ class Endpoints:
         )
 
     async def _respond(self, request: Request) -> Response:
-        body = parse_body(ResponsesRequest, await self._body(request))
-        self._check_model(body.model)
+        body = await self._body(ResponsesRequest, request)
 
         def render() -> tuple[list[int], PlainMessage | StructuredMessage]:
             prompt = self._prompts.of_chat(body.messages)
@@ -127,9 +118,11 @@ class Endpoints:
             answering = self._admission.answer([prompt], 1, [message], body.max_output_tokens, stops, sampling, release)
         return await responses_response(request, answering, ResponsesFormat(body), stream=body.stream)
 
-    async def _body(self, request: Request) -> bytes:
+    async def _body(self, kind: type[Body], request: Request) -> Body:
         limit = self._admission.token_limit or 0
-        return await read_body(request, max(_LEAST_BODY_BYTES, limit * _BODY_BYTES_PER_TOKEN))
+        body = parse_body(kind, await read_body(request, max(_LEAST_BODY_BYTES, limit * _BODY_BYTES_PER_TOKEN)))
+        self._check_model(body.model)
+        return body
 
     def _check_model(self, name: str) -> None:
         if name != self._name:

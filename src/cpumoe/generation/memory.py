@@ -1,4 +1,4 @@
-"""How much of the free memory the server's KV cache takes."""
+"""Size of the KV cache: the share of the free memory that it takes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cpumoe import settings
+from cpumoe.free_memory import available_bytes
 from cpumoe.steps.schedule import MOST_SEQUENCES
 from cpumoe.tables import size_text
 
@@ -24,19 +25,24 @@ _BLOCK_TOKENS = 32
 _LEAST_BLOCKS = 16
 _TABLE_ENTRY_BYTES = 4  # the table of the native engine has an entry for each block and sequence
 BATCH_TOKENS = 1024  # the most tokens that one step computes; a longer prompt is read in parts
+_ALONE_TOKENS = 4096  # the same where nobody else waits for the end of a step
+_MOST_TOKENS = 1 << 20  # of a request to a model that does not say for how many tokens it was made
+_ALONE_BLOCK_TOKENS = 16  # the fewest that the core takes: the next turn of a chat computes the last block again
 
 
 @dataclass(frozen=True)
 class CacheSize:
     """How many blocks of keys and values the cache has, and the memory for them and for all that grows with them.
 
-    ``sequences``: those that may be computed at the same time, each with its states.
+    ``sequences``: those that may be computed at the same time, each with its states. ``step_tokens``: the most tokens
+    that one step computes.
     """
 
     blocks: int
     block_tokens: int
     total_bytes: int
     sequences: int
+    step_tokens: int = BATCH_TOKENS
 
 
 def cache_size(
@@ -82,6 +88,22 @@ def cache_size(
     return CacheSize(blocks, _BLOCK_TOKENS, fixed + blocks * block_cost, sequences)
 
 
+def one_request_size(
+    config: PreTrainedConfig, free_bytes: int, tokens: int | None, token_bytes: int, state_bytes: int
+) -> CacheSize:
+    """The size of the cache for one request at a time, with ``tokens`` tokens of prompt and answer at most.
+
+    None: as many as the model was made for, or as half of the free memory has room for. Memory is only taken for as
+    many tokens as the longest request had.
+    """
+    if tokens is None:
+        room = int(max(free_bytes * _SHARE, _LEAST_BLOCKS * _BLOCK_TOKENS * token_bytes)) // max(token_bytes, 1)
+        tokens = min(room, getattr(config.get_text_config(), "max_position_embeddings", None) or _MOST_TOKENS)
+    blocks = -(-tokens // _ALONE_BLOCK_TOKENS)
+    total_bytes = blocks * _ALONE_BLOCK_TOKENS * token_bytes + state_bytes
+    return CacheSize(blocks, _ALONE_BLOCK_TOKENS, total_bytes, 1, _ALONE_TOKENS)
+
+
 def _batching_costs(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[int, int]:
     """Bytes for each block, and whatever their number, in transformers' continuous batching."""
     heads = config.num_attention_heads
@@ -93,6 +115,14 @@ def _batching_costs(config: PreTrainedConfig, dtype: torch.dtype) -> tuple[int, 
     mask_row_bytes = BATCH_TOKENS * dtype.itemsize * len(set(getattr(config, "layer_types", None) or ["full"]))
     copy_bytes = (2 * heads + kv_heads) * head_dim * dtype.itemsize
     return block_bytes + (mask_row_bytes + copy_bytes) * _BLOCK_TOKENS, mask_row_bytes * BATCH_TOKENS
+
+
+def free_bytes_with(model: PreTrainedModel, available: int) -> int:
+    """Return what a model leaves of the memory that was ``available`` before it was loaded.
+
+    Weights that are mapped from files do not count as used memory, but there should be room for all of them.
+    """
+    return available - max(model_bytes(model), available - available_bytes())
 
 
 def model_bytes(model: PreTrainedModel) -> int:

@@ -1,17 +1,12 @@
-"""The folder of a model as transformers reads it: its files, its chat template, the length of its context."""
+"""The folder of a model as transformers reads it: its files, the length of its context."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cpumoe.checkpoints.regular_files import refuse_special_files
 from cpumoe.integrations.transformers import hook
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 _TOKENIZER_FILES = (
     "tokenizer.json",
@@ -62,16 +57,3 @@ def context_length(folder: Path) -> int | None:
     config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     length = getattr(config.get_text_config(), "max_position_embeddings", None)
     return length if isinstance(length, int) else None
-
-
-def render_chat(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """The tokens of a conversation up to the place where the answer begins."""
-    if not tokenizer.chat_template:
-        raise ValueError("this model's tokenizer has no chat template; cpumoe generate takes plain text")
-    try:
-        tokens = tokenizer.apply_chat_template(
-            [dict(message) for message in messages], add_generation_prompt=True, return_dict=False
-        )
-    except Exception as problem:  # a template is a program that comes with the model and may raise anything
-        raise ValueError(f"the model's chat template refuses this conversation: {problem}") from problem
-    return [token for token in tokens if isinstance(token, int)]

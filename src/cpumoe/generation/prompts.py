@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from cpumoe.chat_template import ChatTemplate, Tools
 from cpumoe.generation.answer_marks import AnswerMarks
 from cpumoe.generation.api_requests import ApiError, Message, Tool
 from cpumoe.generation.text import PlainMessage, StructuredMessage
@@ -15,8 +15,6 @@ from cpumoe.generation.text import PlainMessage, StructuredMessage
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-# Variables that every template gets; requests may not set them.
-_GIVEN = {"messages", "tools", "documents", "raise_exception", "strftime_now"}
 _MAX_NUMBER, _MAX_TEXT = 1_000_000, 1000  # limits for a variable of the template that a request sets
 
 
@@ -31,6 +29,7 @@ class Prompts:
         self._tokenizer = tokenizer
         self._vocabulary = model.config.get_text_config().vocab_size
         self._marks = marks
+        self._template = ChatTemplate(tokenizer)
 
     def of_text(self, text: str | Sequence[int], param: str = "prompt") -> list[int]:
         """Return the tokens of a text, which may be tokens already; ``param`` is its name in the request."""
@@ -41,46 +40,25 @@ class Prompts:
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), variables: Mapping[str, bool | int | str] = {}
     ) -> list[int]:
         """The tokens of a conversation up to where the answer begins; ``variables`` are variables of the template."""
-        template = self._template(tools)
-        self._check_variables(template, variables)
+        listed = [tool.model_dump(exclude_none=True) for tool in tools]
+        source = self._template.source(listed)
+        if tools and source and (self._marks.template is None or not re.search(r"\btools\b", source)):
+            raise ApiError(400, "tools is not served: this model's chat template has no place for them", param="tools")
+        self._check_variables(listed, variables)
         try:
-            tokens = self._tokenizer.apply_chat_template(
-                [self._for_template(message, template) for message in messages],
-                tools=[tool.model_dump(exclude_none=True) for tool in tools] or None,
-                add_generation_prompt=True,
-                return_dict=False,
-                **variables,
-            )
-        except Exception as problem:  # a template is a program that comes with the model and may raise anything
-            raise ApiError(
-                400, f"the model's chat template refuses this conversation: {problem}", param="messages"
-            ) from None
-        return self._checked([token for token in tokens if isinstance(token, int)], "messages")
+            given = [self._for_template(message, source) for message in messages]
+            return self._checked(self._template.prompt(given, listed, variables), "messages")
+        except ValueError as problem:
+            raise ApiError(400, str(problem), param="messages") from None
 
     def message(self, prompt: Sequence[int], tools: Sequence[Tool] = ()) -> PlainMessage | StructuredMessage:
         """The reader of an answer to ``prompt``, which is a rendered chat."""
         return self._marks.message(prompt, [tool.model_dump(exclude_none=True) for tool in tools])
 
-    def _template(self, tools: Sequence[Tool]) -> str:
-        try:
-            template = self._tokenizer.get_chat_template(
-                tools=[tool.model_dump(exclude_none=True) for tool in tools] or None
-            )
-        except ValueError:
-            raise ApiError(
-                400, "this model's tokenizer has no chat template; /v1/completions takes plain text", param="messages"
-            ) from None
-        assert isinstance(template, str)
-        if tools and (self._marks.template is None or not re.search(r"\btools\b", template)):
-            raise ApiError(400, "tools is not served: this model's chat template has no place for them", param="tools")
-        return template
-
-    def _check_variables(self, template: str, variables: Mapping[str, bool | int | str]) -> None:
-        options = set(inspect.signature(self._tokenizer.apply_chat_template).parameters)
+    def _check_variables(self, tools: Tools, variables: Mapping[str, bool | int | str]) -> None:
         for name, value in variables.items():
             param = f"chat_template_kwargs.{name:.80}"
-            known = name.isidentifier() and re.search(rf"\b{name}\b", template) is not None
-            if not known or name in options | _GIVEN | set(self._tokenizer.special_tokens_map):
+            if not self._template.has_variable(name, tools):
                 raise ApiError(400, f"{param} is not a variable of this model's chat template", param=param)
             if abs(value) > _MAX_NUMBER if isinstance(value, int) else len(value) > _MAX_TEXT:
                 raise ApiError(
@@ -122,5 +100,5 @@ class Prompts:
 def _arguments(text: str) -> Any:
     try:
         return json.loads(text or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         raise ApiError(400, f"the arguments of a tool call are not JSON: {text:.80}", param="messages") from None

@@ -1,25 +1,29 @@
-"""Answers prompts piece by piece, and keeps the cache of keys and values for the next prompt."""
+"""Answers prompts piece by piece, for ``cpumoe generate`` and ``cpumoe chat``."""
 
 from __future__ import annotations
 
+import queue
 import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
-import torch
-
+from cpumoe.free_memory import available_bytes
 from cpumoe.generation.answer_marks import AnswerMarks
 from cpumoe.generation.choice import Choice
-from cpumoe.generation.stop_strings import StopAutomaton
+from cpumoe.generation.engine import SequentialEngine, start_engine
+from cpumoe.generation.stop_strings import StopAutomaton, own_stop_strings
 from cpumoe.generation.text import Delta, PlainMessage
-from cpumoe.steps.sampling import Token
+from cpumoe.steps.request import Failure, Finish, Job
+from cpumoe.steps.sampling import Sampling, Token
 from cpumoe_command import interrupts_raised
 
 if TYPE_CHECKING:
-    from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
-    from transformers.cache_utils import DynamicLayer
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from cpumoe.parallel.ranks import Ranks
 
 
 @dataclass
@@ -30,7 +34,7 @@ class Answer:
     """
 
     prompt_tokens: int
-    prefilled: int
+    prefilled: int = 0
     tokens: list[int] = field(default_factory=list)
     text: str = ""
     reasoning: str = ""
@@ -61,24 +65,59 @@ def peak_memory_bytes() -> int:
 
 
 class Session:
-    """A model with the keys and values of its last prompt, so that the same beginning is not computed again."""
+    """One conversation with a model: requests to an engine, one at a time. Use it in a ``with`` block.
+
+    The engine keeps the KV cache, so that the same beginning of a prompt is not computed again.
+
+    Args:
+        sampling: with a seed, answer number n has seed + n.
+        stops: strings that end an answer, besides those of the model.
+        tokens: the most tokens of a prompt and its answer; None: see :func:`start_engine`.
+        free_bytes: memory that the model leaves; None: what is available now.
+        ranks: those that the model is spread over.
+
+    Attributes:
+        token_limit: the most tokens of a prompt and its answer that there is room for; None: no limit is known.
+    """
 
     def __init__(
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
-        options: Mapping[str, Any],
+        sampling: Sampling,
         stops: Sequence[str] = (),
+        *,
+        tokens: int | None = None,
+        free_bytes: int | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
-        """``options`` are arguments of ``generate``; the model's generation_config has the defaults."""
-        self._model = model
         self._tokenizer = tokenizer
-        self._options = options
-        theirs = getattr(model.generation_config, "stop_strings", None) or []
-        self._stops = StopAutomaton((*stops, *([theirs] if isinstance(theirs, str) else theirs)))
+        self._sampling = sampling
+        self._stops = StopAutomaton((*stops, *own_stop_strings(model)))
         self._marks = AnswerMarks(model, tokenizer)
-        self._cache: Cache | None = None
-        self._cached: list[int] = []  # the tokens that the cache holds
+        self._ranks = ranks
+        free = available_bytes() if free_bytes is None else free_bytes
+        self._engine = start_engine(model, free, one_request=True, tokens=tokens, ranks=ranks).engine
+        self.token_limit = self._engine.token_limit
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        while not self._engine.stop():  # a step that is being computed cannot be interrupted
+            pass
+
+    def _stop_finder(self, new_choice: Callable[[], Choice]) -> Callable[[Token], bool] | None:
+        """Return what finds stop strings on the engine's thread: ranks without a leader must end at the same token."""
+        if not self._ranks or not isinstance(self._engine, SequentialEngine):
+            return None
+        choice = new_choice()
+
+        def is_last(token: Token) -> bool:
+            choice.add(token)
+            return choice.finish is not None
+
+        return is_last
 
     def answer(
         self,
@@ -87,14 +126,26 @@ class Session:
         on_text: Callable[[str], None],
         on_reasoning: Callable[[str], None] | None = None,
     ) -> Answer:
-        """Answers ``prompt``, giving each piece of text to ``on_text``. Ctrl-C ends the answer, not the session.
+        """Answer ``prompt``, giving each piece of text to ``on_text``. Ctrl-C ends the answer, not the session.
 
-        With ``on_reasoning`` the prompt is a rendered chat; reasoning goes there and is not part of the text.
+        With ``on_reasoning`` the prompt is a rendered chat; reasoning goes there and is not part of the text. Raise
+        RuntimeError if the engine fails.
         """
-        cache, reused = self._take_cache(prompt)
-        answer = Answer(len(prompt), len(prompt) - reused)
-        message = PlainMessage() if on_reasoning is None else self._marks.message(prompt)
-        choice, clock = Choice(0, self._tokenizer, self._stops, message, self._marks.ends), _Clock()
+
+        def new_choice() -> Choice:
+            message = PlainMessage() if on_reasoning is None else self._marks.message(prompt)
+            return Choice(0, self._tokenizer, self._stops, message, self._marks.ends)
+
+        choice = new_choice()
+        items: queue.SimpleQueue[tuple[float, Token | Finish | Failure]] = queue.SimpleQueue()
+
+        def deliver(item: Token | Finish | Failure) -> None:
+            items.put((time.perf_counter(), item))
+
+        job = Job(prompt, max_new_tokens, self._marks.ends, self._sampling, deliver, self._stop_finder(new_choice))
+        if (seed := self._sampling.seed) is not None:
+            self._sampling = replace(self._sampling, seed=(seed + 1) % 2**64)
+        answer = Answer(len(prompt))
 
         def show(delta: Delta) -> None:
             if delta.reasoning and on_reasoning is not None:
@@ -102,116 +153,25 @@ class Session:
             if delta.content:
                 on_text(delta.content)
 
-        def see(new: list[int]) -> bool:
-            clock.token()
-            answer.tokens.extend(new)
-            for token in new:
-                show(choice.add(Token(token)))
-            return choice.finish is not None
-
-        tokens = torch.tensor([prompt])
-        try:
-            with interrupts_raised() as interrupts:
-                self._model.generate(
-                    tokens,
-                    attention_mask=torch.ones_like(tokens),
-                    past_key_values=cache,
-                    max_new_tokens=max_new_tokens,
-                    stopping_criteria=[_EachToken(len(prompt), lambda new: see(new) or interrupts.seen)],
-                    **{
-                        **self._options,
-                        "eos_token_id": sorted(self._marks.ends) or None,
-                        "stop_strings": None,  # they are searched in the text, where tokens need not end with them
-                    },
-                )
-            if interrupts.seen:
-                answer.finish = "interrupt"
-            elif answer.tokens and answer.tokens[-1] in self._marks.ends:
-                answer.finish = "stop"
-        except KeyboardInterrupt:
-            answer.finish = "interrupt"
-        answer.prefill_seconds, answer.decode_seconds = clock.prefill, clock.decode
-        show(choice.end("length"))
+        finish: Finish | Literal["interrupt"] = "interrupt"
+        start = time.perf_counter()
+        with suppress(KeyboardInterrupt), interrupts_raised() as interrupts:
+            self._engine.add(job)
+            while choice.finish is None and not interrupts.seen:
+                delivered, item = items.get()
+                if isinstance(item, Failure):
+                    raise self._engine.lost or RuntimeError(item.sentence)
+                if not isinstance(item, Token):
+                    finish = item
+                    break
+                answer.decode_seconds = delivered - start - answer.prefill_seconds
+                if not answer.tokens:
+                    answer.prefill_seconds, answer.decode_seconds = answer.decode_seconds, 0.0
+                answer.tokens.append(item.id)
+                show(choice.add(item))
+        self._engine.cancel(job)
+        answer.prefilled = len(prompt) - job.cached_tokens
+        show(choice.end("stop" if finish == "stop" else "length"))
         answer.text, answer.reasoning = choice.content, choice.reasoning
-        if choice.finish == "stop":
-            answer.finish = "stop"
-        self._keep_cache(cache, prompt + answer.tokens, whole=answer.finish != "interrupt")
+        answer.finish = "stop" if choice.finish == "stop" else finish
         return answer
-
-    def _take_cache(self, prompt: list[int]) -> tuple[Cache, int]:
-        """The cache, cut to the beginning that it shares with ``prompt``, and the length of that."""
-        from transformers import DynamicCache
-
-        cache, cached = self._cache, self._cached
-        self._cache, self._cached = None, []  # so that an error leaves no wrong cache behind
-        common = 0
-        # The last token is always computed, because its logits are needed.
-        for mine, theirs in zip(cached, prompt[:-1], strict=False):
-            if mine != theirs:
-                break
-            common += 1
-        if cache is not None and common and _cut(cache, common):
-            return cache, common
-        return DynamicCache(config=self._model.config), 0
-
-    def _keep_cache(self, cache: Cache, tokens: list[int], *, whole: bool) -> None:
-        # An interrupt may come between two layers. Then the cache must be cut so that all layers have the same length.
-        if not whole and _key_value_layers(cache) is None:
-            return
-        lengths = [layer.get_seq_length() for layer in cache.layers if hasattr(layer, "get_seq_length")]
-        length = min(len(tokens), *lengths) if lengths else 0
-        if length and _cut(cache, length):
-            self._cache, self._cached = cache, tokens[:length]
-
-
-def _key_value_layers(cache: Cache) -> list[DynamicLayer] | None:
-    """The layers if all of them keep keys and values, else None: a running state cannot be cut to fewer tokens."""
-    from transformers.cache_utils import DynamicLayer, LinearAttentionCacheLayerMixin
-
-    layers = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
-    carried = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
-    return None if carried or len(layers) < len(cache.layers) else layers
-
-
-def _cut(cache: Cache, length: int) -> bool:
-    """Cuts every layer to ``length`` tokens. Returns False if that is impossible; the cache is then useless."""
-    if all(layer.get_seq_length() == length for layer in cache.layers if hasattr(layer, "get_seq_length")):
-        return True
-    layers = _key_value_layers(cache)
-    if layers is None or any(layer.get_seq_length() < length for layer in layers):
-        return False
-    try:
-        for layer in layers:
-            layer.crop(length - layer.get_seq_length())
-    except RuntimeError:  # a sliding window no longer has the tokens that a shorter text needs
-        return False
-    return True
-
-
-class _Clock:
-    """Seconds up to the first token (prefill), and from the first to the last (decode)."""
-
-    def __init__(self) -> None:
-        self._start = time.perf_counter()
-        self.prefill = 0.0
-        self.decode = 0.0
-
-    def token(self) -> None:
-        passed = time.perf_counter() - self._start
-        if self.prefill == 0.0:
-            self.prefill = passed
-        self.decode = passed - self.prefill
-
-
-class _EachToken:
-    """A stopping criterion for ``generate``: calls ``see`` with each new token, which says whether to stop."""
-
-    def __init__(self, prompt_tokens: int, see: Callable[[list[int]], bool]) -> None:
-        self._seen = prompt_tokens
-        self._see = see
-
-    def __call__(self, input_ids: torch.Tensor, scores: object, **_: object) -> torch.Tensor:
-        """``input_ids`` is [1, tokens]; the answer is [1] bool."""
-        new = [int(token) for token in input_ids[0, self._seen :]]
-        self._seen += len(new)
-        return torch.tensor([self._see(new)], device=input_ids.device)

@@ -5,6 +5,13 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Iterable
+from typing import Any
+
+
+def own_stop_strings(model: Any) -> tuple[str, ...]:
+    """Return the stop strings of a model's generation_config."""
+    stops = getattr(model.generation_config, "stop_strings", None) or ()
+    return (stops,) if isinstance(stops, str) else tuple(stops)
 
 
 class StopAutomaton:

@@ -13,6 +13,8 @@ from cpumoe.ops.decoder import CachePart
 
 #: The parts of each layer.
 Layouts = Sequence[tuple[CachePart, ...]]
+#: The tensors of each layer.
+Caches = Sequence[tuple[Tensor, ...]]
 
 
 def new_pages(
@@ -49,6 +51,32 @@ def token_bytes(layouts: Layouts, *, is_int8: bool) -> int:
 def state_bytes(layouts: Layouts) -> int:
     """Return the bytes of recurrent states that a sequence takes in all layers, however long it is."""
     return sum(math.prod(part.shape) * part.dtype.itemsize for part in _parts(layouts) if not part.per_token)
+
+
+def snapshot(layouts: Layouts, caches: Caches, sequence: int) -> Tensor:
+    """Return the recurrent states of a sequence, uint8 [state_bytes].
+
+    To continue from there again, :func:`restore` them and set the count of computed tokens back: KV pages are
+    overwritten by the tokens that follow.
+    """
+    states = [_bytes_of(state[sequence]) for state in _states(layouts, caches)]
+    return torch.cat([*states, torch.empty(0, dtype=torch.uint8)])
+
+
+def restore(layouts: Layouts, caches: Caches, sequence: int, saved: Tensor) -> None:
+    """Write a snapshot, of any sequence of this decoder, into the recurrent states of a sequence."""
+    states = [_bytes_of(state[sequence]) for state in _states(layouts, caches)]
+    for state, part in zip(states, saved.split([len(state) for state in states]), strict=True):
+        state.copy_(part)
+
+
+def _states(layouts: Layouts, caches: Caches) -> Iterator[Tensor]:
+    pairs = (pair for layer in zip(layouts, caches, strict=True) for pair in zip(*layer, strict=True))
+    return (tensor for part, tensor in pairs if not part.per_token)
+
+
+def _bytes_of(state: Tensor) -> Tensor:
+    return state.view(-1).view(torch.uint8)
 
 
 def _parts(layouts: Layouts) -> Iterator[CachePart]:

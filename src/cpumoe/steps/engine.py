@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import logging
 import queue
-import threading
 import time
 
 import torch
 from torch import Tensor
 
-from cpumoe.errors import RankError
 from cpumoe.steps.group_schedules import GroupSchedules
-from cpumoe.steps.request import ENDED, ENDING, NOT_COMPUTED, STOP_SECONDS, Failure, Finish, Job
+from cpumoe.steps.job_thread import JobThread
+from cpumoe.steps.request import NOT_COMPUTED, Failure, Finish, Job
 from cpumoe.steps.runner import Rows, Runner
 from cpumoe.steps.sampling import Sampling, Token
 from cpumoe.steps.schedule import MOST_SEQUENCES, Piece, Schedule
@@ -25,7 +24,7 @@ _PROMPT_SECONDS = 0.5
 _LEAST_PROMPT_ROWS = 128
 
 
-class StepEngine:
+class StepEngine(JobThread):
     """Computes all requests together; see :class:`Schedule` for what a step has.
 
     Every group of ranks that has tokens of its own has a schedule, and each step a part for each group. The results of
@@ -37,9 +36,13 @@ class StepEngine:
         sequences: the most requests that a group computes at the same time; further ones wait.
     """
 
+    token_limit: int
+
     def __init__(
         self, runner: Runner, pages: int, page_tokens: int, step_rows: int, sequences: int = MOST_SEQUENCES
     ) -> None:
+        super().__init__("cpumoe-steps")
+        self.token_limit = pages * page_tokens
         self._runner = runner
         self._schedules = GroupSchedules(
             [
@@ -48,13 +51,6 @@ class StepEngine:
             ]
         )
         self._least_prompt_rows = self._prompt_rows = min(_LEAST_PROMPT_ROWS, step_rows)
-        self._added: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._unfinished: set[Job] = set()
-        self._stopping = False
-        self._ended = False
-        self.lost: RankError | None = None  # why other ranks are gone: no step can be computed without them
-        self._lock = threading.Lock()  # a request may not be added after the thread has ended
-        self._thread = threading.Thread(target=self._run, name="cpumoe-steps", daemon=True)
 
     def start(self) -> str | None:
         """Start the thread and compute one small request. Return what went wrong, or None."""
@@ -71,56 +67,20 @@ class StepEngine:
             _log.error("a request failed: its prompt has tokens that are not 0 to %d", self._runner.vocabulary - 1)
             job.fail(NOT_COMPUTED)
             return
-        tokens = len(job.prompt) + job.max_new_tokens
-        if tokens > self._schedules.tokens:
+        if len(job.prompt) + job.max_new_tokens > self.token_limit:
             job.fail(
                 f"the prompt has {len(job.prompt)} tokens and {job.max_new_tokens} for the answer; there is room for "
-                f"{self._schedules.tokens} in all"
+                f"{self.token_limit} in all"
             )
             return
-        with self._lock:
-            problem = self.problem
-            if problem is None:
-                self._unfinished.add(job)
-                self._added.put(job)
-        if problem is not None:
-            job.fail(ENDING if self._stopping else f"no more requests are computed: {problem}")
+        super().add(job)
 
-    def cancel(self, job: Job) -> None:
-        job.over = True  # the thread drops it before its next step
-
-    def stop(self) -> bool:
-        with self._lock:
-            self._stopping = True
-        self._added.put(None)
-        if self._thread.ident is not None:
-            self._thread.join(STOP_SECONDS)
-        for job in list(self._unfinished):  # the step that is being computed may take longer than we wait
-            job.fail(ENDING)
-        return not self._thread.is_alive()
-
-    @property
-    def problem(self) -> str | None:
-        if self._stopping:
-            return ENDING
-        return ENDED if self._ended else None
-
-    def _run(self) -> None:
-        try:
-            while self._take_jobs():
-                pieces = self._schedules.next_step(self._prompt_rows)
-                if any(pieces):
-                    self._compute(pieces)
-            self._runner.end()
-        except RankError as problem:
-            _log.error("no more requests are computed: %s", problem)
-            self.lost = problem
-        except Exception:
-            _log.exception("no more requests are computed")
-        with self._lock:
-            self._ended = True
-        for job in list(self._unfinished):
-            job.fail(ENDING if self._stopping else NOT_COMPUTED)
+    def _compute_all(self) -> None:
+        while self._take_jobs():
+            pieces = self._schedules.next_step(self._prompt_rows)
+            if any(pieces):
+                self._compute(pieces)
+        self._runner.end()
 
     def _take_jobs(self) -> bool:
         """Drop finished requests and take new ones; wait if there is nothing to compute. Return False at the end."""
@@ -160,6 +120,7 @@ class StepEngine:
         """Choose tokens by the logits of a group, [complete sequences, vocabulary]; None if the step failed."""
         if logits is None:
             for piece in pieces:
+                piece.sequence.computed = 0  # its recurrent states may be of any token
                 piece.sequence.job.fail(NOT_COMPUTED)
             return
         complete = [piece.sequence for piece in pieces if piece.is_last]

@@ -21,11 +21,6 @@ class GroupSchedules:
         self.groups = schedules
 
     @property
-    def tokens(self) -> int:
-        """Capacity of each group in tokens: a request has to fit into one group."""
-        return self.groups[0].tokens
-
-    @property
     def is_idle(self) -> bool:
         """Whether there is nothing to compute."""
         return not any(group.sequences for group in self.groups)

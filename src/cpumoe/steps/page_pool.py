@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 def page_name(before: bytes, tokens: Sequence[int]) -> bytes:
-    """Return the prefix hash of a full page: of its tokens and all tokens before them.
+    """Return the prefix hash of a page: of its tokens and all tokens before them.
 
     ``before`` is the hash of the page before, or empty. Clients choose the tokens, so the hash is a cryptographic one:
     two prefixes with the same hash cannot be constructed.
@@ -23,9 +23,14 @@ class PagePool:
     A page whose tokens have all been computed is registered by its prefix hash and is immutable from then on, so that
     other sequences can use it too. When the last sequence has released it, it stays in the prefix cache until no free
     page is left; cached pages are then evicted in the order in which they were released (LRU).
+
+    Args:
+        evicts_first: evict cached pages before a page is used for the first time: then the cache takes no more memory
+            than the longest sequences needed.
     """
 
-    def __init__(self, pages: int) -> None:
+    def __init__(self, pages: int, *, evicts_first: bool = False) -> None:
+        self._evicts_first = evicts_first
         self._blank = list(reversed(range(pages)))  # free pages, taken from the end
         self._holders = [0] * pages
         self._names: dict[int, bytes] = {}
@@ -39,21 +44,26 @@ class PagePool:
 
     def take(self) -> int:
         """Allocate a page for new tokens, evicting one if none is free. Raise IndexError if all pages are in use."""
-        if self._blank:
-            page = self._blank.pop()
-        elif self._left:
+        if self._left and (self._evicts_first or not self._blank):
             page, _ = self._left.popitem(last=False)
             del self._pages[self._names.pop(page)]
+        elif self._blank:
+            page = self._blank.pop()
         else:
             raise IndexError("all pages are held")
         self._holders[page] = 1
         return page
 
     def give_name(self, page: int, name: bytes) -> None:
-        """Register a full page that is in use under its prefix hash; of pages with the same hash only the first."""
+        """Register an immutable page that is in use under its prefix hash; of several with one hash only the first."""
         if name not in self._pages and page not in self._names:
             self._pages[name] = page
             self._names[page] = name
+
+    def forget_name(self, page: int) -> None:
+        """Take a page out of the prefix cache: its tokens are about to change."""
+        if (name := self._names.pop(page, None)) is not None:
+            del self._pages[name]
 
     def find(self, name: bytes) -> int | None:
         """Look up a page by prefix hash; None if it is not cached. Acquire it with :meth:`hold` next."""

@@ -118,7 +118,7 @@ def runner_for(
 
     ``balancing``: when experts are moved between the ranks; None: never.
     """
-    if ranks is None:
+    if not ranks:
         return CoreRunner(model, pages, page_tokens, sequences)
     return LeadingRunner(model, pages, page_tokens, sequences, ranks, balancing)
 

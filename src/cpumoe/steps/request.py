@@ -33,7 +33,8 @@ class Failure:
 class Job:
     """A generation request: one sequence. The engine's thread calls ``deliver`` with each token and then the end.
 
-    ``cached_tokens`` counts the tokens of the prompt that were in the prefix cache.
+    ``cached_tokens`` counts the tokens of the prompt that were in the prefix cache. ``is_last``, called on the engine's
+    thread too, says whether a token ends the request, such as the last one of a stop string.
     """
 
     _numbers = itertools.count()
@@ -45,6 +46,7 @@ class Job:
         ends: frozenset[int],
         sampling: Sampling,
         deliver: Callable[[Token | Finish | Failure], None],
+        is_last: Callable[[Token], bool] | None = None,
     ) -> None:
         self.id = f"job-{next(self._numbers)}"
         self.prompt = list(prompt)
@@ -54,6 +56,7 @@ class Job:
         self.cached_tokens = 0
         self._chooser = TokenChooser(sampling, self.prompt)
         self._deliver = deliver
+        self._is_last = is_last
         self._count = 0
 
     @property
@@ -76,7 +79,7 @@ class Job:
             return None
         self._count += 1
         self._deliver(token)
-        if token.id in self.ends:
+        if token.id in self.ends or (self._is_last is not None and self._is_last(token)):
             self._finish("stop")
         elif self._count >= self.max_new_tokens:
             self._finish("length")

@@ -47,7 +47,7 @@ class PagedModel(Protocol):
 
     @property
     def has_states(self) -> bool:
-        """Whether layers have recurrent states, so that no prefix of a sequence can be reused."""
+        """Whether layers have recurrent states, so that sequences cannot share the pages of a common prefix."""
 
     @property
     def spread_experts(self) -> list[ParallelExperts]:

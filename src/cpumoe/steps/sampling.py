@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,15 +30,18 @@ class Sampling:
     logprobs: int | None = None  # None: none; 0: for the chosen token; N: for the N likeliest too
 
     @classmethod
-    def of_model(cls, config: Any) -> Sampling:
-        """Return the settings of a model's GenerationConfig: greedy unless it asks for sampling, as in transformers."""
+    def of_model(cls, config: Any, *, samples: bool | None = None) -> Sampling:
+        """Return the settings of a model's GenerationConfig: greedy unless it asks for sampling, as in transformers.
+
+        ``samples``: whether to sample, whatever it asks for.
+        """
 
         def value(name: str, neutral: float) -> float:
             found = getattr(config, name, None)
             return neutral if found is None else found
 
         penalty = value("repetition_penalty", 1.0)
-        if not config.do_sample:
+        if not (config.do_sample if samples is None else samples):
             return cls(repetition_penalty=penalty)
         return cls(
             temperature=value("temperature", 1.0),
@@ -47,6 +50,15 @@ class Sampling:
             min_p=value("min_p", 0.0),
             repetition_penalty=penalty,
         )
+
+    def asked(self, temperature: float | None, **others: float | None) -> Sampling:
+        """Return these settings, replaced by those that are not None."""
+        given = {name: value for name, value in others.items() if value is not None}
+        if temperature is None and self.temperature == 0 and given:
+            temperature = 1.0  # top_p and the like only mean something if tokens are sampled
+        if temperature is not None:
+            given["temperature"] = temperature
+        return replace(self, **given)  # type: ignore[arg-type]  # the fields' own types were checked
 
 
 @dataclass(frozen=True)

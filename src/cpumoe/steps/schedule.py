@@ -50,6 +50,13 @@ class Sequence:
             self._names.append(page_name(self._names[-1] if first else b"", self.tokens[first : first + size]))
         return self._names[index]
 
+    def page_names(self, count: int) -> list[bytes]:
+        """Return the prefix hashes of the pages of the first ``count`` tokens; the last page may not be full."""
+        names = [self.page_name(index) for index in range(count // self._page_tokens)]
+        if rest := count % self._page_tokens:
+            names.append(page_name(names[-1] if names else b"", self.tokens[count - rest : count]))
+        return names
+
 
 @dataclass
 class Piece:
@@ -68,14 +75,18 @@ class Schedule:
     """Sequences in order of arrival. Those with pages are always the oldest ones.
 
     Every step has one row for each sequence that is decoding; the rest of its rows are chunks of prompts, oldest first.
-    When pages run out, the youngest sequence with pages is preempted: it releases them and waits. Its full pages stay
-    in the prefix cache, so most of them are found again unless they were evicted.
+    When pages run out, the youngest sequence with pages is preempted: it releases them and waits. With prefix caching
+    its pages stay in the cache, so most of them are found again unless they were evicted.
+
+    Without prefix caching, for models with recurrent states, a sequence that begins with all computed tokens of one
+    that has ended, such as the next turn of a chat, takes over its slot, with the states in it, and its pages.
 
     Args:
         pages: number of pages of the KV cache, each for ``page_tokens`` tokens.
         step_rows: maximum number of tokens of a step.
         sequences: maximum number of sequences with pages at the same time.
-        shares_pages: prefix caching: sequences with a common prefix share the pages of that prefix.
+        shares_pages: prefix caching: sequences with a common prefix share the pages of that prefix. False for models
+            with recurrent states, which are known behind the last computed token only.
     """
 
     def __init__(
@@ -87,12 +98,13 @@ class Schedule:
         *,
         shares_pages: bool = True,
     ) -> None:
-        self.pool = PagePool(pages)
+        self.pool = PagePool(pages, evicts_first=sequences == 1)  # one at a time: keep the last one alone
         self.page_tokens = page_tokens
         self.tokens = pages * page_tokens  # capacity
         self.sequences: list[Sequence] = []
         self.table = torch.zeros((sequences, pages), dtype=torch.int32)  # page table, a row for each slot
-        self._lines = list(reversed(range(sequences)))  # free ones; taken from the end
+        self._lines = list(range(sequences))  # free slots, least recently used first
+        self._left: dict[int, list[int]] = {}  # the tokens that the last sequence of a free slot had computed
         self._step_rows = step_rows
         self._shares_pages = shares_pages
 
@@ -111,7 +123,7 @@ class Schedule:
 
     def known_pages(self, job: Job) -> int:
         """Return the number of cached prefix pages of a request's prompt."""
-        return len(self._found(Sequence(job, self.page_tokens, self._shares_pages)))
+        return len(self._found(Sequence(job, self.page_tokens, self._shares_pages))[0])
 
     @property
     def goes_on(self) -> bool:
@@ -158,8 +170,6 @@ class Schedule:
             first = sequence.computed // self.page_tokens
             sequence.computed += piece.count
             sequence.reached = max(sequence.reached, sequence.computed)
-            if not self._shares_pages:
-                continue
             for index in range(first, sequence.computed // self.page_tokens):
                 self.pool.give_name(sequence.pages[index], sequence.page_name(index))
 
@@ -173,7 +183,7 @@ class Schedule:
         """
         if not self._lines:
             return False
-        found = self._found(sequence)
+        found, line = self._found(sequence)
         free = sum(not self.pool.is_held(page) for page in found)
         needed = self._page_count(len(sequence.tokens)) - len(found)
         for other in self.sequences:
@@ -181,18 +191,34 @@ class Schedule:
                 needed += self._page_count(len(other.tokens)) + 1 - len(other.pages)
         if needed > self.pool.available - free:
             return False
-        sequence.line = self._lines.pop()
+        sequence.line = self._lines[0] if line is None else line
+        self._lines.remove(sequence.line)
+        left = self._left.pop(sequence.line, [])
+        if line is not None:
+            for page in found:
+                self._append(sequence, page, is_cached=True)
+            if len(left) % self.page_tokens:
+                self.pool.forget_name(found[-1])
+            self._count_cached(sequence, len(left))
         return True
 
-    def _found(self, sequence: Sequence) -> list[int]:
-        """Return the pages of a sequence's prefix that are in the prefix cache."""
+    def _found(self, sequence: Sequence) -> tuple[list[int], int | None]:
+        """Return the cached pages of a sequence's prefix, and the slot whose last sequence it continues, if any."""
         found: list[int] = []
         while len(found) < sequence.shareable_pages:
             page = self.pool.find(sequence.page_name(len(found)))
             if page is None:
                 break
             found.append(page)
-        return found
+        line, most = None, len(found) * self.page_tokens
+        for free, left in self._left.items():
+            if not most < len(left) < len(sequence.tokens) or sequence.tokens[len(left) - 1] != left[-1]:
+                continue
+            if sequence.tokens[: len(left)] == left:
+                pages = [page for name in sequence.page_names(len(left)) if (page := self.pool.find(name)) is not None]
+                if len(pages) == self._page_count(len(left)):
+                    found, line, most = pages, free, len(left)
+        return found, line
 
     def _share_pages(self, sequence: Sequence) -> None:
         """Acquire cached pages of the tokens that come next."""
@@ -201,11 +227,15 @@ class Schedule:
             page = self.pool.find(sequence.page_name(index)) if index < sequence.shareable_pages else None
             if page is None:
                 break
-            self.pool.hold(page)
-            self._append(sequence, page)
-            sequence.computed += self.page_tokens
-            sequence.job.cached_tokens += max(0, sequence.computed - sequence.reached)
-            sequence.reached = max(sequence.reached, sequence.computed)
+            self._append(sequence, page, is_cached=True)
+            self._count_cached(sequence, self.page_tokens)
+
+    @staticmethod
+    def _count_cached(sequence: Sequence, tokens: int) -> None:
+        """Count the next tokens as computed, since their pages were in the cache."""
+        sequence.computed += tokens
+        sequence.job.cached_tokens += max(0, sequence.computed - sequence.reached)
+        sequence.reached = max(sequence.reached, sequence.computed)
 
     def _get_pages(self, sequence: Sequence, count: int, counts: dict[Sequence, int]) -> bool:
         """Allocate pages for the next ``count`` tokens; preempt the youngest sequences if no page is free.
@@ -223,7 +253,9 @@ class Schedule:
             self._append(sequence, self.pool.take())
         return True
 
-    def _append(self, sequence: Sequence, page: int) -> None:
+    def _append(self, sequence: Sequence, page: int, *, is_cached: bool = False) -> None:
+        if is_cached:
+            self.pool.hold(page)
         self.table[sequence.line, len(sequence.pages)] = page
         sequence.pages.append(page)
 
@@ -231,6 +263,10 @@ class Schedule:
         """Release the pages and the slot of a sequence; its tokens will be computed again (recompute)."""
         if sequence.line is None:
             return
+        if sequence.computed and not self._shares_pages:
+            name = sequence.page_names(sequence.computed)[-1]
+            self.pool.give_name(sequence.pages[self._page_count(sequence.computed) - 1], name)
+            self._left[sequence.line] = sequence.tokens[: sequence.computed]
         for page in reversed(sequence.pages):
             self.pool.give_back(page)
         self._lines.append(sequence.line)

@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 PIP_INSTALL := pip install -q --disable-pip-version-check -c constraints.txt
 PIP := $(BIN)/$(PIP_INSTALL)
 
-SOURCES := pyproject.toml CMakeLists.txt $(shell find src core -name '*.py' -o -name '*.pyi' -o -name '*.cc' -o -name '*.h')
+SOURCES := pyproject.toml CMakeLists.txt $(shell find src core -name '*.py' -o -name '*.cc' -o -name '*.h')
 CORE_SOURCES := CMakeLists.txt $(shell find core -name '*.cc' -o -name '*.h')
 
 .PHONY: demo test test-python test-core test-all test-full test-avx2 test-vllm bench docs fuzz lint format clean
@@ -63,6 +63,7 @@ fuzz: $(VENV)/installed
 	CPUMOE_FUZZ_EXAMPLES=$(FUZZ_EXAMPLES) $(PYTEST) -m full tests/integrations/test_fuzz_configs.py
 
 lint: $(VENV)/tools
+	cp build/core/_core.pyi src/cpumoe/
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy

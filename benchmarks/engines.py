@@ -20,7 +20,7 @@ import torch
 
 import cpumoe
 from cpumoe.generation.batch_engine import BatchEngine
-from cpumoe.integrations.transformers.native_decoder import native_with_head
+from cpumoe.integrations.transformers.adapter import native_with_head
 from cpumoe.integrations.transformers.paged_decoder import PagedDecoder
 from cpumoe.steps.engine import StepEngine
 from cpumoe.steps.request import Job

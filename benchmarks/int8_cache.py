@@ -15,6 +15,7 @@ import torch
 
 from cpumoe.cli.arguments import add_threads, use_threads
 from cpumoe.ops import decoder, to_cache_records
+from cpumoe.ops.decoder_steps import Decoder, LayerCache
 
 _HIDDEN, _VOCABULARY = 64, 100
 _CACHED_BYTES = 64 << 20  # of bf16 in all layers, so that a step does not find them in the processor's caches
@@ -69,17 +70,17 @@ def _attention(h: _Heads) -> decoder.Attention:
     )
 
 
-def _decoder(h: _Heads, layers: int) -> decoder.Decoder:
+def _decoder(h: _Heads, layers: int) -> Decoder:
     silu = decoder.Activation(0, True, 1.702, 7.0)
     made = tuple(
         decoder.Layer(_attention(h), None, decoder.DenseBlock(*(_matrix(_HIDDEN, _HIDDEN) for _ in range(3)), silu))
         for _ in range(layers)
     )
     embedding = _matrix(_VOCABULARY, _HIDDEN).weight
-    return decoder.Decoder(decoder.DecoderModel(embedding, 1.0, (), made, None, None))
+    return Decoder(decoder.DecoderModel(embedding, 1.0, (), made, None, None))
 
 
-def _caches(h: _Heads, layers: int, room: int, *, records: bool) -> list[decoder.LayerCache]:
+def _caches(h: _Heads, layers: int, room: int, *, records: bool) -> list[LayerCache]:
     found = []
     for _ in range(layers):
         numbers = [torch.randn(1, h.kv_heads, room, depth).bfloat16() for depth in h.cached]

@@ -22,7 +22,7 @@ from torch import Tensor
 
 import cpumoe
 from cpumoe import Experts, ParallelLayout
-from cpumoe.integrations.transformers.native_decoder import native_with_head
+from cpumoe.integrations.transformers.adapter import native_with_head
 from cpumoe.layers.parallel_layout import Exchange
 from cpumoe.parallel.experts import ParallelExperts
 from cpumoe.parallel.ranks import Ranks

@@ -22,13 +22,14 @@ from transformers import (
 )
 
 import cpumoe
-from cpumoe.integrations.transformers import native_decoder
-from cpumoe.integrations.transformers.native_decoder import NativeDecoder, explanation, native_of
+from cpumoe.integrations.transformers import adapter
+from cpumoe.integrations.transformers.adapter import explanation, native_of
+from cpumoe.integrations.transformers.native_decoder import NativeDecoder
 from cpumoe.integrations.transformers.replacements.replaced_forward import ReplacedForward
 from cpumoe.integrations.transformers.watched_modules import WatchedValues
 from cpumoe.layers.experts import Experts
 
-NATIVE = (native_decoder.forward, native_decoder.forward_to_logits)
+NATIVE = (adapter.forward, adapter.forward_to_logits)
 
 Load = Callable[..., Any]
 
@@ -135,8 +136,11 @@ def test_changes_are_followed_in_one_token_calls(load: Load, change: Callable[[A
 def test_a_head_that_is_no_linear(load: Load) -> None:
     model = load()
     logits(model)
-    model.lm_head = nn.Identity()
+    head, model.lm_head = model.lm_head, nn.Identity()
     assert logits(model).shape[-1] == model.config.hidden_size
+    model.lm_head = nn.Sequential(head)
+    assert logits(model).shape[-1] == model.config.vocab_size
+    assert native_of(model.model) is not None, explanation(model)
 
 
 def test_a_forward_that_is_put_back(load: Load) -> None:

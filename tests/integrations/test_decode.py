@@ -21,6 +21,7 @@ import cpumoe
 from cpumoe.evaluation.selftest import using_isa
 from cpumoe.integrations.transformers.loading import plugin
 from cpumoe.integrations.transformers.replacements import attention
+from cpumoe.ops import attention as operators
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = {
@@ -392,3 +393,15 @@ def test_operators_are_complete():
 def test_bad_input_is_named(call, problem):
     with pytest.raises(ValueError, match=problem):
         call(torch.randn(1, 4, 16), torch.randn(1, 2, 5, 16))
+
+
+def test_masks_with_holes_a_few_queries_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = torch.Generator().manual_seed(0)
+    query, latents, rotated, weight = (
+        torch.randn(shape, generator=random) for shape in ((2, 3, 5, 24), (2, 1, 9, 16), (2, 1, 9, 8), (3 * 28, 16))
+    )
+    mask = torch.zeros(2, 5, 9).masked_fill(torch.rand((2, 5, 9), generator=random) < 0.3, -torch.inf)
+    expected = torch.ops.cpumoe.latent_attention(query, latents, rotated, weight, mask, 0.2)
+    monkeypatch.setattr(operators, "_SCORES_AT_ONCE", 2 * 2 * 3 * 9)
+    found = torch.ops.cpumoe.latent_attention(query, latents, rotated, weight, mask, 0.2)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)

@@ -15,12 +15,13 @@ from transformers import DynamicCache
 
 import cpumoe
 from cpumoe import _core
+from cpumoe.integrations.transformers.adapter import native_of, native_with_head
 from cpumoe.integrations.transformers.int8_cache import holds_records
-from cpumoe.integrations.transformers.native_decoder import native_of, native_with_head
 from cpumoe.integrations.transformers.paged_decoder import PagedDecoder
 from cpumoe.integrations.transformers.preallocated_cache import CacheForm, make_roomy
 from cpumoe.ops import cache_record_bytes, from_cache_records, to_cache_records
-from cpumoe.ops.decoder import Decoder, Matrix, Mla
+from cpumoe.ops.decoder import Matrix, Mla
+from cpumoe.ops.decoder_steps import Decoder
 from cpumoe.steps.engine import StepEngine
 from cpumoe.steps.request import Job
 from cpumoe.steps.runner import CoreRunner

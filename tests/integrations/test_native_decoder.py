@@ -20,13 +20,13 @@ import cpumoe
 from cpumoe import _core
 from cpumoe.checkpoints.checkpoint import Checkpoint
 from cpumoe.integrations.transformers import native_decoder
+from cpumoe.integrations.transformers.adapter import explanation, native_of, native_with_head
 from cpumoe.integrations.transformers.facade import explain_step
 from cpumoe.integrations.transformers.layout.model_classes import empty_model
-from cpumoe.integrations.transformers.native_decoder import explanation, native_of, native_with_head
 from cpumoe.integrations.transformers.preallocated_cache import CacheForm, RoomyLayer, RoomySlidingLayer, make_roomy
 from cpumoe.integrations.transformers.recognition.recognize import recognize
 from cpumoe.integrations.transformers.recognition.values import Recognized
-from cpumoe.ops.decoder import Decoder
+from cpumoe.ops.decoder_steps import Decoder
 
 #: Families that run in one call, whole models and their text parts; a family that is lost would be noticed here.
 NATIVE = {

@@ -16,7 +16,7 @@ import peft
 from transformers import AutoModelForCausalLM
 
 import cpumoe
-from cpumoe.integrations.transformers.native_decoder import explanation
+from cpumoe.integrations.transformers.adapter import explanation
 
 SCHEME = "w4a8-g32"
 IDS = torch.tensor([[5, 6, 7]])

@@ -16,9 +16,10 @@ from torch import nn
 
 import cpumoe
 from cpumoe.generation.engine import start_engine
+from cpumoe.integrations.transformers.adapter import explanation, native_with_head
 from cpumoe.integrations.transformers.layout.model_classes import empty_model
 from cpumoe.integrations.transformers.loading import install
-from cpumoe.integrations.transformers.native_decoder import attached_to, explanation, native_with_head
+from cpumoe.integrations.transformers.native_decoder import attached_to
 from cpumoe.integrations.transformers.recognition import norms
 from cpumoe.integrations.transformers.recognition.probe import probing
 from cpumoe.integrations.transformers.recognition.recognize import recognize
@@ -147,10 +148,35 @@ class _Signed(nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (self.weight + self._plus_one)
 
 
-def test_norms_with_private_settings() -> None:
+class _Mode:
+    def __init__(self, plus_one: bool) -> None:
+        self.plus_one = plus_one
+
+
+class _Held(_Signed):
+    """A norm with its setting in an object."""
+
+    def __init__(self, plus_one: bool) -> None:
+        super().__init__(False)
+        self.mode = _Mode(plus_one)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (self.weight + self.mode.plus_one)
+
+
+@pytest.mark.parametrize("kind", [_Signed, _Held])
+def test_norms_with_settings_that_are_not_public_numbers(kind: type[_Signed]) -> None:
+    """Modules of one block do not live as long as it: their addresses may come again."""
     with probing():
-        forms = [norms.find_form(_Signed(plus_one)) for plus_one in (False, True, False)]
-    assert [form is not None and form.plus_one for form in forms] == [False, True, False]
+        forms = [norms.find_form(kind(number % 2 == 1)) for number in range(20)]
+    assert [form is not None and form.plus_one for form in forms] == [number % 2 == 1 for number in range(20)]
+
+
+def test_a_module_around_a_model_is_recognised() -> None:
+    wrapped = nn.Module()
+    wrapped.model = tiny_model("qwen3_moe").model
+    found = recognize(wrapped)
+    assert isinstance(found, Recognized) and found.base == "model" and found.head is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -181,10 +207,13 @@ def test_a_base_model_of_another_model_keeps_the_head_apart(attach: bool) -> Non
     assert "that of another model" in explanation(first) and native_with_head(first) is None
 
 
-def test_a_packed_expansion_that_was_written_to() -> None:
-    first, second = (cpumoe.accelerate(tiny_model("deepseek_v3", seed=seed), "w8a8", linears="w8a8") for seed in (0, 1))
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_packed_expansion_that_was_written_to(mode: Callable[[], Any]) -> None:
     ids = torch.tensor([[5, 6, 7]])
-    with torch.no_grad():
+    with mode():
+        first, second = (
+            cpumoe.accelerate(tiny_model("deepseek_v3", seed=seed), "w8a8", linears="w8a8") for seed in (0, 1)
+        )
         first(ids)
         first.load_state_dict(second.state_dict())
         for options in ({}, {"output_hidden_states": True}):

@@ -18,7 +18,7 @@ from word_checkpoints import write_gptq
 import cpumoe
 from cpumoe import ParallelLayout
 from cpumoe.checkpoints.tensor_file import TensorFile
-from cpumoe.integrations.transformers.native_decoder import explanation
+from cpumoe.integrations.transformers.adapter import explanation
 from cpumoe.layers.parallel_layout import Exchange, ExpertPlacement
 from cpumoe.parallel.ranks import Ranks
 

@@ -11,7 +11,8 @@ from rank_processes import Cases
 
 import cpumoe
 from cpumoe import ParallelLayout
-from cpumoe.integrations.transformers.native_decoder import NativeDecoder, native_with_head
+from cpumoe.integrations.transformers.adapter import native_with_head
+from cpumoe.integrations.transformers.native_decoder import NativeDecoder
 from cpumoe.integrations.transformers.paged_decoder import PagedDecoder
 from cpumoe.layers.parallel_layout import Exchange
 from cpumoe.parallel.experts import ParallelExperts

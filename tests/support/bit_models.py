@@ -9,7 +9,7 @@ from bit_numbers import RoundedOnce, numbers
 from every_architecture import tiny_model
 
 import cpumoe
-from cpumoe.integrations.transformers.native_decoder import native_of, native_with_head
+from cpumoe.integrations.transformers.adapter import native_of, native_with_head
 
 
 def exact_model(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

@@ -17,8 +17,8 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import cpumoe
+from cpumoe.integrations.transformers.adapter import native_with_head
 from cpumoe.integrations.transformers.int8_cache import hold_caches
-from cpumoe.integrations.transformers.native_decoder import native_with_head
 
 #: Families whose forward pass is one call of the core; test_native_decoder.py has the same list.
 NATIVE = (

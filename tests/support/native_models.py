@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from cpumoe.integrations.transformers import native_decoder
-from cpumoe.integrations.transformers.native_decoder import native_of
+from cpumoe.integrations.transformers import adapter
+from cpumoe.integrations.transformers.adapter import native_of
 
 
 def base_of(model: torch.nn.Module) -> torch.nn.Module:
@@ -23,8 +23,7 @@ def own_code(model: torch.nn.Module) -> Iterator[None]:
     replaced = [
         (module, vars(module).pop("forward"))
         for module in model.modules()
-        if getattr(vars(module).get("forward"), "func", None)
-        in (native_decoder.forward, native_decoder.forward_to_logits)
+        if getattr(vars(module).get("forward"), "func", None) in (adapter.forward, adapter.forward_to_logits)
     ]
     try:
         yield

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from cpumoe.ops.cache_records import cache_record_bytes
-from cpumoe.ops.decoder import CachePart
+from cpumoe.ops.decoder_steps import CachePart
 
 #: The parts of each layer.
 Layouts = Sequence[tuple[CachePart, ...]]

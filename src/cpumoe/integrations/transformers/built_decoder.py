@@ -25,7 +25,8 @@ from cpumoe.integrations.transformers.watched_modules import (
     watched_entries,
     watched_owner,
 )
-from cpumoe.ops.decoder import Decoder, DecoderModel, Gqa
+from cpumoe.ops.decoder import DecoderModel, Gqa
+from cpumoe.ops.decoder_steps import Decoder
 
 #: The module of transformers whose hooks stay where hidden states or attentions have been asked for once.
 _CAPTURING = "transformers.utils.output_capturing"

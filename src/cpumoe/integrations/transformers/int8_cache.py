@@ -13,8 +13,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cpumoe import settings
+from cpumoe.integrations.transformers.adapter import explanation, native_of
 from cpumoe.integrations.transformers.layout.model_classes import empty_model
-from cpumoe.integrations.transformers.native_decoder import NativeDecoder, attached_to, explanation, native_of
+from cpumoe.integrations.transformers.native_decoder import NativeDecoder, attached_to
 from cpumoe.integrations.transformers.recognition.recognize import is_decoder, recognize
 from cpumoe.integrations.transformers.recognition.values import Unrecognized
 from cpumoe.ops.cache_records import check_kv_cache

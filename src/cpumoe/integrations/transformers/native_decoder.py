@@ -1,17 +1,11 @@
-"""Decoders of a model in one call of the core, wherever that computes what the model's own code does.
-
-The base model inside of a model gets another forward: from tokens or embeddings to hidden states, or on to logits,
-without a PyTorch operator in between. What it does not serve (hidden states and attentions of all layers, masks that
-are more than padding, caches of other kinds, gradients, hooks inside) goes through the model's own code as before.
-"""
+"""The native decoder of a model: one forward pass in one call of the core, where that is what its own code computes."""
 
 from __future__ import annotations
 
 import inspect
 import logging
 import threading
-import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,20 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cpumoe import _core, settings
+from cpumoe import _core
 from cpumoe.errors import RankError
 from cpumoe.integrations.transformers.built_decoder import BuiltDecoder, build_decoder, entries_of, has_hooks
 from cpumoe.integrations.transformers.recognition.check import find_variant, output_class
 from cpumoe.integrations.transformers.recognition.head import calls_its_head, results_of
-from cpumoe.integrations.transformers.recognition.probe import probing
-from cpumoe.integrations.transformers.recognition.recognize import head_path, is_decoder
+from cpumoe.integrations.transformers.recognition.probe import Found, probing
+from cpumoe.integrations.transformers.recognition.recognize import head_path
 from cpumoe.integrations.transformers.recognition.rotary import layer_type
 from cpumoe.integrations.transformers.recognition.values import LayerVariant, Recognized, UnsupportedDecoder
 from cpumoe.integrations.transformers.replacements.attention import is_known_attention
 from cpumoe.integrations.transformers.step_caches import StepCaches
 from cpumoe.integrations.transformers.step_call import OwnCode, call_for, positions_for
 from cpumoe.integrations.transformers.watched_modules import Entry, kind_of, kind_of_owner
-from cpumoe.ops.decoder import Decoder
+from cpumoe.ops.decoder_steps import Decoder
 from cpumoe.steps import cache as paged_cache
 
 _log = logging.getLogger("cpumoe")
@@ -67,140 +61,40 @@ def attached_to(module: nn.Module) -> Attached | None:
     return found if isinstance(found, Attached) else None
 
 
-def install_native_decoder(model: nn.Module) -> None:
-    """Give the base models with packed experts in a model their native decoder; log the reason where there is none.
-
-    ``CPUMOE_STEPS=0`` in the environment leaves models as they are.
-    """
-    found = [(name, base) for name, base in model.named_modules() if is_decoder(base, packed=True)]
-    for number, (name, base) in enumerate(found):
-        record = Attached(name)
-        for module in (base, *([model] if number == 0 else [])):
-            module._cpumoe = record
-        if not settings.NATIVE_DECODER.is_on():
-            record.reason = f"{settings.NATIVE_DECODER.name}=0"
-            continue
-        try:
-            native = NativeDecoder(record, base)
-        except UnsupportedDecoder as reason:
-            record.reason = str(reason)
-            _log.info("%s (%s) runs layer by layer: %s", name or "the model", type(base).__name__, reason)
-            continue
-        except RankError:  # another rank has gone, or does something else
-            raise
-        except Exception as error:  # whatever another release of transformers does differently
-            record.reason = _unexpected(error)
-            _log.warning("%s (%s) runs layer by layer: %s", name, type(base).__name__, record.reason)
-            continue
-        record.native = native
-        base.forward = _with_signature(partial(forward, base), base)
-        if getattr(model, "model", None) is base and (output := native.take_head(model)) is not None:
-            model.forward = _with_signature(partial(forward_to_logits, model, output), model)
-
-
-def _unexpected(error: Exception) -> str:
+def unexpected(error: Exception) -> str:
     return f"it could not be described ({type(error).__name__}: {error})"
 
 
-def _with_signature(replacement: Any, module: nn.Module) -> Any:
-    """Arguments are asked for by name, in transformers too."""
-    own = inspect.signature(type(module).forward)
-    replacement.__signature__ = own.replace(parameters=tuple(own.parameters.values())[1:])
-    return replacement
-
-
-def explanation(model: nn.Module) -> str:
-    """Whether a model that has been loaded runs in one call for a step, and if not, why."""
-    for base in model.modules():
-        if (record := attached_to(base)) is None or not is_decoder(base, packed=True):
-            continue
-        reason = record.reason if record.native is None else record.native.reason_now(base, _owner_in(model, base))
-        if reason is None:
-            return "every step is one call of the core"
-        return f"a step goes through transformers, layer by layer: {reason}"
-    return "a step goes through transformers, layer by layer: no decoder with packed experts was found in it"
-
-
-def native_of(base: nn.Module) -> NativeDecoder | None:
-    """Return the native decoder that runs a base model; None if its own code does."""
-    native = _native_in(base)
-    if native is None or not _calls(base, forward) or native.reason_now(base, None) is not None:
-        return None
-    return native
-
-
-def native_with_head(model: Any) -> NativeDecoder | None:
-    """Return the native decoder that takes a model's tokens to logits; None if its own code does."""
-    if not _calls(model, forward_to_logits) or not _calls(model.model, forward):
-        return None
-    native = _native_in(model.model, owner=model)
-    return None if native is None or native.reason_now(model.model, model) is not None else native
-
-
-def _owner_in(model: nn.Module, base: nn.Module) -> nn.Module | None:
-    """Return the module in a model that goes through a base model to logits; None without one."""
-    return next(
-        (m for m in model.modules() if _calls(m, forward_to_logits) and getattr(m, "model", None) is base), None
-    )
-
-
-def _calls(module: nn.Module, function: Any) -> bool:
-    """Return whether a module's forward is one of the functions below."""
+def calls(module: nn.Module, function: Any) -> bool:
+    """Return whether a module's forward is a partial of this function."""
     found = vars(module).get("forward")
     return isinstance(found, partial) and found.func is function
 
 
-def _native_in(base: nn.Module, *, owner: nn.Module | None = None) -> NativeDecoder | None:
-    """Return the native decoder of a base model, with ``owner`` if it was installed for that model around it."""
-    record = attached_to(base)
-    native = None if record is None else record.native
-    return None if native is None or (owner is not None and not native.is_owned_by(owner)) else native
-
-
-def forward(base: Any, *arguments: Any, **options: Any) -> Any:
-    """The forward of a base model, to hidden states behind the last norm."""
-    native = _native_in(base)
-    if native is None:
-        return type(base).forward(base, *arguments, **options)
-    found = native.run(base, arguments, options)
-    if found is None:
-        return native.run_own_code(base, base, arguments, options)
-    result = native.output(last_hidden_state=found[0], past_key_values=found[1])
-    return result if native.returns_dict(base, arguments, options) else result.to_tuple()
-
-
-def forward_to_logits(model: Any, output: type[Any], *arguments: Any, **options: Any) -> Any:
-    """The forward of a model that is a base model and a head."""
-    native = _native_in(model.model, owner=model)
-    if native is None:  # the base model of another model was put in
-        return type(model).forward(model, *arguments, **options)
-    found = native.run(model.model, arguments, options, head=model)
-    if found is None:
-        return native.run_own_code(model, model.model, arguments, options, head=model)
-    result = output(logits=found[0], past_key_values=found[1])
-    return result if native.returns_dict(model, arguments, options, head=model) else result.to_tuple()
-
-
 class NativeDecoder:
-    """A base model's decoder in the core. Raises UnsupportedDecoder if there is none."""
+    """A base model's decoder in the core, built again when the model changes. Raises UnsupportedDecoder without one.
 
-    def __init__(self, record: Attached, base: Any) -> None:
+    ``forwards``: what the base model and the model around it are called through.
+    """
+
+    def __init__(self, record: Attached, base: Any, forwards: tuple[Callable[..., Any], Callable[..., Any]]) -> None:
         self._record = record
+        self._forwards = forwards
+        self._forms: Found = {}  # of norms and routers
         self._variants: dict[str, LayerVariant] = {}  # by the kind of a layer
         self._heads: dict[str, bool] = {}  # by the kind of a model: whether it does no more than call its head
-        with probing():
+        with probing(self._forms):
             self.output = output_class(base)
         self._refused: tuple[Entry, ...] | None = None  # the model for which that holds; None: any
         self._told: set[str] = set()  # reasons for layer-by-layer calls that the log has
         self.records = False  # whether caches are held in int8
         self._arguments = [tuple(inspect.signature(type(base).forward).parameters)[1:]]  # and those of its owner
-        self._owner: weakref.ref[Any] | None = None  # the model with the head; unknown in a copy before its first call
         self._lock = threading.Lock()
         self._built: BuiltDecoder | None = self._build(base, None, FIRST_POSITIONS)
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy, or what is read from a file, builds its decoder of the model that it finds itself in."""
-        return {**vars(self), "_built": None, "_refused": None, "_lock": None, "_owner": None}
+        return {**vars(self), "_built": None, "_refused": None, "_lock": None, "_forms": {}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _lock=threading.Lock())
@@ -213,21 +107,18 @@ class NativeDecoder:
         self._arguments.append(tuple(inspect.signature(type(model).forward).parameters)[1:])
         if not self._calls_its_head(model):
             return None
-        self._owner = weakref.ref(model)
         self._built = self._build(model.model, model, FIRST_POSITIONS)
         return type(results_of(model, self.output))
 
     def _calls_its_head(self, model: Any) -> bool:
-        key = repr((kind_of_owner(model), kind_of_owner(model.model)))
+        key = repr((kind_of_owner(model), kind_of_owner(model.model), type(model.get_output_embeddings())))
         if key not in self._heads:
             self._heads[key] = calls_its_head(model, self.output)
         return self._heads[key]
 
     def is_owned_by(self, model: Any) -> bool:
-        """Return whether it was installed for this model around the base model."""
-        if self._owner is None and len(self._arguments) > 1:
-            self._owner = weakref.ref(model)  # the copy of its owner, which was copied with it
-        return self._owner is not None and self._owner() is model
+        """Return whether it was installed for this model around the base model: both have the same record."""
+        return len(self._arguments) > 1 and attached_to(model) is self._record
 
     @property
     def reason(self) -> str | None:
@@ -246,7 +137,7 @@ class NativeDecoder:
 
     def _build(self, base: Any, owner: Any, positions: int) -> BuiltDecoder:
         """Build the decoder of a model as it is; ``owner`` has the head that steps may go on to."""
-        with probing():
+        with probing(self._forms):
             head = owner.get_output_embeddings() if owner is not None and self._calls_its_head(owner) else None
             built = build_decoder(base, owner, head, self._variants_of, positions, is_int8=self.records)
         path = None if head is None else head_path(owner, base)
@@ -337,7 +228,7 @@ class NativeDecoder:
             return True
         if head is None:
             return False
-        return has_hooks((base._forward_hooks, base._forward_pre_hooks)) or not _calls(base, forward)
+        return has_hooks((base._forward_hooks, base._forward_pre_hooks)) or not calls(base, self._forwards[0])
 
     def run_own_code(
         self, module: Any, base: Any, arguments: tuple[Any, ...], options: dict[str, Any], head: Any = None
@@ -409,16 +300,17 @@ class NativeDecoder:
     ) -> Tensor:
         """Logits [W, vocabulary] of some of the tokens of any sequences.
 
-        The arguments are those of :meth:`cpumoe.ops.decoder.Decoder.step_rows`. Where groups of ranks have rows of
-        their own, a rank takes part in the steps of others by computing no tokens.
+        The arguments are those of :meth:`cpumoe.ops.decoder_steps.Decoder.step_rows`. Where groups of ranks have rows
+        of their own, a rank takes part in the steps of others by computing no tokens.
         Raises UnsupportedDecoder if the model has become another one.
         """
+        is_own = self._record is attached_to(model.model) and self.is_owned_by(model)
+        if not is_own or not calls(model, self._forwards[1]):
+            raise UnsupportedDecoder(_LEFT_OUT)
         built = self._ready(model.model, int(places.max()) if len(places) else 0, model)
         if built is None:
             raise UnsupportedDecoder(self.reason)
-        hooks = (model._forward_hooks, model._forward_pre_hooks)
-        is_own = _calls(model, forward_to_logits) and _native_in(model.model, owner=model) is self
-        if not is_own or self._is_left(built, model.model, model) or has_hooks(hooks):
+        if self._is_left(built, model.model, model) or has_hooks((model._forward_hooks, model._forward_pre_hooks)):
             raise UnsupportedDecoder(_LEFT_OUT)
         return built.decoder.step_rows(tokens, sequences, places, pages, page_tokens, caches, wanted)
 
@@ -449,7 +341,7 @@ class NativeDecoder:
             except RankError:
                 raise
             except Exception as problem:  # a part that was put into the model may be anything
-                reason = problem if isinstance(problem, UnsupportedDecoder) else _unexpected(problem)
+                reason = problem if isinstance(problem, UnsupportedDecoder) else unexpected(problem)
                 if self.records:
                     raise ValueError(
                         f"keys and values in int8 are for steps in one call of the core; {reason}"

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from cpumoe.integrations.transformers.native_decoder import explanation, native_of, native_with_head
+from cpumoe.integrations.transformers.adapter import explanation, native_of, native_with_head
 from cpumoe.parallel.experts import ParallelExperts
 
 

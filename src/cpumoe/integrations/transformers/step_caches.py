@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from cpumoe.integrations.transformers.preallocated_cache import CacheForm, holds_layers, make_roomy
-from cpumoe.ops.decoder import CachePart, Decoder, Layer, LayerCache, Mla
+from cpumoe.ops.decoder import Layer, Mla
+from cpumoe.ops.decoder_steps import CachePart, Decoder, LayerCache
 
 
 class StepCaches:

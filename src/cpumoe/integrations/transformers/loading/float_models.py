@@ -53,6 +53,7 @@ def accelerate(
     that, the message says that they are packed.
     """
     kinds = {name: describe_experts(module) for name, module in expert_modules(model)}
+    # Without experts there is nothing that CPUMOE_SCHEME could be for.
     scheme = Scheme.parse(_scheme_to_pack(scheme) if kinds or scheme is not None else DEFAULT_SCHEME)
     packed_linears = None if linears is None else Scheme.parse(linears)
     refuse_stored_input_scales(scheme, packed_linears)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from cpumoe.integrations.transformers.adapter import install_native_decoder
 from cpumoe.integrations.transformers.loading.packed_head import refuse_resizing
-from cpumoe.integrations.transformers.native_decoder import install_native_decoder
 from cpumoe.integrations.transformers.recognition.probe import probing
 from cpumoe.integrations.transformers.replacements.lightning import speed_up_lightning_attention
 from cpumoe.integrations.transformers.replacements.mla import absorb_latents

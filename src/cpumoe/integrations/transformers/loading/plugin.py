@@ -31,6 +31,7 @@ from cpumoe.checkpoints.named_tensors import listed
 from cpumoe.checkpoints.packed_cache import PackedCache
 from cpumoe.crowding import fewer_threads_when_crowded, make_room
 from cpumoe.errors import CheckpointError, NotEnoughMemory, UnsupportedScheme
+from cpumoe.integrations.transformers.adapter import explanation
 from cpumoe.integrations.transformers.int8_cache import chosen_kv_cache, hold_caches
 from cpumoe.integrations.transformers.layout.expert_modules import marks_of
 from cpumoe.integrations.transformers.layout.model_classes import has_plain_attention
@@ -46,7 +47,6 @@ from cpumoe.integrations.transformers.loading.saving import (
 from cpumoe.integrations.transformers.loading.special_experts import put_packed
 from cpumoe.integrations.transformers.loading.stock_quantizer import CURE, guarded
 from cpumoe.integrations.transformers.loading.unmapped_files import read_unmapped
-from cpumoe.integrations.transformers.native_decoder import explanation
 from cpumoe.integrations.transformers.replacements.attention import ATTENTION, register_attention
 from cpumoe.layers.backends import NativeBackend
 from cpumoe.layers.experts import Experts

@@ -33,6 +33,7 @@ from cpumoe.integrations.transformers.step_caches import StepCaches
 from cpumoe.layers.experts import Experts
 from cpumoe.layers.linear import QuantizedLinear
 from cpumoe.ops import decoder
+from cpumoe.ops.decoder_steps import Decoder
 
 _TOKENS = 64  # of the made-up embedding
 _LENGTH = 16  # tokens of each sequence
@@ -240,7 +241,7 @@ def _difference(reduced: Any, model: decoder.DecoderModel[Tensor], cases: _Cases
     from transformers import DynamicCache
 
     try:
-        core = decoder.Decoder(model)
+        core = Decoder(model)
     except ValueError as problem:  # parts that do not go together: the next variant may
         return _Difference(f"is refused: {problem}")
     cache = DynamicCache(config=reduced.config)

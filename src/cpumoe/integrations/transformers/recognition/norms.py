@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from cpumoe import ops
-from cpumoe.integrations.transformers.recognition.probe import code_of, random_copy, remembered
+from cpumoe.integrations.transformers.recognition.probe import random_copy, remembered
 
 #: How far a norm may be from ours to be the same: the last bit, and what another order of sums does to fp32.
 _TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-10}
@@ -45,7 +45,7 @@ def find_form(module: Any) -> NormForm | None:
     """
     if (epsilon := _epsilon(module)) is None:
         return None
-    return remembered((code_of(module), module.weight.dtype), lambda: _form_of(random_copy(module), epsilon))
+    return remembered(module, module.weight.dtype, lambda: _form_of(random_copy(module), epsilon))
 
 
 def _form_of(module: Any, epsilon: float) -> NormForm | None:

@@ -16,8 +16,11 @@ from cpumoe.integrations.transformers.watched_modules import settings_of
 
 T = TypeVar("T")
 
-#: What was found of modules in the current block of :func:`probing`.
-_found: ContextVar[dict[Hashable, Any] | None] = ContextVar("found", default=None)
+#: What was found of modules, each result with the module.
+Found = dict[Hashable, tuple[Any, nn.Module]]
+
+#: That of the current block of :func:`probing`.
+_found: ContextVar[Found | None] = ContextVar("found", default=None)
 
 #: Attributes of a module that hold hooks.
 _HOOKS = tuple(name for name in vars(nn.Module()) if "_hooks" in name)
@@ -35,13 +38,17 @@ def copy_of(module: Any) -> Any:
 
 
 @contextmanager
-def probing() -> Iterator[None]:
+def probing(found: Found | None = None) -> Iterator[None]:
     """Call copies of modules in the same modes whatever the caller's are, and remember what is found of them.
 
-    Blocks inside of a block remember together. Random numbers come from generators of their own.
+    Blocks inside of a block remember together. ``found``: what was found in earlier blocks; this one adds to it. Random
+    numbers of copies come from generators of their own.
     """
-    found = _found.get()
-    token = _found.set({} if found is None else found)
+    around = _found.get()
+    here: Found = ({} if around is None else around) if found is None else found
+    if found is not None and around is not None:
+        found.update(around)
+    token = _found.set(here)
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
             yield
@@ -49,28 +56,33 @@ def probing() -> Iterator[None]:
         _found.reset(token)
 
 
-def remembered(key: Hashable, find: Callable[[], T]) -> T:
-    """Return the result of ``find``, which is called in :func:`probing` once for each key."""
+def remembered(module: nn.Module, more: Hashable, find: Callable[[], T]) -> T:
+    """Return the result of ``find`` for a module, called in :func:`probing` once for modules with the same code.
+
+    ``more``: what else the result depends on.
+    """
     with probing():
         found = _found.get()
         assert found is not None
+        key = (_code_of(module), more)
         if key not in found:
-            found[key] = find()
-        result: T = found[key]
+            found[key] = find(), module  # which keeps the objects alive whose addresses are in the key
+        result: T = found[key][0]
         return result
 
 
-def code_of(module: nn.Module) -> Hashable:
+def _code_of(module: nn.Module) -> Hashable:
     """Return a value that modules have in common which compute the same of the same tensors."""
-    return tuple((name, type(m).forward, settings_of(m), _private(m)) for name, m in module.named_modules())
+    return tuple((name, type(m).forward, settings_of(m), _other_attributes(m)) for name, m in module.named_modules())
 
 
-def _private(module: nn.Module) -> Hashable:
-    """Return the private attributes of a module, and which configuration it has."""
+def _other_attributes(module: nn.Module) -> Hashable:
+    """Return the attributes of a module that are no settings: private numbers by value, objects by address."""
     plain = (bool, int, float, str, type(None))
-    held = {name: value for name, value in vars(module).items() if name not in _OF_TORCH}
-    private = ((name, repr(v) if isinstance(v, plain) else id(v)) for name, v in held.items() if name.startswith("_"))
-    return *sorted(private), id(held.get("config"))
+    held = {name: value for name, value in vars(module).items() if name not in _OF_TORCH and name != "forward"}
+    private = ((name, repr(value)) for name, value in held.items() if isinstance(value, plain) and name[0] == "_")
+    objects = ((name, id(value)) for name, value in held.items() if not isinstance(value, plain))
+    return *sorted(private), *sorted(objects)
 
 
 _OF_TORCH = frozenset(vars(nn.Module()))

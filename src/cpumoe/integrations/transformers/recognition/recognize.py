@@ -53,10 +53,11 @@ def recognize(model: nn.Module) -> Recognized | Unrecognized:
 
 
 def head_path(model: Any, base: nn.Module) -> str | None:
-    """Return the path of the linear that computes logits of a base model's hidden states; None without one."""
-    if getattr(model, "model", None) is not base:
+    """Return the path of the output embeddings of a model around a base model; None without any."""
+    get = getattr(model, "get_output_embeddings", None)
+    if getattr(model, "model", None) is not base or get is None:
         return None
-    head = model.get_output_embeddings()
+    head = get()
     return next((name for name, module in model.named_modules() if module is head), None)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from cpumoe import ops
-from cpumoe.integrations.transformers.recognition.probe import code_of, random_copy, remembered
+from cpumoe.integrations.transformers.recognition.probe import random_copy, remembered
 from cpumoe.ops import SCORING, wants_gradient
 
 _FEW_TOKENS = 8  # up to here our router is faster, which reads the whole weight for each token; PyTorch reads it once
@@ -90,8 +90,8 @@ def find_form(router: Any, block: Any = None) -> RouterForm | None:
     """
     correction = correction_of(router, block)
     told = None if correction is None else (correction.shape, correction.dtype)
-    key = (type(block), code_of(router), linear_of(router).weight.dtype, told)
-    return remembered(key, lambda: _form_of(router, block))
+    more = type(block), linear_of(router).weight.dtype, told
+    return remembered(router, more, lambda: _form_of(router, block))
 
 
 def _form_of(router: Any, block: Any) -> RouterForm | None:

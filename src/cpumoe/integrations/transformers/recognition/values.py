@@ -104,7 +104,8 @@ class Recognized:
     Attributes:
         base: path of the base model.
         decoder: its layers; paths in it start at the base model.
-        head: path of the linear that computes logits, from the model around the base model; None without one.
+        head: path of the output embeddings, from the model around the base model; None without any. Whether the model
+            does no more than call them is tried at load.
     """
 
     base: str

@@ -23,7 +23,7 @@ from cpumoe.integrations.transformers.recognition.mixers.short_conv import Convo
 from cpumoe.integrations.transformers.replacements.replaced_forward import ReplacedForward
 from cpumoe.integrations.transformers.replacements.replacement_check import empty_cache, wants_gradient_through
 from cpumoe.integrations.transformers.step_caches import states_in
-from cpumoe.ops.decoder import CachePart
+from cpumoe.ops.decoder_steps import CachePart
 
 _log = logging.getLogger("cpumoe")
 

@@ -383,7 +383,7 @@ def check_mutant(model: Any, path: str, why: str, other: Any, seed: int) -> None
     except ValueError as problem:
         assert str(problem)
     else:
-        may_overflow = why == "number" or model.embedding.dtype == np.float16
+        may_overflow = why == "number" or (model.embedding.dtype == np.float16 and "activation" in path)
         assert may_overflow or is_right(other, step.hidden_out, step.logits_out), f"{path} led to infinite results"
 
 

@@ -35,7 +35,7 @@ void check_experts_of(const RoutedExperts& e, const DecoderModel& model) {
   CPUMOE_REQUIRE(e.count() == experts, "router.weight is for ", experts, " experts, and there are ", e.count());
   CPUMOE_REQUIRE(e.spread || !e.copies.has_value(), "copies is given for experts that are not spread");
   CPUMOE_REQUIRE(e.are_here() || e.is_unequal(model.ranks()), "gate_up is None, but there are ", experts,
-                 " experts for ", model.ranks(), " ranks: each has some");
+                 " experts for ", model.ranks(), " ranks: each must have some");
   CPUMOE_REQUIRE(!e.spread || e.travel != RowTravel::kStay || !model.has_own_rows(),
                  "travel=0, but groups of ranks have rows of their own");
   CPUMOE_REQUIRE(!e.are_here() || !traits_of(rows_for(e.gate_up.spec, model.type())).of_tensor,

@@ -290,7 +290,6 @@ void Barrier::wait() {
 void run_team(int threads, void (*body)(void*, Worker&), void* context) {
   if (threads <= 1) {  // without the team, which may be busy for as long as a prompt takes
     Barrier alone;
-    alone.reset(1);
     run_body({0, 1, &alone}, body, context);
     return;
   }

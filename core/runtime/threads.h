@@ -64,7 +64,8 @@ struct Worker {
 };
 
 // Runs body(worker) once on each of up to `threads` threads, the calling one included, and returns when all are
-// done. The team is handed out to one caller at a time. The body must not throw. It runs in IeeeArithmetic on each.
+// done. The team is handed out to one caller at a time; one thread computes without it. The body must not throw. It
+// runs in IeeeArithmetic on each.
 void run_team(int threads, void (*body)(void*, Worker&), void* context);
 
 template <class Body>

@@ -23,14 +23,17 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
 
-    def source(self, tools: Tools = ()) -> str:
-        """Return the template for conversations with these tools, empty if the tokenizer has none.
+    @property
+    def is_there(self) -> bool:
+        """Whether the tokenizer has a template, or several."""
+        return bool(getattr(self._tokenizer, "chat_template", None))
 
-        Raise ValueError if it has several, and none of them is the default.
-        """
-        if not getattr(self._tokenizer, "chat_template", None):
+    def source(self, tools: Tools = ()) -> str:
+        """Return the template for conversations with these tools, empty if the tokenizer has none for them."""
+        try:
+            return str(self._tokenizer.get_chat_template(tools=list(tools) or None))
+        except ValueError:
             return ""
-        return str(self._tokenizer.get_chat_template(tools=list(tools) or None))
 
     def has_variable(self, name: str, tools: Tools = ()) -> bool:
         """Return whether a template reads this variable, which is neither always there nor an option of rendering."""
@@ -50,7 +53,7 @@ class ChatTemplate:
         return str(self._rendered(messages, tokenize=False, add_generation_prompt=add_generation_prompt))
 
     def _rendered(self, messages: Messages, **options: Any) -> Any:
-        if not self.source(options.get("tools") or ()):
+        if not self.is_there:
             raise ValueError(
                 "this model's tokenizer has no chat template; cpumoe generate and /v1/completions take plain text"
             )

@@ -21,8 +21,8 @@ from cpumoe.checkpoints.held_scales import held_scheme
 from cpumoe.checkpoints.inspection import Survey
 from cpumoe.checkpoints.loading import experts_of, load_experts
 from cpumoe.checkpoints.model_tensors import quantized_linears
+from cpumoe.integrations.transformers.adapter import explanation, native_with_head
 from cpumoe.integrations.transformers.facade import describe
-from cpumoe.integrations.transformers.native_decoder import explanation, native_with_head
 from cpumoe.layers import reference
 from cpumoe.layers.activation_rounding import held_activations
 from cpumoe.layers.experts import Experts

@@ -22,8 +22,8 @@ from cpumoe.cli import main
 from cpumoe.generation.model_folder import prepare_transformers
 from cpumoe.generation.session import Session
 from cpumoe.generation.text import TextPieces
+from cpumoe.integrations.transformers.adapter import native_with_head
 from cpumoe.integrations.transformers.layout.tokenizer import load_tokenizer
-from cpumoe.integrations.transformers.native_decoder import native_with_head
 from cpumoe.steps.sampling import Sampling
 
 GREEDY = Sampling()

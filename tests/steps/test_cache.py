@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("transformers")
 
 import cpumoe
-from cpumoe.integrations.transformers.native_decoder import native_with_head
+from cpumoe.integrations.transformers.adapter import native_with_head
 from cpumoe.steps import cache as paged_cache
 
 PAGE_TOKENS = 16

@@ -20,7 +20,7 @@ from tiny_models import write_tiny_model
 pytest.importorskip("transformers")
 
 import cpumoe
-from cpumoe.integrations.transformers.native_decoder import native_with_head
+from cpumoe.integrations.transformers.adapter import native_with_head
 from cpumoe.integrations.transformers.paged_decoder import PagedDecoder
 from cpumoe.integrations.transformers.recognition.values import UnsupportedDecoder
 from cpumoe.steps import job_thread

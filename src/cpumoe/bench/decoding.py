@@ -51,7 +51,7 @@ def decode_times(model: Any, prompt: Tensor, tokens: int) -> DecodeTimes:
     from torch.profiler import ProfilerActivity, profile
     from transformers import DynamicCache
 
-    from cpumoe.integrations.transformers.native_decoder import native_with_head
+    from cpumoe.integrations.transformers.adapter import native_with_head
 
     native = native_with_head(model)
     cache = DynamicCache(config=model.config)

@@ -118,7 +118,7 @@ def _answer(
 ) -> int:
     """Loads the model and answers, as the first rank; the others follow its steps, or do the same if there are none."""
     from cpumoe.generation.session import Session, peak_memory_bytes
-    from cpumoe.integrations.transformers.native_decoder import native_with_head
+    from cpumoe.integrations.transformers.adapter import native_with_head
     from cpumoe.integrations.transformers.paged_decoder import PagedDecoder
     from cpumoe.steps.rank_runner import follow_steps
 

@@ -190,7 +190,7 @@ def _load(arguments: argparse.Namespace, ranks: Ranks) -> PreTrainedModel:
 
 def _spread_decoder(model: PreTrainedModel) -> PagedDecoder:
     """What computes the steps of a model that is spread over ranks. Raises ValueError if nothing does."""
-    from cpumoe.integrations.transformers.native_decoder import explanation, native_with_head
+    from cpumoe.integrations.transformers.adapter import explanation, native_with_head
     from cpumoe.integrations.transformers.paged_decoder import PagedDecoder
 
     if (native := native_with_head(model)) is None:

@@ -302,7 +302,7 @@ def _forward(
 
 
 def _runs_natively(model: PreTrainedModel) -> bool:
-    from cpumoe.integrations.transformers.native_decoder import native_of, native_with_head
+    from cpumoe.integrations.transformers.adapter import native_of, native_with_head
 
     return native_with_head(model) is not None or any(native_of(module) is not None for module in model.modules())
 

@@ -73,8 +73,9 @@ class BatchEngine:
         self._count_cached_tokens()
 
     def _put_attention_back(self) -> None:
-        """Undo transformers' change of the attention to a paged one, without which no other engine runs the model."""
-        self._model.set_attn_implementation(self._attention)
+        """Undo transformers' change of the attention to a paged one, with which no other engine can run the model."""
+        if self._model.config._attn_implementation != self._attention:
+            self._model.set_attn_implementation(self._attention)
 
     def _count_cached_tokens(self) -> None:
         """Count the prefix cache hits of each request, which transformers does not report."""

@@ -6,6 +6,7 @@ while an engine has it, because a call changes settings inside a model of transf
 
 from __future__ import annotations
 
+import copy
 import logging
 import operator
 from dataclasses import dataclass
@@ -18,8 +19,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 
 from cpumoe.errors import RankError
 from cpumoe.generation.memory import CacheSize, cache_size, one_request_size
+from cpumoe.integrations.transformers.adapter import native_with_head
 from cpumoe.integrations.transformers.int8_cache import holds_records
-from cpumoe.integrations.transformers.native_decoder import native_with_head
 from cpumoe.integrations.transformers.paged_decoder import PagedDecoder
 from cpumoe.integrations.transformers.preallocated_cache import RoomyLayer, RoomySlidingLayer
 from cpumoe.steps.engine import StepEngine
@@ -46,8 +47,8 @@ _LEFT_OUT = {
 
 # Layers of caches that transformers continues from where another call has left them.
 _CONTINUED = (DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, RoomyLayer, RoomySlidingLayer)
-_PROBE_TOKENS, _PROBE_CUT = 24, 13
-_PROBE_TOLERANCE = 0.05  # relative, of logits; 16-bit rounding and near ties of experts are well below
+_STATES = ("conv_states", "recurrent_states")  # of a LinearAttentionLayer
+_PROBE_TOKENS, _PROBE_CUT = 12, 7
 
 
 Engine: TypeAlias = "JobThread | BatchEngine"
@@ -127,14 +128,14 @@ def start_engine(
         obstacle = obstacle or "transformers' continuous batching holds keys and values in float"
     else:
         because = "" if obstacle is None else f": {obstacle}"
-        size = cache_size(model.config, model.dtype, free_bytes, memory_gb)
         try:
             from cpumoe.generation.batch_engine import BatchEngine
 
+            size = cache_size(model.config, model.dtype, free_bytes, memory_gb)
             batches = BatchEngine(model, size.blocks, size.block_tokens, size.step_tokens)
             batches.start()
             return Started(batches, size, f"by transformers' continuous batching{because}")
-        except (CannotBatch, ImportError) as problem:
+        except (CannotBatch, ImportError, RuntimeError) as problem:  # the last: heads that differ from layer to layer
             obstacle = str(problem)
     way = f"requests are answered one at a time, since batching fails for this model: {obstacle}"
     return Started(SequentialEngine(model), None, way)
@@ -155,7 +156,7 @@ class SequentialEngine(JobThread):
         self._model = model
         self._cache: Cache | None = None
         self._cached: list[int] = []  # the tokens of the cache, and the last one, which is not in it
-        self._continues: bool | None = None  # whether the model continues caches; None before it was tried
+        self._reads_states: bool | None = None  # see _reads_states; None before it was tried
         self._thread.start()
 
     def _compute_all(self) -> None:
@@ -196,6 +197,10 @@ class SequentialEngine(JobThread):
                 return_dict_in_generate=True,
             )
             self._cache, self._cached = out.past_key_values, out.sequences[0].tolist()
+            if type(self._cache) is not DynamicCache or not all(
+                type(layer) in _CONTINUED for layer in self._cache.layers
+            ):
+                self._cache = None
             if not job.over:
                 job.fail(f"{NOT_COMPUTED}: transformers ended it early")
         except RankError:  # without the other ranks no later job can be computed either
@@ -207,20 +212,12 @@ class SequentialEngine(JobThread):
     def _take_cache(self, prompt: list[int]) -> tuple[Cache | None, int]:
         """Return the cache, cut to the prefix that it shares with ``prompt``, and the length of that prefix."""
         cache, self._cache = self._cache, None  # an error leaves no wrong cache behind
-        if (
-            cache is None
-            or type(cache) is not DynamicCache
-            or not all(type(layer) in _CONTINUED for layer in cache.layers)
-        ):
+        if cache is None:
             return None, 0
         length = cache.get_seq_length()
         # The last token is always computed: its logits are needed.
         common = sum(takewhile(bool, map(operator.eq, self._cached[:length], prompt[:-1])))
-        if common == 0:
-            return None, 0
-        if self._continues is None:
-            self._continues = _continues_caches(self._model)
-        if not self._continues:
+        if common == 0 or not self._is_continued(cache):
             return None, 0
         if common < length:
             try:
@@ -229,23 +226,44 @@ class SequentialEngine(JobThread):
                 return None, 0
         return cache, common
 
+    def _is_continued(self, cache: Cache) -> bool:
+        """Return whether the model goes on from a cache that another call has left, with several new tokens."""
+        if not any(type(layer) is LinearAttentionLayer for layer in cache.layers):
+            return True
+        if self._reads_states is None:
+            try:
+                self._reads_states = _reads_states(self._model)
+            except RankError:
+                raise
+            except Exception:  # its cache is of another kind than it looks like
+                self._reads_states = False
+            if not self._reads_states:
+                _log.info("this model does not go on from recurrent states: prompts are computed from their beginning")
+        return self._reads_states
 
-def _continues_caches(model: PreTrainedModel) -> bool:
-    """Return whether a model computes the same of a prompt in two calls as in one.
 
-    Some recurrent layers of transformers begin with empty states in every call of several tokens.
+def _reads_states(model: PreTrainedModel) -> bool:
+    """Return whether the recurrent layers of a model go on from their states in a call with several tokens.
+
+    Some of transformers do so for one token only, and begin with empty states for more.
     """
-    ids = torch.randint(
-        model.config.get_text_config().vocab_size, (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(0)
-    )
-    try:
-        with torch.no_grad():
-            expected = model(input_ids=ids, use_cache=True).logits[0, -1].float()
-            cache = model(input_ids=ids[:, :_PROBE_CUT], use_cache=True).past_key_values
-            found = model(input_ids=ids[:, _PROBE_CUT:], past_key_values=cache, use_cache=True).logits[0, -1].float()
-    except RankError:
-        raise
-    except Exception as problem:  # the cache of a model may be anything
-        _log.info("the KV cache of a request is not continued: %s", problem)
-        return False
-    return bool((found - expected).norm() <= _PROBE_TOLERANCE * expected.norm())
+    vocabulary = model.config.get_text_config().vocab_size
+    ids = torch.randint(vocabulary, (1, _PROBE_TOKENS), generator=torch.Generator().manual_seed(0))
+
+    def logits(cleared: str) -> torch.Tensor:
+        copied = copy.deepcopy(cache)
+        for layer in copied.layers:
+            for state in _states_of(layer, cleared):
+                state.zero_()
+        found: torch.Tensor = model(input_ids=ids[:, _PROBE_CUT:], past_key_values=copied, use_cache=True).logits
+        return found
+
+    with torch.no_grad():
+        cache = model(input_ids=ids[:, :_PROBE_CUT], use_cache=True).past_key_values
+        kinds = [kind for kind in _STATES if any(_states_of(layer, kind) for layer in cache.layers)]
+        expected = logits("none")
+        return not any(torch.equal(logits(kind), expected) for kind in kinds)
+
+
+def _states_of(layer: Any, kind: str) -> list[torch.Tensor]:
+    return [state for state in getattr(layer, kind, {}).values() if state is not None]

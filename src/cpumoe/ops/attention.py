@@ -8,6 +8,8 @@ from torch import Tensor
 from cpumoe import _core
 from cpumoe.ops.registration import like_first, register_into
 
+_SCORES_AT_ONCE = 1 << 24  # of attention by PyTorch: 64 MB
+
 
 def _decode_attention_out(query: Tensor, keys: Tensor, values: Tensor, *_: object) -> Tensor:
     return query.new_empty((*query.shape[:2], values.shape[3]))
@@ -38,10 +40,10 @@ def masked_attention(
     """Attend under any additive mask [batch, T, tokens], by PyTorch in fp32; return [batch, T, heads, D].
 
     ``query`` is [batch, heads, T, D], ``keys`` and ``values`` [batch, kv_heads, tokens, D]. The core's attention takes
-    ranges of tokens only. Attends a few queries at a time, so that at most about 2^24 scores exist at once.
+    ranges of tokens only. Attends a few queries at a time, so that there are at most about _SCORES_AT_ONCE scores.
     """
     batch, heads, queries, _ = query.shape
-    at_once = max(1, (1 << 24) // max(1, batch * heads * keys.shape[2]))
+    at_once = max(1, _SCORES_AT_ONCE // max(1, batch * heads * keys.shape[2]))
     keys, values = keys.to(torch.float32), values.to(torch.float32)
     starts = range(0, max(1, queries), at_once)
     parts = [slice(start, start + at_once) for start in starts]

@@ -39,11 +39,17 @@ def packed_like(blob: Tensor, experts: int) -> Tensor:
     """Room for so many packed experts of the kind of others, to be filled through :func:`packed_experts`."""
     spec = read_spec(blob)
     changed = PackedSpec(**{**{name: getattr(spec, name) for name in _FIELDS}, "experts": experts})
-    out = torch.empty(changed.packed_bytes, dtype=torch.uint8, device="cpu")
-    _core.advise_huge_pages(out)
-    _core.write_packed_header(out, changed)
-    numa.place(out)
-    return out
+    return _new_blob(changed)
+
+
+def _new_blob(spec: PackedSpec) -> Tensor:
+    """Memory for packed weights with their header: a tensor that counts writes, also in inference mode."""
+    with torch.inference_mode(False):
+        blob = torch.empty(spec.packed_bytes, dtype=torch.uint8, device="cpu")
+    _core.advise_huge_pages(blob)
+    _core.write_packed_header(blob, spec)
+    numa.place(blob)  # before it is filled: pages that nobody has touched need not be moved
+    return blob
 
 
 def packed_experts(blob: Tensor) -> Tensor:
@@ -84,10 +90,7 @@ class PackedBuilder:
 
     def __init__(self, spec: PackedSpec) -> None:
         self.spec = spec
-        self._blob = torch.empty(spec.packed_bytes, dtype=torch.uint8, device="cpu")
-        _core.advise_huge_pages(self._blob)
-        _core.write_packed_header(self._blob, spec)
-        numa.place(self._blob)  # before it is filled: pages that nobody has touched need not be moved
+        self._blob = _new_blob(spec)
         self._missing = set(range(spec.experts))
 
     def put(

@@ -170,14 +170,12 @@ class ParallelExperts(Experts):
 
     def _for_call(self, dtype: torch.dtype, on_input: bool) -> PackedExperts[Tensor]:
         """Return these experts as the core takes them, made once for the tensors that are held."""
+        gate_up, down = (self._buffers.get(name) for name in ("gate_up_packed", "down_packed"))
         found = self._in_core.get((dtype, on_input))
-        held = self._buffers
-        if (
-            found is None
-            or found.gate_up is not held.get("gate_up_packed")
-            or found.down is not held.get("down_packed")
-        ):
-            found = self._in_core[dtype, on_input] = replace(self.for_core(dtype), weight_on_input=on_input)
+        if found is None or found.gate_up is not gate_up or found.down is not down:
+            kept = {k: e for k, e in self._in_core.items() if e.gate_up is gate_up and e.down is down}
+            found = replace(self.for_core(dtype), weight_on_input=on_input)
+            self._in_core = kept | {(dtype, on_input): found}
         return found
 
     def _agree(self) -> None:

@@ -171,7 +171,7 @@ def _text_of(line: bytes, path: Path, offset: int, tokenizer: Any) -> tuple[str,
         raise ValueError(f"{_place(path, offset)}: messages holds {other!r:.80}; JSON objects are accepted")
     template = ChatTemplate(tokenizer)
     try:
-        if template.source():
+        if template.is_there:
             return template.text(messages), False
     except ValueError as problem:
         raise ValueError(f"{_place(path, offset)}: {problem!s:.200}; {_ACCEPTED}") from None

@@ -98,7 +98,7 @@ class Schedule:
         *,
         shares_pages: bool = True,
     ) -> None:
-        self.pool = PagePool(pages, evicts_first=sequences == 1)  # one at a time: keep the last one alone
+        self.pool = PagePool(pages, evicts_first=sequences == 1)  # one at a time: memory for one
         self.page_tokens = page_tokens
         self.tokens = pages * page_tokens  # capacity
         self.sequences: list[Sequence] = []

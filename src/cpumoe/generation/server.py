@@ -47,7 +47,7 @@ class Server:
         context: int | None,
         engine: Engine,
     ) -> None:
-        # Of a prompt and its answer together.
+        # The most tokens of a prompt and its answer together.
         self.token_limit = min(filter(None, (context, engine.token_limit)), default=None)
         self._engine = engine
         self._renderer = ThreadPoolExecutor(1, "cpumoe-prompts")

@@ -65,7 +65,7 @@ class Rope:
 
 @dataclass(frozen=True, kw_only=True)
 class Attention(Generic[T]):
-    """What GQA and MLA share.
+    """Fields that GQA and MLA share.
 
     Attributes:
         query: [heads * head_dim, H]. out: [H, heads * value_dim] of all ranks.

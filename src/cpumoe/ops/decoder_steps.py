@@ -79,7 +79,7 @@ class Decoder:
             positions: int64 [B, T] or [1, T]; by default those behind ``past``.
             padding: int64 [B], the places at the beginning of each sequence that no token sees.
             keep: results are those of the last so many tokens; 0 for all of them.
-            logits: whether results are logits rather than hidden states behind the last norm.
+            logits: whether results are logits rather than hidden states after the last norm.
 
         Returns:
             [B, T or keep, H or vocabulary].

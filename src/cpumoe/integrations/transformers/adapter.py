@@ -102,7 +102,7 @@ def _native_in(base: nn.Module, *, owner: nn.Module | None = None) -> NativeDeco
 
 
 def forward(base: Any, *arguments: Any, **options: Any) -> Any:
-    """The forward of a base model, to hidden states behind the last norm."""
+    """The forward of a base model, to hidden states after the last norm."""
     native = _native_in(base)
     if native is None:
         return type(base).forward(base, *arguments, **options)

@@ -39,7 +39,7 @@ _LEFT_OUT = "hooks, other forwards or attention that is not causal are in the mo
 
 @dataclass
 class Attached:
-    """What is known of a base model with packed experts: ``_cpumoe`` of the base model and of the model around it.
+    """The record of a base model with packed experts: ``_cpumoe`` of the base model and of the model around it.
 
     Attributes:
         path: of the base model.
@@ -127,7 +127,7 @@ class NativeDecoder:
 
     @property
     def decoder(self) -> Decoder:
-        """What computes steps."""
+        """The decoder in the core."""
         return self._last.decoder
 
     @property

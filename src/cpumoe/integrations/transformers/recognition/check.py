@@ -71,7 +71,7 @@ def find_variant(base: Any, index: int) -> LayerVariant:
 
 @dataclass(frozen=True)
 class _Difference:
-    """What a built decoder does differently, in words; ``near``: how many rows agree nevertheless."""
+    """A difference between a built decoder and the model's own code, in words; ``near``: number of rows that agree."""
 
     reason: str
     near: int = -1

@@ -79,7 +79,7 @@ def _find_flags(module: Any, epsilon: float, dtype: torch.dtype) -> tuple[bool, 
 
 
 def _epsilon(module: Any) -> float | None:
-    """What a norm adds to the mean square; None for a module that has other parts than such a norm."""
+    """Return the epsilon of a root-mean-square norm; None for a module with other parts than such a norm."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.dim() != 1 or weight.dtype not in _TOLERANCES:
         return None

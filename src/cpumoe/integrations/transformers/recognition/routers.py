@@ -33,7 +33,7 @@ _TOLERANCE = 1e-4  # relative, of fp32 sums in another order
 
 @dataclass(frozen=True)
 class RouterForm:
-    """How a router makes weights of logits, in the words of our operators.
+    """How a router computes weights from logits, as arguments of ``ops.select_experts``.
 
     ``keeps_dtypes``: weights and ids get the dtypes that the router itself gives, for blocks that need them.
     """
@@ -48,7 +48,7 @@ class RouterForm:
 
 
 def linear_of(router: Any) -> Any:
-    """What holds the weight [experts, H] and bias of a router: itself, or the one linear in it."""
+    """Return the module with the weight [experts, H] and bias of a router: itself, or the one linear in it."""
     children = list(router.children())
     is_around = getattr(router, "weight", None) is None and len(children) == 1 and type(children[0]) is nn.Linear
     return children[0] if is_around else router
@@ -77,7 +77,7 @@ def correction_place(router: Any, block: Any = None) -> tuple[Any, str] | None:
 
 
 def _more_arguments(router: Any, block: Any) -> tuple[Tensor, ...]:
-    """What a router is called with besides tokens, if that is no more than its correction."""
+    """Return the arguments of a router after the tokens, if these are its correction bias or none."""
     names = list(inspect.signature(type(router).forward).parameters)[2:]
     correction = correction_of(router, block)
     return (correction,) if len(names) == 1 and names[0] in CORRECTIONS and correction is not None else ()

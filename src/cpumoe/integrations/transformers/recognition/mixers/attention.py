@@ -1,4 +1,4 @@
-"""What GQA and MLA share."""
+"""Parts that GQA and MLA share: the gate of attention, RoPE, and the context of a layer."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import copy
 import functools
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -137,7 +138,7 @@ class Models:
         raise Stuck(sentence)
 
     def model(self, layers: int = 1) -> Any:
-        for _ in range(20):
+        for _ in range(200):
             try:
                 return self.whole_model(layers)
             except Stuck as problem:
@@ -149,10 +150,14 @@ class Models:
         model.layers = [self.draw(LAYER)]
         model = self.fitting(model)
         found = list(model.layers)
-        while len(found) < layers:
-            model.layers = [self.draw(LAYER)]
-            found += self.fitting(model, "layers").layers
-        model.layers = found
+        for _ in range(50):
+            if len(found) < layers:
+                model.layers = [self.draw(LAYER)]
+                with suppress(Stuck):
+                    found += self.fitting(model, "layers").layers
+        if len(found) < layers:
+            raise Stuck("a further layer")
+        model.layers = found[:layers]
         return model
 
 

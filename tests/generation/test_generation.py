@@ -843,6 +843,11 @@ def test_a_model_that_cannot_be_batched_is_answered_one_at_a_time() -> None:
         assert len(answered(started.engine, [5, 6, 7], 4)[0]) == 4
 
 
+def test_heads_that_differ_from_layer_to_layer_cannot_be_batched() -> None:
+    with start_engine(tiny_model("gemma4"), 10**9) as started:
+        assert isinstance(started.engine, SequentialEngine) and "num_key_value_heads" in started.way
+
+
 def test_rules_that_the_native_decoder_leaves_out_are_named(
     parts: tuple[Any, Any], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

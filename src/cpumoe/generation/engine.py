@@ -131,14 +131,22 @@ def start_engine(
         try:
             from cpumoe.generation.batch_engine import BatchEngine
 
-            size = cache_size(model.config, model.dtype, free_bytes, memory_gb)
+            size = _batching_size(model, free_bytes, memory_gb)
             batches = BatchEngine(model, size.blocks, size.block_tokens, size.step_tokens)
             batches.start()
             return Started(batches, size, f"by transformers' continuous batching{because}")
-        except (CannotBatch, ImportError, RuntimeError) as problem:  # the last: heads that differ from layer to layer
+        except (CannotBatch, ImportError) as problem:
             obstacle = str(problem)
     way = f"requests are answered one at a time, since batching fails for this model: {obstacle}"
     return Started(SequentialEngine(model), None, way)
+
+
+def _batching_size(model: PreTrainedModel, free_bytes: int, memory_gb: float | None) -> CacheSize:
+    """Return the KV cache size of transformers' continuous batching. Raise CannotBatch if heads differ by layer."""
+    try:
+        return cache_size(model.config, model.dtype, free_bytes, memory_gb)
+    except RuntimeError as problem:  # a configuration with another number of heads for some layers
+        raise CannotBatch(str(problem)) from problem
 
 
 # ---- one request after another -------------------------------------------------------------------------------------

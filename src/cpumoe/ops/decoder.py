@@ -287,7 +287,7 @@ class PackedExperts(Generic[T]):
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedExperts(PackedExperts[T]):
-    """Packed experts behind a router."""
+    """Packed experts and their router."""
 
     router: Router[T]
 

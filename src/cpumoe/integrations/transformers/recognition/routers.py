@@ -155,7 +155,7 @@ def _forms(router: Any, in_fp32: bool) -> Iterator[RouterForm]:
 
 
 def _agree(found: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
-    """Whether two results are the same but for rounding and for the order of a token's experts."""
+    """Return whether two results agree except for rounding and the order of a token's experts."""
     if not torch.allclose(found[0], expected[0].float(), rtol=_TOLERANCE, atol=_TOLERANCE):
         return False
     sorted_ids = [ids.long().sort(-1) for ids in (found[2], expected[2])]
